@@ -20,10 +20,10 @@ TORCH_LIBRARY(transformer_plugin, m) {
   m.def(
       "quantize_out(Tensor input, str format, Tensor(a!)[] out, Tensor? group_sizes=None, Tensor? amax=None, "
       "Tensor? amax_t=None, Tensor? seed=None, Tensor? noop=None, bool rowwise=True, bool columnwise=False) -> ()");
-  // All results of the first matrix, then of the second.
+  // All results of the first matrix, then of the second; or "stacked", those of quantize for the stack of them.
   m.def(
-      "quantize_list(Tensor[] inputs, str format, Tensor? amax=None, bool rowwise=True, bool columnwise=False) -> "
-      "Tensor[]");
+      "quantize_list(Tensor[] inputs, str format, Tensor? amax=None, bool rowwise=True, bool columnwise=False, "
+      "bool stacked=False) -> Tensor[]");
   m.def(
       "dequantize(Tensor data, Tensor scale_inv, str format, ScalarType dtype, Tensor? group_sizes=None, "
       "bool transposed=False, Tensor? amax=None) -> Tensor");
@@ -74,7 +74,7 @@ TORCH_LIBRARY(transformer_plugin, m) {
   m.def(
       "gemm_out(Tensor a, Tensor b, Tensor(a!) out, Tensor? bias=None, bool transpose_b=True, Tensor? alpha=None, "
       "Tensor? beta=None, Tensor[]? a_scale=None, Tensor[]? b_scale=None, str a_format=\"none\", "
-      "str b_format=\"none\") -> ()");
+      "str b_format=\"none\", bool accumulate=False) -> ()");
   m.def(
       "grouped_gemm(Tensor a, Tensor[] b, Tensor group_sizes, Tensor? bias=None, Tensor? bias_scale=None, "
       "bool transpose_b=True, ScalarType? dtype=None, Tensor? alpha=None, Tensor? rows=None, "
@@ -116,32 +116,39 @@ TORCH_LIBRARY(transformer_plugin, m) {
   m.def(
       "grouped_bias_backward(Tensor grad, Tensor group_sizes, Tensor? bias=None, Tensor? bias_scale=None) -> "
       "(Tensor, Tensor)");
+  // Layers. The weight of a grouped one is one tensor [G, N, K] or G matrices [N, K] at any addresses. A "main_grad",
+  // like it one tensor or G matrices, is where the backward adds ("accumulate") or writes the gradient of the weight;
+  // autograd then gets "weight_grad": none, an empty tensor or zeros. The forward writes no argument.
   m.def(
       "linear(Tensor input, Tensor weight, Tensor? bias=None, str input_format=\"none\", "
-      "str weight_format=\"none\", str grad_format=\"none\", Tensor[]? quantized_weight=None) -> Tensor");
+      "str weight_format=\"none\", str grad_format=\"none\", Tensor[]? quantized_weight=None, "
+      "Tensor? main_grad=None, bool accumulate=True, str weight_grad=\"none\") -> Tensor");
   // linear of rms_norm or layer_norm of the input. normalized is that norm, or an empty tensor without
   // return_normalized.
   m.def(
       "norm_linear(Tensor input, Tensor? norm_weight, Tensor? norm_bias, Tensor weight, Tensor? bias, float eps, "
       "str normalization=\"rms_norm\", bool zero_centered=False, bool return_normalized=False, "
       "str input_format=\"none\", str weight_format=\"none\", str grad_format=\"none\", "
-      "Tensor[]? quantized_weight=None) -> (Tensor output, Tensor normalized)");
+      "Tensor[]? quantized_weight=None, Tensor? main_grad=None, bool accumulate=True, "
+      "str weight_grad=\"none\") -> (Tensor output, Tensor normalized)");
   m.def(
-      "grouped_linear(Tensor input, Tensor weight, Tensor group_sizes, Tensor? bias=None, "
+      "grouped_linear(Tensor input, Tensor[] weight, Tensor group_sizes, Tensor? bias=None, "
       "Tensor? bias_scale=None, str input_format=\"none\", str weight_format=\"none\", "
-      "str grad_format=\"none\", Tensor[]? quantized_weight=None, int max_sms=0, int expected_rows=-1) -> Tensor");
+      "str grad_format=\"none\", Tensor[]? quantized_weight=None, int max_sms=0, int expected_rows=-1, "
+      "Tensor[]? main_grad=None, bool accumulate=True, str weight_grad=\"none\") -> Tensor");
   // Two grouped_linears with swiglu between them, `probs` scaling it and the second bias.
   m.def(
-      "grouped_mlp(Tensor input, Tensor fc1_weight, Tensor fc2_weight, Tensor group_sizes, Tensor probs, "
+      "grouped_mlp(Tensor input, Tensor[] fc1_weight, Tensor[] fc2_weight, Tensor group_sizes, Tensor probs, "
       "Tensor? fc1_bias=None, Tensor? fc2_bias=None, str input_format=\"none\", str weight_format=\"none\", "
       "str grad_format=\"none\", Tensor[]? quantized_fc1_weight=None, Tensor[]? quantized_fc2_weight=None, "
-      "int interleave=0, int max_sms=0, int expected_rows=-1) -> Tensor");
+      "int interleave=0, int max_sms=0, int expected_rows=-1, Tensor[]? fc1_main_grad=None, "
+      "Tensor[]? fc2_main_grad=None, bool accumulate=True, str weight_grad=\"none\") -> Tensor");
   // A weight in its format, once for many calls of the four above: data, scale_inv and, of nvfp4, amax, along rows;
-  // then along columns, if the data gradient takes those. bf16 has data alone.
-  m.def("quantize_weight(Tensor weight, str input_format, str weight_format, str grad_format) -> Tensor[]");
+  // then along columns, if the data gradient takes those. bf16 has data alone. Several matrices give what their stack would.
+  m.def("quantize_weight(Tensor[] weight, str input_format, str weight_format, str grad_format) -> Tensor[]");
   m.def(
-      "quantize_weight_out(Tensor weight, str input_format, str weight_format, str grad_format, "
-      "Tensor(a!)[] out) -> ()");
+      "quantize_weight_out(Tensor[] weight, str input_format, str weight_format, str grad_format, "
+      "Tensor(a!)[] out, Tensor? noop=None) -> ()");
   // The same with delayed scaling: `scale` [3], or [3 G], of input, weight and gradient. Their amaxes are maxed into
   // `amax`, that of the gradient in the backward.
   m.def(

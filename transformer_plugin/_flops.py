@@ -79,8 +79,12 @@ def _norm_linear(
     return 2 * prod(input) * weight[0]
 
 
-def _mlp(input: Shape, fc1_weight: Shape, fc2_weight: Shape, *_: Any, **__: Any) -> int:
-    return 2 * prod(input) * (fc1_weight[1] + fc2_weight[2])
+def _grouped_linear(input: Shape, weight: Sequence[Shape], *_: Any, **__: Any) -> int:
+    return 2 * prod(input) * weight[0][-2]
+
+
+def _mlp(input: Shape, fc1_weight: Sequence[Shape], fc2_weight: Sequence[Shape], *_: Any, **__: Any) -> int:
+    return 2 * prod(input) * (fc1_weight[0][-2] + fc2_weight[0][-1])
 
 
 #: The formula of each op that multiplies matrices.
@@ -96,7 +100,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "linear": _linear,
     "linear_scaled": _linear,
     "norm_linear": _norm_linear,
-    "grouped_linear": _linear,
+    "grouped_linear": _grouped_linear,
     "grouped_linear_scaled": _linear,
     "grouped_mlp": _mlp,
 }

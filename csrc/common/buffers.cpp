@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "common/autograd.h"
+#include "common/overlap.h"
 
 namespace transformer_plugin {
 
@@ -41,13 +42,6 @@ void check_written(const char* op, const char* name, at::TensorList out) {
   for (size_t i = 0; i < out.size(); ++i) check_written({op, entry(name, i).c_str(), out[i]});
 }
 
-namespace {
-
-struct Bytes {
-  uintptr_t begin, end;
-};
-
-// Empty for a tensor without elements.
 Bytes bytes_of(const at::Tensor& tensor) {
   if (tensor.numel() == 0) return {0, 0};
   int64_t elements = 1;
@@ -56,7 +50,6 @@ Bytes bytes_of(const at::Tensor& tensor) {
   return {begin, begin + static_cast<uintptr_t>(elements) * tensor.element_size()};
 }
 
-// Whether two matrices are different columns of one buffer.
 bool side_by_side(const at::Tensor& x, const at::Tensor& y) {
   if (x.dim() != 2 || y.dim() != 2 || x.stride(1) != 1 || y.stride(1) != 1) return false;
   const uintptr_t x_size = x.element_size(), y_size = y.element_size();
@@ -68,7 +61,7 @@ bool side_by_side(const at::Tensor& x, const at::Tensor& y) {
   return later >= x.size(1) * x_size && later + y.size(1) * y_size <= stride;
 }
 
-bool have_none_in_common(const Bytes& x, const Bytes& y) { return x.end <= y.begin || y.end <= x.begin; }
+namespace {
 
 constexpr const char *kRead = "', which is read while it is written",
                      *kWritten = "', which is written at the same time";

@@ -6,6 +6,7 @@
 #include "common/tensor.h"
 #include "gemm/dispatch/checks.h"
 #include "gemm/ops/calls.h"
+#include "linear/main_grad.h"
 #include "linear/quantized_linear.h"
 #include "linear/quantized_weight.h"
 
@@ -19,90 +20,127 @@ using OptionalTensor = std::optional<Tensor>;
 
 constexpr const char* kOp = "grouped_linear";
 
-OperandFormats check_grouped_linear(const Tensor& input, const Tensor& weight, const Tensor& group_sizes,
-                                    const OptionalTensor& bias, const OptionalTensor& bias_scale,
-                                    std::string_view input_format, std::string_view weight_format,
-                                    std::string_view grad_format, OptionalList quantized_weight,
-                                    const LaunchOptions& options) {
-  const OperandFormats formats = operand_formats(kOp, input_format, weight_format, grad_format);
-  const Argument input_argument{kOp, "input", input};
-  const Argument weight_argument{kOp, "weight", weight};
-  if (formats.native()) {
-    check_grouped_operand(input_argument, 2);
-  } else {
-    check_dtype(input_argument, kFloatTypes);
-    check_dim(input_argument, 2);
+// The arguments of a call.
+struct Call {
+  const Tensor& input;
+  at::TensorList weight;
+  const OptionalTensor group_sizes;
+  const OptionalTensor &bias, &bias_scale;
+  std::string_view input_format, weight_format, grad_format;
+  OptionalList quantized_weight;
+  LaunchOptions options;
+  MainGrad main_grad;
+
+  LinearArguments layer() const {
+    return {input, weight, group_sizes, bias, bias_scale, quantized_weight, options, main_grad};
   }
-  check_pair(weight_argument, input_argument, 3);
-  check_size(weight_argument, 2, input.sym_size(1), "the columns of 'input'");
-  check_layer_widths(input_argument, weight_argument, formats);
-  check_groups({kOp, "group_sizes", group_sizes}, input_argument, weight_argument);
-  if (bias) check_bias({kOp, "bias", *bias}, input_argument, weight.sym_size(0), weight.sym_size(1));
-  if (bias_scale) check_bias_scale({kOp, "bias_scale", *bias_scale}, bias.has_value(), input_argument);
-  check_launch_options(kOp, options);
+};
+
+// What main_grad may not share memory with, besides itself.
+void check_memory(const Call& call) {
+  if (!call.main_grad.buffers) return;
+  CallMemory memory(kOp);
+  memory.written("main_grad", call.main_grad.buffers);
+  memory.read("input", call.input);
+  memory.read("weight", call.weight);
+  memory.read("group_sizes", call.group_sizes);
+  memory.read("bias", call.bias);
+  memory.read("bias_scale", call.bias_scale);
+  memory.read("quantized_weight", call.quantized_weight);
+  memory.check();
+}
+
+OperandFormats check_grouped_linear(const Call& call) {
+  const OperandFormats formats =
+      operand_formats(kOp, call.input_format, call.weight_format, call.grad_format);
+  const Argument input{kOp, "input", call.input};
+  const WeightArgument weight{kOp, "weight", call.weight};
+  if (formats.native()) {
+    check_grouped_operand(input, 2);
+  } else {
+    check_dtype(input, kFloatTypes);
+    check_dim(input, 2);
+  }
+  check_grouped_weight(weight, input);
+  check_weight_size(weight, 2, call.input.sym_size(1), "the columns of 'input'");
+  check_layer_widths(input, weight, formats);
+  check_groups({kOp, "group_sizes", *call.group_sizes}, input, weight.name, weight.groups());
+  if (call.bias) check_bias({kOp, "bias", *call.bias}, input, weight.groups(), weight.rows());
+  if (call.bias_scale) {
+    check_bias_scale({kOp, "bias_scale", *call.bias_scale}, call.bias.has_value(), input);
+  }
+  check_launch_options(kOp, call.options);
   check_ragged_formats(kOp, formats);
-  check_quantized_weight("quantized_weight", quantized_weight, weight_argument, formats);
+  check_quantized_weight("quantized_weight", call.quantized_weight, weight, formats);
+  check_main_grad_options(kOp, call.main_grad.buffers.has_value(), call.main_grad);
+  check_main_grad("main_grad", call.main_grad, weight, true);
+  check_memory(call);
   return formats;
 }
 
-Tensor grouped_linear_meta(const Tensor& input, const Tensor& weight, const Tensor& group_sizes,
-                           const OptionalTensor& bias, const OptionalTensor& bias_scale,
-                           std::string_view input_format, std::string_view weight_format,
-                           std::string_view grad_format, OptionalList quantized_weight, int64_t max_sms,
-                           int64_t expected_rows) {
-  check_grouped_linear(input, weight, group_sizes, bias, bias_scale, input_format, weight_format, grad_format,
-                       quantized_weight, {max_sms, expected_rows});
-  return empty(input, {input.sym_size(0), weight.sym_size(1)}, input.scalar_type());
+Tensor grouped_linear_meta(const Call& call) {
+  check_grouped_linear(call);
+  return empty(call.input, {call.input.sym_size(0), call.weight[0].sym_size(-2)}, call.input.scalar_type());
 }
 
-Tensor grouped_linear(const Tensor& input, const Tensor& weight, const Tensor& group_sizes,
-                      const OptionalTensor& bias, const OptionalTensor& bias_scale,
-                      std::string_view input_format, std::string_view weight_format,
-                      std::string_view grad_format, OptionalList quantized_weight, int64_t max_sms,
-                      int64_t expected_rows) {
-  const OperandFormats formats =
-      check_grouped_linear(input, weight, group_sizes, bias, bias_scale, input_format, weight_format,
-                           grad_format, quantized_weight, {max_sms, expected_rows});
-  const OptionalTensor sizes = group_sizes;
-  const LinearArguments layer{
-      input, weight, sizes, bias, bias_scale, quantized_weight, {max_sms, expected_rows}};
+Tensor native_product(const Call& call) {
+  const OptionalTensor none;
+  return call_grouped_gemm(call.input, call.weight, *call.group_sizes, call.bias, call.bias_scale, true,
+                           std::nullopt, none, none, call.options);
+}
+
+Tensor grouped_linear(const Call& call) {
+  const OperandFormats formats = check_grouped_linear(call);
+  const LinearArguments layer = call.layer();
   check_quantizable(kOp, layer, formats, false);
   const BelowAutograd guard;
-  if (formats.native())
-    return call_grouped_gemm(input, weight, group_sizes, bias, bias_scale, true, std::nullopt, std::nullopt,
-                             std::nullopt, layer.options);
-  return quantized_linear_forward(layer, formats);
+  return formats.native() ? native_product(call) : quantized_linear_forward(layer, formats);
 }
 
-Tensor grouped_linear_autograd(const Tensor& input, const Tensor& weight, const Tensor& group_sizes,
-                               const OptionalTensor& bias, const OptionalTensor& bias_scale,
-                               std::string_view input_format, std::string_view weight_format,
-                               std::string_view grad_format, OptionalList quantized_weight, int64_t max_sms,
-                               int64_t expected_rows) {
-  if (!any_wants_grad(input, weight, bias, bias_scale)) {
-    using Signature =
-        Tensor(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
-               std::string_view, std::string_view, std::string_view, OptionalList, int64_t, int64_t);
-    static const auto op = find_op<Signature>(kOp);
-    const BelowAutograd guard;
-    return op.call(input, weight, group_sizes, bias, bias_scale, input_format, weight_format, grad_format,
-                   quantized_weight, max_sms, expected_rows);
-  }
-  const OperandFormats formats =
-      check_grouped_linear(input, weight, group_sizes, bias, bias_scale, input_format, weight_format,
-                           grad_format, quantized_weight, {max_sms, expected_rows});
-  const OptionalTensor sizes = group_sizes;
-  const LinearArguments layer{
-      input, weight, sizes, bias, bias_scale, quantized_weight, {max_sms, expected_rows}};
-  check_quantizable(kOp, layer, formats, weight.requires_grad());
-  if (formats.native())
-    return call_grouped_gemm(input, weight, group_sizes, bias, bias_scale, true, std::nullopt, std::nullopt,
-                             std::nullopt, layer.options);
+Tensor redispatch(const Call& call) {
+  using Signature = Tensor(const Tensor&, at::TensorList, const Tensor&, const OptionalTensor&,
+                           const OptionalTensor&, std::string_view, std::string_view, std::string_view,
+                           OptionalList, int64_t, int64_t, OptionalList, bool, std::string_view);
+  static const auto op = find_op<Signature>(kOp);
+  const BelowAutograd guard;
+  const auto& [max_sms, expected_rows] = call.options;
+  const auto& [buffers, accumulate, weight_grad] = call.main_grad;
+  return op.call(call.input, call.weight, *call.group_sizes, call.bias, call.bias_scale, call.input_format,
+                 call.weight_format, call.grad_format, call.quantized_weight, max_sms, expected_rows, buffers,
+                 accumulate, weight_grad);
+}
+
+Tensor grouped_linear_autograd(const Call& call) {
+  if (!any_wants_grad(call.input, call.weight, call.bias, call.bias_scale)) return redispatch(call);
+  const OperandFormats formats = check_grouped_linear(call);
+  const LinearArguments layer = call.layer();
+  check_quantizable(kOp, layer, formats, wants_grad(call.weight));
+  if (formats.native() && !call.main_grad.buffers) return native_product(call);
   return quantized_linear_autograd(layer, formats);
+}
+
+template <Tensor (*run)(const Call&)>
+Tensor entry_of(const Tensor& input, at::TensorList weight, const Tensor& group_sizes,
+                const OptionalTensor& bias, const OptionalTensor& bias_scale, std::string_view input_format,
+                std::string_view weight_format, std::string_view grad_format, OptionalList quantized_weight,
+                int64_t max_sms, int64_t expected_rows, OptionalList main_grad, bool accumulate,
+                std::string_view weight_grad) {
+  const GroupedWeight given(weight);
+  return run({input,
+              given.get(),
+              group_sizes,
+              bias,
+              bias_scale,
+              input_format,
+              weight_format,
+              grad_format,
+              quantized_weight,
+              {max_sms, expected_rows},
+              {main_grad, accumulate, weight_grad}});
 }
 
 }  // namespace
 
-TP_IMPL(kOp, grouped_linear, grouped_linear_meta, grouped_linear_autograd);
+TP_IMPL(kOp, entry_of<grouped_linear>, entry_of<grouped_linear_meta>, entry_of<grouped_linear_autograd>);
 
 }  // namespace transformer_plugin::linear

@@ -10,9 +10,10 @@
 #include "gemm/dispatch/swiglu_gemm.h"
 #include "gemm/ops/calls.h"
 #include "linear/grouped_mlp_activation.h"
+#include "linear/grouped_mlp_checks.h"
+#include "linear/main_grad.h"
 #include "linear/quantized_weight.h"
 #include "linear/saved_tensor_release.h"
-#include "quantize/ops/checks.h"
 
 namespace transformer_plugin::linear {
 
@@ -24,57 +25,6 @@ using OptionalTensor = std::optional<Tensor>;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-constexpr const char* kOp = "grouped_mlp";
-
-void check_widths(const Argument& input, const Argument& fc2_weight, const OperandFormats& formats) {
-  check_block_width(input, -1, formats, "Pad it with zeros, for example with torch.nn.functional.pad");
-  check_block_width(fc2_weight, -1, formats, "Pad the weights with zeros, both halves of the first");
-}
-
-OperandFormats check_grouped_mlp(const MlpArguments& mlp, std::string_view input_format,
-                                 std::string_view weight_format, std::string_view grad_format) {
-  const OperandFormats formats = operand_formats(kOp, input_format, weight_format, grad_format);
-  const Argument input{kOp, "input", mlp.input};
-  const Argument fc1_weight{kOp, "fc1_weight", mlp.fc1_weight}, fc2_weight{kOp, "fc2_weight", mlp.fc2_weight};
-  const Argument probs{kOp, "probs", mlp.probs};
-  check_dtype(input, kFloatTypes);
-  check_dim(input, 2);
-  check_pair(fc1_weight, input, 3);
-  check_size(fc1_weight, 2, mlp.input.sym_size(1), "the columns of 'input'");
-  const c10::SymInt groups = mlp.fc1_weight.sym_size(0), linear = mlp.fc1_weight.sym_size(1);
-  TP_CHECK_VALUE(linear % 2 == 0, kOp, fc1_weight.name,
-                 "an even number of rows (gate and linear halves) in each group", describe(mlp.fc1_weight),
-                 "Concatenate the two halves along dimension 1");
-  check_pair(fc2_weight, input, 3);
-  check_size(fc2_weight, 0, groups, "the groups of 'fc1_weight'");
-  check_size(fc2_weight, 1, mlp.input.sym_size(1), "the columns of 'input'");
-  check_size(fc2_weight, 2, linear / 2, "half the rows of 'fc1_weight' in a group");
-  check_groups({kOp, "group_sizes", mlp.group_sizes}, input, fc1_weight);
-  check_dtype(probs, {at::kFloat});
-  check_dim(probs, 1);
-  check_size(probs, 0, mlp.input.sym_size(0), "the rows of 'input'");
-  check_same_device(probs, input);
-  if (mlp.fc1_bias) check_bias({kOp, "fc1_bias", *mlp.fc1_bias}, input, groups, linear);
-  if (mlp.fc2_bias) check_bias({kOp, "fc2_bias", *mlp.fc2_bias}, input, groups, mlp.fc2_weight.sym_size(1));
-  check_interleave(kOp, mlp.interleave);
-  check_interleaved_columns(fc1_weight, linear / 2, mlp.interleave);
-  check_launch_options(kOp, mlp.options);
-  check_ragged_formats(kOp, formats);
-  check_widths(input, fc2_weight, formats);
-  check_quantized_weight("quantized_fc1_weight", mlp.quantized_fc1, fc1_weight, formats);
-  check_quantized_weight("quantized_fc2_weight", mlp.quantized_fc2, fc2_weight, formats);
-  return formats;
-}
-
-// Both GEMMs have the same rows in the same groups, so one check serves them.
-void check_quantizable(const MlpArguments& mlp, const OperandFormats& formats, bool columns) {
-  const OptionalTensor sizes = mlp.group_sizes, none;
-  check_quantizable(kOp, {mlp.input, mlp.fc1_weight, sizes, none, none, std::nullopt}, formats, columns);
-  if (formats.input.is_quantized()) {
-    quantize::check_matrix({kOp, "fc2_weight", mlp.fc2_weight}, nullptr, formats.weight);
-  }
-}
-
 // The gradients for which the forward saves tensors.
 struct NeedsGrad {
   bool input = false, fc1_weight = false, fc2_weight = false;
@@ -82,9 +32,10 @@ struct NeedsGrad {
 };
 
 struct SavedTensors {
-  Quantized input, activation;  // columnwise, for the weight gradients
-  Quantized fc1, fc2;           // the weights, for the data gradients
-  Tensor linear;                // the output of fc1
+  Quantized input, activation;               // columnwise, for the weight gradients
+  Quantized fc1, fc2;                        // the weights, for the data gradients
+  Tensor linear;                             // the output of fc1
+  variable_list fc1_matrices, fc2_matrices;  // of weights that are several matrices without scales
 };
 
 // The order of the steps is the order in which stochastic rounding draws its seeds. Operands that are not saved are freed before
@@ -94,53 +45,66 @@ Tensor forward_of(const MlpArguments& mlp, const OperandFormats& formats, const 
   check_quantizable(mlp, formats, wanted.fc1_weight || wanted.fc2_weight);
   const BelowAutograd guard;
   QuantizedOperand input =
-      quantize_role(mlp.input, mlp.group_sizes, formats.input, formats.input_key, true, wanted.fc1_weight);
-  QuantizedWeight fc1 = quantize_role_weight(mlp.fc1_weight, mlp.quantized_fc1, formats, wanted.input);
+      quantize_operand(mlp.input, mlp.group_sizes, formats.input, formats.input_key, true, wanted.fc1_weight);
+  QuantizedWeight fc1 = weight_operand(mlp.fc1_weight, mlp.quantized_fc1, formats, wanted.input);
   if (wanted.fc1_weight) kept.input = input.columnwise;
   kept.fc1 = fc1.backward;
+  if (wanted.input) kept.fc1_matrices = fc1.matrices;
   Hidden hidden = product_then_activation(std::move(input), std::move(fc1), mlp, formats, wanted.fc2_weight,
                                           wanted.linear);
   if (wanted.linear) kept.linear = hidden.linear;
   if (wanted.fc2_weight) kept.activation = hidden.activation.columnwise;
   hidden.linear.reset();
-  const QuantizedWeight fc2 = quantize_role_weight(mlp.fc2_weight, mlp.quantized_fc2, formats, wanted.linear);
+  const QuantizedWeight fc2 = weight_operand(mlp.fc2_weight, mlp.quantized_fc2, formats, wanted.linear);
   kept.fc2 = fc2.backward;
+  if (wanted.linear) kept.fc2_matrices = fc2.matrices;
   const OptionalTensor bias_scale = mlp.fc2_bias ? OptionalTensor(mlp.probs) : std::nullopt;
   return gemm_of(hidden.activation.rowwise, fc2.forward, mlp.group_sizes, mlp.fc2_bias, bias_scale, true,
-                 mlp.input.scalar_type(), mlp.options);
+                 mlp.input.scalar_type(), mlp.options, fc2.matrices);
 }
 
 class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
  public:
   static constexpr const char* kName = "grouped_mlp";
   static constexpr bool is_traceable = true;
+  static constexpr const char *kFc1MainGrad = "fc1_main_grad", *kFc2MainGrad = "fc2_main_grad";
+  static constexpr size_t kSaved = 16;      // tensors saved before the matrices
+  static constexpr size_t kArguments = 16;  // with each weight as one
 
-  static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& fc1_weight,
-                        const Tensor& fc2_weight, const Tensor& group_sizes, const Tensor& probs,
+  static Tensor forward(AutogradContext* ctx, const Tensor& input, at::TensorList fc1_weight,
+                        at::TensorList fc2_weight, const Tensor& group_sizes, const Tensor& probs,
                         const OptionalTensor& fc1_bias, const OptionalTensor& fc2_bias,
                         std::string_view input_key, std::string_view weight_key, std::string_view grad_key,
                         const OptionalList& quantized_fc1, const OptionalList& quantized_fc2,
-                        int64_t interleave, int64_t max_sms, int64_t expected_rows) {
-    const LaunchOptions options{max_sms, expected_rows};
+                        int64_t interleave, const LaunchOptions& options, const MainGrad& fc1_main_grad,
+                        const MainGrad& fc2_main_grad) {
     const MlpArguments mlp{input,    fc1_weight,    fc2_weight,    group_sizes, probs,  fc1_bias,
                            fc2_bias, quantized_fc1, quantized_fc2, interleave,  options};
-    const OperandFormats formats = operand_formats(kOp, input_key, weight_key, grad_key);
-    NeedsGrad wanted{input.requires_grad(), fc1_weight.requires_grad(), fc2_weight.requires_grad()};
+    const OperandFormats formats = operand_formats(kMlpOp, input_key, weight_key, grad_key);
+    NeedsGrad wanted{input.requires_grad(), wants_grad(fc1_weight), wants_grad(fc2_weight)};
     wanted.linear = wanted.input || wanted.fc1_weight || wants_grad(fc1_bias) || probs.requires_grad();
     const bool scales_bias = fc2_bias && probs.requires_grad();
     SavedTensors kept;
     const Tensor output = forward_of(mlp, formats, wanted, kept);
-    ctx->save_for_backward({kept.input.data, kept.input.scale, kept.input.amax, kept.activation.data,
-                            kept.activation.scale, kept.activation.amax, kept.fc1.data, kept.fc1.scale,
-                            kept.fc1.amax, kept.fc2.data, kept.fc2.scale, kept.fc2.amax, kept.linear,
-                            group_sizes, probs, scales_bias ? *fc2_bias : Tensor()});
+    variable_list saved{
+        kept.input.data,       kept.input.scale,     kept.input.amax, kept.activation.data,
+        kept.activation.scale, kept.activation.amax, kept.fc1.data,   kept.fc1.scale,
+        kept.fc1.amax,         kept.fc2.data,        kept.fc2.scale,  kept.fc2.amax,
+        kept.linear,           group_sizes,          probs,           scales_bias ? *fc2_bias : Tensor()};
+    saved.insert(saved.end(), kept.fc1_matrices.begin(), kept.fc1_matrices.end());
+    saved.insert(saved.end(), kept.fc2_matrices.begin(), kept.fc2_matrices.end());
+    ctx->save_for_backward(std::move(saved));
+    save_matrices(ctx, "fc1_matrices", fc1_weight.size(), kept.fc1_matrices.size());
+    save_matrices(ctx, "fc2_matrices", fc2_weight.size(), kept.fc2_matrices.size());
+    if (wanted.fc1_weight) save_main_grad(ctx, kFc1MainGrad, fc1_main_grad);
+    if (wanted.fc2_weight) save_main_grad(ctx, kFc2MainGrad, fc2_main_grad);
     ctx->saved_data["input_format"] = std::string(input_key);
     ctx->saved_data["weight_format"] = std::string(weight_key);
     ctx->saved_data["grad_format"] = std::string(grad_key);
     if (interleave != 0) ctx->saved_data["interleave"] = interleave;
     save_options(ctx, options);
-    ctx->saved_data["fc1_columns"] = !formats.native() && quantizes_weight_columnwise(fc1_weight, formats);
-    ctx->saved_data["fc2_columns"] = !formats.native() && quantizes_weight_columnwise(fc2_weight, formats);
+    ctx->saved_data["fc1_columns"] = !formats.native() && quantizes_weight_columnwise(fc1_weight[0], formats);
+    ctx->saved_data["fc2_columns"] = !formats.native() && quantizes_weight_columnwise(fc2_weight[0], formats);
     if (quantized_fc1) ctx->saved_data["fc1_given"] = true;
     if (quantized_fc2) ctx->saved_data["fc2_given"] = true;
     ctx->saved_data["has_fc1_bias"] = fc1_bias.has_value();
@@ -149,8 +113,26 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
     return output;
   }
 
-  static SavedTensors unpack(const variable_list& saved, const OperandFormats& formats, bool fc1_columns,
-                             bool fc2_columns) {
+  // How many tensors a weight is, and how many of them were saved; one and none is the common case.
+  static void save_matrices(AutogradContext* ctx, const std::string& name, size_t count, size_t saved) {
+    if (count > 1) ctx->saved_data[name] = static_cast<int64_t>(count);
+    if (saved > 0) ctx->saved_data[name + "_saved"] = true;
+  }
+  static size_t saved_matrices(AutogradContext* ctx, const char* name) {
+    const auto count = ctx->saved_data.find(name);
+    return count == ctx->saved_data.end() ? 1 : static_cast<size_t>(count->second.toInt());
+  }
+  // Takes the matrices of a weight from `next` on.
+  static variable_list unpack_matrices(AutogradContext* ctx, const std::string& name,
+                                       const variable_list& saved, size_t& next) {
+    if (ctx->saved_data.find(name + "_saved") == ctx->saved_data.end()) return {};
+    const size_t first = next;
+    next += saved_matrices(ctx, name.c_str());
+    return {saved.begin() + static_cast<ptrdiff_t>(first), saved.begin() + static_cast<ptrdiff_t>(next)};
+  }
+
+  static SavedTensors unpack(AutogradContext* ctx, const variable_list& saved, const OperandFormats& formats,
+                             bool fc1_columns, bool fc2_columns) {
     const auto input = [&](size_t i) {
       const bool transposed = saved[i + 1].defined();  // values without scales are not
       return Quantized{saved[i], saved[i + 1], saved[i + 2], formats.input, formats.input_key, transposed};
@@ -158,7 +140,11 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
     const auto weight = [&](size_t i, bool transposed) {
       return Quantized{saved[i], saved[i + 1], saved[i + 2], formats.weight, formats.weight_key, transposed};
     };
-    return {input(0), input(3), weight(6, fc1_columns), weight(9, fc2_columns), saved[12]};
+    size_t next = kSaved;
+    variable_list fc1 = unpack_matrices(ctx, "fc1_matrices", saved, next);
+    variable_list fc2 = unpack_matrices(ctx, "fc2_matrices", saved, next);
+    return {input(0),  input(3),       weight(6, fc1_columns), weight(9, fc2_columns),
+            saved[12], std::move(fc1), std::move(fc2)};
   }
 
   // Lowers the peak of memory: a weight gradient that is larger than the tensors freed after it is computed late. That of fc2
@@ -168,47 +154,54 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
     const std::string input_key = ctx->saved_data["input_format"].toStringRef();
     const std::string weight_key = ctx->saved_data["weight_format"].toStringRef();
     const std::string grad_key = ctx->saved_data["grad_format"].toStringRef();
-    const OperandFormats formats = operand_formats(kOp, input_key, weight_key, grad_key);
+    const OperandFormats formats = operand_formats(kMlpOp, input_key, weight_key, grad_key);
     const bool fc1_columns = ctx->saved_data["fc1_columns"].toBool(),
                fc2_columns = ctx->saved_data["fc2_columns"].toBool();
-    const SavedTensors kept = unpack(saved, formats, fc1_columns, fc2_columns);
+    const SavedTensors kept = unpack(ctx, saved, formats, fc1_columns, fc2_columns);
     const LaunchOptions options = saved_options(ctx);
     const auto interleave = ctx->saved_data.find("interleave");
     const Tensor &grad = grads[0], &group_sizes = saved[13], &probs = saved[14];
     const at::ScalarType dtype = grad.scalar_type();
-    const bool wants_input = ctx->needs_input_grad(0), wants_fc1 = ctx->needs_input_grad(1),
-               wants_fc2 = ctx->needs_input_grad(2), wants_probs = ctx->needs_input_grad(4),
-               wants_fc1_bias = ctx->saved_data["has_fc1_bias"].toBool() && ctx->needs_input_grad(5);
+    const size_t fc1_count = saved_matrices(ctx, "fc1_matrices"),
+                 fc2_count = saved_matrices(ctx, "fc2_matrices"), weights = fc1_count + fc2_count;
+    const WeightGradient fc1_gradient(ctx, kFc1MainGrad, 1, fc1_count),
+        fc2_gradient(ctx, kFc2MainGrad, 1 + fc1_count, fc2_count);
+    const bool wants_fc1 = fc1_gradient.is_wanted(), wants_fc2 = fc2_gradient.is_wanted(),
+               wants_input = ctx->needs_input_grad(0), wants_probs = ctx->needs_input_grad(weights + 2),
+               wants_fc1_bias =
+                   ctx->saved_data["has_fc1_bias"].toBool() && ctx->needs_input_grad(weights + 3);
     const bool wants_linear = wants_input || wants_fc1 || wants_fc1_bias || wants_probs;
 
-    auto [grad_fc2_bias, grad_probs] = fc2_bias_gradients(ctx, grad, group_sizes, probs, saved[15]);
-    Tensor grad_input, grad_fc1, grad_fc1_bias, grad_fc2;
+    auto [grad_fc2_bias, grad_probs] = fc2_bias_gradients(ctx, grad, group_sizes, probs, saved[15], weights);
+    Tensor grad_input, grad_fc1_bias;
+    variable_list grad_fc1(fc1_count), grad_fc2(fc2_count);
     QuantizedOperand g;
     if (wants_linear || wants_fc2) {
-      g = quantize_role(grad, group_sizes, formats.grad, grad_key, wants_linear, wants_fc2);
+      g = quantize_operand(grad, group_sizes, formats.grad, grad_key, wants_linear, wants_fc2);
     }
     const SavedTensorRelease release(ctx);
     QuantizedOperand linear;  // the gradient of the output of fc1
     const auto compute_fc2_wgrad = [&] {
       if (wants_fc2) {
-        grad_fc2 = wgrad_of(g.columnwise, kept.activation, group_sizes, dtype, options);
+        grad_fc2 = fc2_gradient.compute(g.columnwise, kept.activation, group_sizes, dtype, options);
       }
       g.columnwise = {};
       release(kept.activation.data);
     };
     const auto compute_fc1_wgrad = [&] {
       if (wants_fc1) {
-        grad_fc1 = wgrad_of(linear.columnwise, kept.input, group_sizes, dtype, options);
+        grad_fc1 = fc1_gradient.compute(linear.columnwise, kept.input, group_sizes, dtype, options);
       }
       linear.columnwise = {};
       if (kept.input.scale.defined()) release(kept.input.data);
     };
-    const bool fc2_is_late = wants_fc2 && grows(g.columnwise, kept.activation, group_sizes, dtype);
+    const bool fc2_is_late =
+        wants_fc2 && fc2_gradient.allocates() && grows(g.columnwise, kept.activation, group_sizes, dtype);
     if (!fc2_is_late) compute_fc2_wgrad();
     if (wants_linear) {
       HiddenGradient hidden = data_gradient_then_activation_backward(
-          std::move(g.rowwise), kept.fc2, fc2_columns, kept.linear, group_sizes, probs, formats,
-          {wants_input, wants_fc1, wants_fc1_bias},
+          std::move(g.rowwise), kept.fc2, kept.fc2_matrices, fc2_columns, kept.linear, group_sizes, probs,
+          formats, {wants_input, wants_fc1, wants_fc1_bias},
           interleave == ctx->saved_data.end() ? 0 : interleave->second.toInt(), options);
       release(kept.linear);
       if (quantized_in_forward(ctx, kept.fc2, "fc2_given")) release(kept.fc2.data);
@@ -219,18 +212,23 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
       }
     }
     if (fc2_is_late) compute_fc2_wgrad();
-    const bool fc1_is_late = wants_fc1 && quantized_in_forward(ctx, kept.fc1, "fc1_given") &&
+    const bool fc1_is_late = wants_fc1 && fc1_gradient.allocates() &&
+                             quantized_in_forward(ctx, kept.fc1, "fc1_given") &&
                              grows(linear.columnwise, kept.input, group_sizes, dtype);
     if (!fc1_is_late) compute_fc1_wgrad();
     if (wants_input) {
       grad_input = gemm_of(linear.rowwise, kept.fc1, group_sizes, std::nullopt, std::nullopt, fc1_columns,
-                           dtype, options);
+                           dtype, options, kept.fc1_matrices);
     }
     linear.rowwise = {};
     if (quantized_in_forward(ctx, kept.fc1, "fc1_given")) release(kept.fc1.data);
     if (fc1_is_late) compute_fc1_wgrad();
-    return {grad_input, grad_fc1, grad_fc2, Tensor(), grad_probs, grad_fc1_bias, grad_fc2_bias, Tensor(),
-            Tensor(),   Tensor(), Tensor(), Tensor(), Tensor(),   Tensor(),      Tensor()};
+    variable_list result{grad_input};
+    result.insert(result.end(), grad_fc1.begin(), grad_fc1.end());
+    result.insert(result.end(), grad_fc2.begin(), grad_fc2.end());
+    result.insert(result.end(), {Tensor(), grad_probs, grad_fc1_bias, grad_fc2_bias});
+    result.resize(weights + kArguments - 2);
+    return result;
   }
 
   // Whether a weight gradient is larger than the operands that are freed after it, as it is where experts have fewer rows than
@@ -258,10 +256,11 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
   // quantization. `bias` is saved if the latter is needed.
   static std::pair<Tensor, Tensor> fc2_bias_gradients(AutogradContext* ctx, const Tensor& grad,
                                                       const Tensor& group_sizes, const Tensor& probs,
-                                                      const Tensor& bias) {
+                                                      const Tensor& bias, size_t weights) {
     if (!ctx->saved_data["has_fc2_bias"].toBool()) return {};
-    const bool wants_bias = ctx->needs_input_grad(ctx->saved_data["has_fc1_bias"].toBool() ? 6 : 5);
-    const bool wants_probs = ctx->needs_input_grad(4);
+    const bool has_fc1_bias = ctx->saved_data["has_fc1_bias"].toBool();
+    const bool wants_bias = ctx->needs_input_grad(weights + (has_fc1_bias ? 4 : 3));
+    const bool wants_probs = ctx->needs_input_grad(weights + 2);
     if (!wants_bias && !wants_probs) return {};
     const auto [grad_bias, grad_probs] =
         call_grouped_bias_backward(grad, group_sizes, wants_probs ? as_optional(bias) : std::nullopt, probs);
@@ -271,27 +270,33 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
 
 // Calls the op below autograd.
 Tensor redispatch(const MlpArguments& mlp, const OperandFormats& formats) {
-  using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+  using Signature = Tensor(const Tensor&, at::TensorList, at::TensorList, const Tensor&, const Tensor&,
                            const OptionalTensor&, const OptionalTensor&, std::string_view, std::string_view,
-                           std::string_view, OptionalList, OptionalList, int64_t, int64_t, int64_t);
-  static const auto op = find_op<Signature>(kOp);
+                           std::string_view, OptionalList, OptionalList, int64_t, int64_t, int64_t,
+                           OptionalList, OptionalList, bool, std::string_view);
+  static const auto op = find_op<Signature>(kMlpOp);
   const BelowAutograd guard;
+  const MainGrad& main_grad = mlp.fc1_main_grad;
   return op.call(mlp.input, mlp.fc1_weight, mlp.fc2_weight, mlp.group_sizes, mlp.probs, mlp.fc1_bias,
                  mlp.fc2_bias, formats.input_key, formats.weight_key, formats.grad_key, mlp.quantized_fc1,
-                 mlp.quantized_fc2, mlp.interleave, mlp.options.max_sms, mlp.options.expected_rows);
+                 mlp.quantized_fc2, mlp.interleave, mlp.options.max_sms, mlp.options.expected_rows,
+                 main_grad.buffers, mlp.fc2_main_grad.buffers, main_grad.accumulate, main_grad.weight_grad);
 }
 
 enum class Kernel { kCompute, kMeta, kAutograd };
 
 template <Kernel kernel>
-Tensor grouped_mlp(const Tensor& input, const Tensor& fc1_weight, const Tensor& fc2_weight,
+Tensor grouped_mlp(const Tensor& input, at::TensorList fc1_weight, at::TensorList fc2_weight,
                    const Tensor& group_sizes, const Tensor& probs, const OptionalTensor& fc1_bias,
                    const OptionalTensor& fc2_bias, std::string_view input_format,
                    std::string_view weight_format, std::string_view grad_format, OptionalList quantized_fc1,
-                   OptionalList quantized_fc2, int64_t interleave, int64_t max_sms, int64_t expected_rows) {
+                   OptionalList quantized_fc2, int64_t interleave, int64_t max_sms, int64_t expected_rows,
+                   OptionalList fc1_main_grad, OptionalList fc2_main_grad, bool accumulate,
+                   std::string_view weight_grad) {
+  const GroupedWeight fc1(fc1_weight), fc2(fc2_weight);
   const MlpArguments mlp{input,
-                         fc1_weight,
-                         fc2_weight,
+                         fc1.get(),
+                         fc2.get(),
                          group_sizes,
                          probs,
                          fc1_bias,
@@ -299,13 +304,16 @@ Tensor grouped_mlp(const Tensor& input, const Tensor& fc1_weight, const Tensor& 
                          quantized_fc1,
                          quantized_fc2,
                          interleave,
-                         {max_sms, expected_rows}};
+                         {max_sms, expected_rows},
+                         {fc1_main_grad, accumulate, weight_grad},
+                         {fc2_main_grad, accumulate, weight_grad}};
   if constexpr (kernel == Kernel::kAutograd) {
-    if (any_wants_grad(input, fc1_weight, fc2_weight, probs, fc1_bias, fc2_bias)) {
+    if (any_wants_grad(input, mlp.fc1_weight, mlp.fc2_weight, probs, fc1_bias, fc2_bias)) {
       check_grouped_mlp(mlp, input_format, weight_format, grad_format);
-      return GroupedMlpFunction::apply(input, fc1_weight, fc2_weight, group_sizes, probs, fc1_bias, fc2_bias,
-                                       input_format, weight_format, grad_format, quantized_fc1, quantized_fc2,
-                                       interleave, max_sms, expected_rows);
+      return GroupedMlpFunction::apply(input, mlp.fc1_weight, mlp.fc2_weight, group_sizes, probs, fc1_bias,
+                                       fc2_bias, input_format, weight_format, grad_format, quantized_fc1,
+                                       quantized_fc2, interleave, mlp.options, mlp.fc1_main_grad,
+                                       mlp.fc2_main_grad);
     }
     return redispatch(mlp, {input_format, weight_format, grad_format, {}, {}, {}});
   }
@@ -317,6 +325,6 @@ Tensor grouped_mlp(const Tensor& input, const Tensor& fc1_weight, const Tensor& 
 
 }  // namespace
 
-TP_IMPL(kOp, grouped_mlp<Kernel::kCompute>, grouped_mlp<Kernel::kMeta>, grouped_mlp<Kernel::kAutograd>);
+TP_IMPL(kMlpOp, grouped_mlp<Kernel::kCompute>, grouped_mlp<Kernel::kMeta>, grouped_mlp<Kernel::kAutograd>);
 
 }  // namespace transformer_plugin::linear

@@ -1,6 +1,9 @@
 #include "linear/grouped_mlp_activation.h"
 
+#include <algorithm>
+
 #include "activation/calls.h"
+#include "gemm/dispatch/grouped_gemm.h"
 #include "gemm/dispatch/swiglu_gemm.h"
 #include "gemm/ops/calls.h"
 #include "linear/nonfinite.h"
@@ -29,49 +32,45 @@ bool fuses_gradient_quantize(const Tensor& linear, const OperandFormats& formats
          (wanted.input || wanted.weight) && !wanted.bias && columns > 0 && columns % kTwoTiles == 0;
 }
 
-// Whether grouped_gemm_swiglu takes these operands: no scales, and the dtype of the layer.
-bool is_unquantized(const Quantized& values, const Quantized& weight, at::ScalarType dtype) {
-  return !values.scale.defined() && values.data.scalar_type() == dtype && weight.data.scalar_type() == dtype;
+// Several matrices that lie in memory as one stack, as that. A tracer's tensors have no addresses.
+void stack_if_contiguous(QuantizedWeight& weight) {
+  const auto& matrices = weight.matrices;
+  if (matrices.empty() || !std::all_of(matrices.begin(), matrices.end(), has_memory)) return;
+  const std::optional<Tensor> stack = as_contiguous_stack(matrices);
+  if (!stack) return;
+  weight.forward.data = *stack;
+  weight.matrices.clear();
+}
+
+// Whether grouped_gemm_swiglu takes these operands: no scales, the dtype of the layer, one weight.
+bool is_unquantized(const Quantized& values, const QuantizedWeight& weight, at::ScalarType dtype) {
+  return !values.scale.defined() && values.data.scalar_type() == dtype && weight.matrices.empty() &&
+         weight.forward.data.scalar_type() == dtype;
 }
 
 }  // namespace
 
-QuantizedOperand quantize_role(const Tensor& x, const Tensor& group_sizes, const Format& format,
-                               std::string_view key, bool rows, bool columns) {
-  if (format.family == FormatFamily::kNone) {
-    return {{x, Tensor(), Tensor()}, {x, Tensor(), Tensor()}};
-  }
-  return quantize_operand(x, group_sizes, format, key, rows, columns);
-}
-
-QuantizedWeight quantize_role_weight(const Tensor& weight, const OptionalList& quantized,
-                                     const OperandFormats& formats, bool backward) {
-  if (quantized) return as_quantized_weight(*quantized, formats, backward);
-  if (!formats.native()) return quantize_weight_operand(weight, formats, backward);
-  const Quantized unquantized{weight, Tensor(), Tensor()};
-  return {unquantized, backward ? unquantized : Quantized{}};
-}
-
 Hidden product_then_activation(QuantizedOperand input, QuantizedWeight weight, const MlpArguments& mlp,
                                const OperandFormats& formats, bool columns, bool keep_linear) {
   Hidden hidden;
-  if (is_unquantized(input.rowwise, weight.forward, mlp.input.scalar_type())) {
+  stack_if_contiguous(weight);
+  if (is_unquantized(input.rowwise, weight, mlp.input.scalar_type())) {
     Tensor activation;
     std::tie(activation, hidden.linear) =
         call_grouped_gemm_swiglu(input.rowwise.data, weight.forward.data, mlp.group_sizes, mlp.probs,
                                  mlp.fc1_bias, mlp.interleave, /*keep_input=*/keep_linear, mlp.options);
     hidden.activation =
-        quantize_role(activation, mlp.group_sizes, formats.input, formats.input_key, true, columns);
+        quantize_operand(activation, mlp.group_sizes, formats.input, formats.input_key, true, columns);
     return hidden;
   }
   hidden.linear = gemm_of(input.rowwise, weight.forward, mlp.group_sizes, mlp.fc1_bias, std::nullopt, true,
-                          mlp.input.scalar_type(), mlp.options);
+                          mlp.input.scalar_type(), mlp.options, weight.matrices);
   input = {};
   weight = {};
   const Tensor halves = deinterleave(hidden.linear, mlp.interleave);
   if (!fuses_quantize(formats.input, formats.input_key)) {
-    hidden.activation = quantize_role(activation::call_swiglu(halves, mlp.probs), mlp.group_sizes,
-                                      formats.input, formats.input_key, true, columns);
+    hidden.activation = quantize_operand(activation::call_swiglu(halves, mlp.probs), mlp.group_sizes,
+                                         formats.input, formats.input_key, true, columns);
     return hidden;
   }
   hidden.activation = operand_of(
@@ -86,7 +85,7 @@ QuantizedGradient round_hidden_gradient(const Tensor& grad, const Tensor& group_
                                         const OperandFormats& formats, const HiddenNeedsGrad& wanted) {
   QuantizedGradient result;
   if (formats.native()) {
-    result.values = quantize_role(grad, group_sizes, formats.grad, formats.grad_key, true, true);
+    result.values = quantize_operand(grad, group_sizes, formats.grad, formats.grad_key, true, true);
   } else if (wanted.input || wanted.weight) {
     result = quantize_gradient(grad, group_sizes, formats.grad, formats.grad_key, wanted.input, wanted.weight,
                                wanted.bias);
@@ -102,13 +101,13 @@ QuantizedGradient round_hidden_gradient(const Tensor& grad, const Tensor& group_
 
 // Two steps in every format: SwiGLU's gradient in the epilogue of the product takes longer.
 HiddenGradient data_gradient_then_activation_backward(Quantized grad, const Quantized& weight,
-                                                      bool transpose_b, const Tensor& linear,
-                                                      const Tensor& group_sizes, const Tensor& probs,
-                                                      const OperandFormats& formats,
+                                                      at::TensorList matrices, bool transpose_b,
+                                                      const Tensor& linear, const Tensor& group_sizes,
+                                                      const Tensor& probs, const OperandFormats& formats,
                                                       const HiddenNeedsGrad& wanted, int64_t interleave,
                                                       const LaunchOptions& options) {
   Tensor grad_activation = gemm_of(grad, weight, group_sizes, std::nullopt, std::nullopt, transpose_b,
-                                   linear.scalar_type(), options);
+                                   linear.scalar_type(), options, matrices);
   grad = {};
   HiddenGradient result;
   if (fuses_gradient_quantize(linear, formats, wanted, interleave)) {

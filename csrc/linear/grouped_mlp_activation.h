@@ -8,8 +8,8 @@ namespace transformer_plugin::linear {
 
 struct MlpArguments {
   const at::Tensor& input;                    // [T, H]
-  const at::Tensor& fc1_weight;               // [G, 2F, H], the gate first
-  const at::Tensor& fc2_weight;               // [G, H, F]
+  at::TensorList fc1_weight;                  // [G, 2F, H], the gate first; or G matrices
+  at::TensorList fc2_weight;                  // [G, H, F]; or G matrices
   const at::Tensor& group_sizes;              // [G]
   const at::Tensor& probs;                    // [T]
   const std::optional<at::Tensor>& fc1_bias;  // [G, 2F]
@@ -19,14 +19,8 @@ struct MlpArguments {
   int64_t interleave =
       0;  // columns of gate and linear part in turn in the rows of fc1_weight; 0: the gate first
   gemm::LaunchOptions options = {};
+  MainGrad fc1_main_grad = {}, fc2_main_grad = {};
 };
-
-// An operand in the format of its role (input, weight or gradient): quantized, or unchanged with the format "none".
-QuantizedOperand quantize_role(const at::Tensor& x, const at::Tensor& group_sizes, const Format& format,
-                               std::string_view key, bool rows, bool columns);
-// The same for a weight, or its quantized copy if that is given.
-QuantizedWeight quantize_role_weight(const at::Tensor& weight, const std::optional<at::TensorList>& quantized,
-                                     const OperandFormats& formats, bool backward);
 
 struct Hidden {
   at::Tensor linear;            // [T, 2F], the output of fc1 with its bias, interleaved as the weight
@@ -50,11 +44,11 @@ struct HiddenGradient {
 };
 
 // From the rowwise gradient of the output, of which it takes ownership, and fc2's weight for data gradients, which is columnwise
-// if `transpose_b`. `linear` is the output of fc1.
+// if `transpose_b`, or its `matrices` if there are any. `linear` is the output of fc1.
 HiddenGradient data_gradient_then_activation_backward(Quantized grad, const Quantized& weight,
-                                                      bool transpose_b, const at::Tensor& linear,
-                                                      const at::Tensor& group_sizes, const at::Tensor& probs,
-                                                      const OperandFormats& formats,
+                                                      at::TensorList matrices, bool transpose_b,
+                                                      const at::Tensor& linear, const at::Tensor& group_sizes,
+                                                      const at::Tensor& probs, const OperandFormats& formats,
                                                       const HiddenNeedsGrad& wanted, int64_t interleave,
                                                       const gemm::LaunchOptions& options);
 

@@ -4,6 +4,7 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/logical_or.h>
+#include <ATen/ops/mul.h>
 #include <ATen/ops/where.h>
 
 #include <limits>
@@ -25,6 +26,12 @@ Tensor nonfinite_factor(const Tensor& x, const std::optional<Tensor>& group_size
   const auto options = x.options().dtype(at::kFloat);
   return at::where(finite.all(), at::full({}, 1.0, options),
                    at::full({}, std::numeric_limits<float>::quiet_NaN(), options));
+}
+
+Tensor nonfinite_factor(at::TensorList tensors) {
+  Tensor factor = nonfinite_factor(tensors[0], std::nullopt);
+  for (const Tensor& x : tensors.slice(1)) factor = at::mul(factor, nonfinite_factor(x, std::nullopt));
+  return factor;
 }
 
 }  // namespace transformer_plugin::linear

@@ -13,5 +13,7 @@ bool marks_nonfinite(std::string_view key);
 // A float32 scalar tensor on the device of `x`: 1, or NaN if `x` holds a NaN or an infinity. Rows past the last group do not
 // count.
 at::Tensor nonfinite_factor(const at::Tensor& x, const std::optional<at::Tensor>& group_sizes);
+// Of several tensors together.
+at::Tensor nonfinite_factor(at::TensorList tensors);
 
 }  // namespace transformer_plugin::linear

@@ -11,7 +11,7 @@
 #include "gemm/dispatch/checks.h"
 #include "gemm/ops/calls.h"
 #include "gemm/ops/leading_dims.h"
-#include "linear/grouped_mlp_activation.h"
+#include "linear/main_grad.h"
 #include "linear/nonfinite.h"
 #include "linear/quantized_weight.h"
 #include "norm/calls.h"
@@ -37,6 +37,7 @@ struct NormLinear {
   const OptionalTensor& bias;
   const OptionalList& quantized_weight;
   bool return_normalized;
+  MainGrad main_grad = {};
 };
 
 bool is_centered(std::string_view normalization) {
@@ -48,14 +49,27 @@ bool is_centered(std::string_view normalization) {
 void check_norm_linear(const NormLinear& layer, const OperandFormats& formats) {
   const NormCall& norm = layer.norm;
   const Argument input{kOp, "input", norm.input}, weight{kOp, "weight", layer.weight};
+  const WeightArgument weights{kOp, "weight", layer.weight};
   TP_CHECK_VALUE(norm.centered || !norm.bias, kOp, "norm_bias", "None with rms_norm, which has no bias",
                  describe(*norm.bias), "Leave it out, or use layer_norm");
   norm::check_norm(norm, "norm_weight", "norm_bias");
   check_pair(weight, input, 2);
   check_size(weight, 1, norm.input.sym_size(-1), "the last dimension of 'input'");
   if (layer.bias) check_bias({kOp, "bias", *layer.bias}, input, std::nullopt, layer.weight.sym_size(0));
-  check_layer_widths(input, weight, formats);
-  check_quantized_weight("quantized_weight", layer.quantized_weight, weight, formats);
+  check_layer_widths(input, weights, formats);
+  check_quantized_weight("quantized_weight", layer.quantized_weight, weights, formats);
+  check_main_grad_options(kOp, layer.main_grad.buffers.has_value(), layer.main_grad);
+  if (!layer.main_grad.buffers) return;
+  check_main_grad("main_grad", layer.main_grad, weights, false);
+  CallMemory memory(kOp);
+  memory.written("main_grad", layer.main_grad.buffers);
+  memory.read("input", norm.input);
+  memory.read("norm_weight", norm.weight);
+  memory.read("norm_bias", norm.bias);
+  memory.read("weight", layer.weight);
+  memory.read("bias", layer.bias);
+  memory.read("quantized_weight", layer.quantized_weight);
+  memory.check();
 }
 
 // Refuses what the ops called below would refuse. `columns`: for the gradient of the weight.
@@ -129,7 +143,8 @@ Outputs forward_of(const NormLinear& layer, const OperandFormats& formats, const
   input.columnwise = {};
   if (!layer.return_normalized) normalized.reset();
   const QuantizedWeight weight =
-      quantize_role_weight(layer.weight, layer.quantized_weight, formats, wanted.normalized);
+      layer.quantized_weight ? as_quantized_weight(*layer.quantized_weight, formats, wanted.normalized)
+                             : quantize_weight_operand(layer.weight, formats, wanted.normalized);
   kept.weight = weight.backward;
   return {
       gemm_of(input.rowwise, weight.forward, kNone, layer.bias, kNone, true, layer.norm.input.scalar_type()),
@@ -138,16 +153,26 @@ Outputs forward_of(const NormLinear& layer, const OperandFormats& formats, const
 
 // What the linear layer wants, and its gradients. `input` is that of the normalized values.
 struct LayerNeedsGrad {
-  bool input, weight, bias;
+  bool input;
+  const WeightGradient& weight;
+  bool bias;
 };
 struct LayerGradients {
   Tensor input, weight, bias;
 };
 
 LayerGradients unquantized_gradients(const Tensor& grad, const NormCall& norm, const Tensor& weight,
-                                     const LayerNeedsGrad& wanted) {
+                                     at::ScalarType weight_dtype, const LayerNeedsGrad& wanted) {
   LayerGradients result;
-  if (wanted.weight) result.weight = at::mm(grad.t(), norm::call_norm(norm));
+  if (wanted.weight.is_wanted()) {
+    const Tensor normalized = norm::call_norm(norm);
+    if (wanted.weight.allocates()) {
+      result.weight = at::mm(grad.t(), normalized);
+    } else {
+      const Quantized g{grad, Tensor(), Tensor()}, x{normalized, Tensor(), Tensor()};
+      result.weight = wanted.weight.compute(g, x, std::nullopt, weight_dtype)[0];
+    }
+  }
   if (wanted.input) result.input = at::mm(grad, weight);
   if (wanted.bias) result.bias = call_bias_backward(grad);
   return result;
@@ -157,26 +182,24 @@ LayerGradients unquantized_gradients(const Tensor& grad, const NormCall& norm, c
 LayerGradients quantized_gradients(const Tensor& grad, const NormCall& norm, SavedTensors kept,
                                    const OperandFormats& formats, const LayerNeedsGrad& wanted) {
   LayerGradients result;
-  if (wanted.input || wanted.weight) {
-    const OptionalTensor sizes = wanted.weight ? column_groups(grad, kNone, formats) : kNone;
+  if (wanted.input || wanted.weight.is_wanted()) {
+    const bool wants_weight = wanted.weight.is_wanted();
+    const OptionalTensor sizes = wants_weight ? column_groups(grad, kNone, formats) : kNone;
     QuantizedGradient g = quantize_gradient(grad, sizes, formats.grad, formats.grad_key, wanted.input,
-                                            wanted.weight, wanted.bias);
+                                            wants_weight, wanted.bias);
     result.bias = std::move(g.bias);
-    if (wanted.weight) {
+    if (wants_weight) {
       if (!kept.columns.data.defined()) {
         kept.columns = weight_gradient_operand(norm::call_norm(norm), sizes, formats);
       }
-      result.weight = wgrad_of(g.values.columnwise, kept.columns, sizes, grad.scalar_type());
+      result.weight = wanted.weight.compute(g.values.columnwise, kept.columns, sizes, grad.scalar_type())[0];
       g.values.columnwise = kept.columns = {};
     }
     if (wanted.input) {
       result.input = gemm_of(g.values.rowwise, kept.weight, kNone, kNone, kNone, kept.weight.transposed,
                              grad.scalar_type());
     }
-    if (sizes) {
-      result.weight = result.weight.squeeze(0);
-      if (result.bias.defined()) result.bias = result.bias.squeeze(0);
-    }
+    if (sizes && result.bias.defined()) result.bias = result.bias.squeeze(0);
   }
   if (wanted.bias && !result.bias.defined()) result.bias = call_bias_backward(grad);
   return result;
@@ -193,7 +216,7 @@ class NormLinearFunction : public DifferentiableOnce<NormLinearFunction> {
                                const OptionalTensor& bias, double eps, bool centered, bool zero_centered,
                                bool return_normalized, std::string_view input_key,
                                std::string_view weight_key, std::string_view grad_key,
-                               const OptionalList& quantized_weight) {
+                               const OptionalList& quantized_weight, const MainGrad& main_grad) {
     const NormLinear layer{{kOp, centered, input, norm_weight, norm_bias, eps, zero_centered},
                            weight,
                            bias,
@@ -212,6 +235,8 @@ class NormLinearFunction : public DifferentiableOnce<NormLinearFunction> {
                             norms_again ? or_undefined(norm_bias) : Tensor(), kept.stats.mean,
                             kept.stats.rstd, kept.columns.data, kept.columns.scale, kept.columns.amax,
                             kept.weight.data, kept.weight.scale, kept.weight.amax});
+    if (wanted.weight) save_main_grad(ctx, "main_grad", main_grad);
+    ctx->saved_data["weight_dtype"] = weight.scalar_type();
     ctx->saved_data["eps"] = eps;
     ctx->saved_data["centered"] = centered;
     ctx->saved_data["zero_centered"] = zero_centered;
@@ -230,6 +255,7 @@ class NormLinearFunction : public DifferentiableOnce<NormLinearFunction> {
   // Which of the differentiable arguments want a gradient; those that are not given do not.
   struct Wanted {
     bool input, norm_weight, norm_bias, weight, bias;
+    size_t place_of_weight;
 
     explicit Wanted(AutogradContext* ctx) {
       size_t place = 0;  // torch counts the tensors that are given
@@ -239,6 +265,7 @@ class NormLinearFunction : public DifferentiableOnce<NormLinearFunction> {
       input = next(nullptr);
       norm_weight = next("has_norm_weight");
       norm_bias = next("has_norm_bias");
+      place_of_weight = place;
       weight = next(nullptr);
       bias = next("has_bias");
     }
@@ -257,11 +284,12 @@ class NormLinearFunction : public DifferentiableOnce<NormLinearFunction> {
                         ctx->saved_data["zero_centered"].toBool()};
     const Stats stats{saved[3], saved[4]};
     const Wanted wanted(ctx);
-    variable_list result(13);
+    variable_list result(14);
     Tensor grad_normalized = wanted.normalized() && grads.size() > 1 ? grads[1] : Tensor();
     if (grads[0].defined()) {
+      const WeightGradient weight(ctx, "main_grad", wanted.place_of_weight, 1, false);
       LayerGradients layer =
-          gradients_of_layer(ctx, grads[0], norm, saved, {wanted.normalized(), wanted.weight, wanted.bias});
+          gradients_of_layer(ctx, grads[0], norm, saved, {wanted.normalized(), weight, wanted.bias});
       result[3] = std::move(layer.weight);
       result[4] = std::move(layer.bias);
       if (layer.input.defined()) {
@@ -284,7 +312,10 @@ class NormLinearFunction : public DifferentiableOnce<NormLinearFunction> {
     const std::string weight_key = ctx->saved_data["weight_format"].toStringRef();
     const std::string grad_key = ctx->saved_data["grad_format"].toStringRef();
     const OperandFormats formats = operand_formats(kOp, input_key, weight_key, grad_key);
-    if (formats.native()) return unquantized_gradients(grad, norm, saved[8], wanted);
+    if (formats.native()) {
+      const at::ScalarType dtype = ctx->saved_data["weight_dtype"].toScalarType();
+      return unquantized_gradients(grad, norm, saved[8], dtype, wanted);
+    }
     const SavedTensors kept{{},
                             {saved[5], saved[6], saved[7], formats.input, input_key, true},
                             {saved[8], saved[9], saved[10], formats.weight, weight_key,
@@ -304,15 +335,19 @@ Two shaped(const Tensor& output, const Tensor& normalized, const Tensor& like) {
 // Calls the op below autograd.
 Two redispatch(const NormLinear& layer, std::string_view normalization, std::string_view input_format,
                std::string_view weight_format, std::string_view grad_format) {
-  using Signature = Two(const Tensor&, const OptionalTensor&, const OptionalTensor&, const Tensor&,
-                        const OptionalTensor&, double, std::string_view, bool, bool, std::string_view,
-                        std::string_view, std::string_view, OptionalList);
+  using Signature =
+      Two(const Tensor&, const OptionalTensor&, const OptionalTensor&, const Tensor&, const OptionalTensor&,
+          double, std::string_view, bool, bool, std::string_view, std::string_view, std::string_view,
+          OptionalList, const OptionalTensor&, bool, std::string_view);
   static const auto op = find_op<Signature>(kOp);
   const BelowAutograd guard;
   const NormCall& norm = layer.norm;
+  const MainGrad& main_grad = layer.main_grad;
   return op.call(norm.input, norm.weight, norm.bias, layer.weight, layer.bias, norm.eps, normalization,
                  norm.zero_centered, layer.return_normalized, input_format, weight_format, grad_format,
-                 layer.quantized_weight);
+                 layer.quantized_weight,
+                 main_grad.buffers ? OptionalTensor((*main_grad.buffers)[0]) : std::nullopt,
+                 main_grad.accumulate, main_grad.weight_grad);
 }
 
 enum class Kernel { kCompute, kMeta, kAutograd };
@@ -321,14 +356,18 @@ template <Kernel kernel>
 Two norm_linear(const Tensor& input, const OptionalTensor& norm_weight, const OptionalTensor& norm_bias,
                 const Tensor& weight, const OptionalTensor& bias, double eps, std::string_view normalization,
                 bool zero_centered, bool return_normalized, std::string_view input_format,
-                std::string_view weight_format, std::string_view grad_format, OptionalList quantized_weight) {
+                std::string_view weight_format, std::string_view grad_format, OptionalList quantized_weight,
+                const OptionalTensor& main_grad, bool accumulate, std::string_view weight_grad) {
   const bool centered = is_centered(normalization);
+  MainGrad target{{}, accumulate, weight_grad};
+  if (main_grad) target.buffers = at::TensorList(*main_grad);
   const auto layer_of = [&](const Tensor& x) {
     return NormLinear{{kOp, centered, x, norm_weight, norm_bias, eps, zero_centered},
                       weight,
                       bias,
                       quantized_weight,
-                      return_normalized};
+                      return_normalized,
+                      target};
   };
   const bool records = any_wants_grad(input, norm_weight, norm_bias, weight, bias);
   if (kernel == Kernel::kAutograd && !records) {
@@ -345,7 +384,7 @@ Two norm_linear(const Tensor& input, const OptionalTensor& norm_weight, const Op
     check_values(layer_of(x), formats, weight.requires_grad());
     const variable_list made = NormLinearFunction::apply(
         x, norm_weight, norm_bias, weight, bias, eps, centered, zero_centered, return_normalized,
-        input_format, weight_format, grad_format, quantized_weight);
+        input_format, weight_format, grad_format, quantized_weight, target);
     return shaped(made[0], return_normalized ? made[1] : Tensor(), input);
   } else {
     const BelowAutograd guard;

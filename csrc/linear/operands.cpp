@@ -1,8 +1,12 @@
 #include "linear/operands.h"
 
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/isnan.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/randint.h>
+#include <ATen/ops/where.h>
 
 #include <limits>
 
@@ -72,6 +76,65 @@ void mark_nonfinite_scales(const Quantized& values, const Tensor& mark) {
   }
 }
 
+// A stack of tensors of one size. Copies bytes, because torch cannot copy E2M1.
+Tensor stack_of(const std::vector<Tensor>& tensors) {
+  if (!tensors[0].defined()) return {};
+  const at::ScalarType dtype = tensors[0].scalar_type();
+  std::vector<Tensor> parts;
+  parts.reserve(tensors.size());
+  for (const Tensor& tensor : tensors) {
+    parts.push_back((tensor.element_size() == 1 ? tensor.view(at::kByte) : tensor).unsqueeze(0));
+  }
+  return at::cat(parts).view(dtype);
+}
+
+// Matrices in a format that no op quantizes as a list: one by one, and their quantized data is copied into a stack.
+QuantizedOperand quantize_one_by_one(at::TensorList matrices, const Format& format, std::string_view key,
+                                     bool columns) {
+  std::vector<QuantizedOperand> each;
+  each.reserve(matrices.size());
+  for (const Tensor& matrix : matrices) {
+    each.push_back(quantize_directions(matrix, std::nullopt, format, key, true, columns));
+  }
+  const auto stack = [&](Quantized QuantizedOperand::*direction, Tensor Quantized::*part) {
+    std::vector<Tensor> parts;
+    parts.reserve(each.size());
+    for (const QuantizedOperand& one : each) parts.push_back(one.*direction.*part);
+    const Tensor joined = stack_of(parts);
+    const bool one_number = part == &Quantized::amax && !format.row_scaled;
+    return joined.defined() && one_number ? joined.squeeze(1) : joined;
+  };
+  const auto direction = [&](Quantized QuantizedOperand::*own, bool transposed) {
+    return Quantized{stack(own, &Quantized::data),
+                     stack(own, &Quantized::scale),
+                     stack(own, &Quantized::amax),
+                     format,
+                     key,
+                     transposed};
+  };
+  return {direction(&QuantizedOperand::rowwise, false), direction(&QuantizedOperand::columnwise, true)};
+}
+
+// The bytes of quantizing the stack of the matrices, which is not made.
+QuantizedOperand quantize_matrices(at::TensorList matrices, const Format& format, std::string_view key,
+                                   bool columns) {
+  if (format.row_scaled || format.stochastic_rounding)
+    return quantize_one_by_one(matrices, format, key, columns);
+  Tensor amax, amax_t;
+  if (format.is_nv()) {
+    const auto count = static_cast<int64_t>(matrices.size());
+    const auto options = matrices[0].options().dtype(at::kFloat);  // by the dispatcher, for a tracer
+    amax = at::empty({count}, options);
+    if (columns) amax_t = at::empty({count}, options);
+    quantize::call_amax_list_out(matrices, key, amax, as_optional(amax_t));
+  }
+  QuantizedOperand result = operand_of(
+      quantize::call_quantize_stack(matrices, key, {true, columns}, as_optional(amax)), format, key);
+  result.rowwise.amax = amax;
+  result.columnwise.amax = amax_t;
+  return result;
+}
+
 // Makes the scales NaN if the key has the option `nan` and `x` is not finite.
 void mark_nonfinite_scales(const QuantizedOperand& rounded, const Tensor& x,
                            const OptionalTensor& group_sizes, std::string_view key) {
@@ -115,6 +178,7 @@ Tensor as_bfloat16(const Tensor& x, const OptionalTensor& group_sizes, std::stri
 QuantizedOperand quantize_operand(const Tensor& x, const OptionalTensor& group_sizes, const Format& format,
                                   std::string_view key, bool rows, bool columns) {
   QuantizedOperand result;
+  if (format.family == FormatFamily::kNone) return {{x, Tensor(), Tensor()}, {x, Tensor(), Tensor()}};
   if (format.family == FormatFamily::kBFloat16) {
     result.rowwise.data = result.columnwise.data = as_bfloat16(x, group_sizes, key);
   } else if (format.is_quantized() && !format.traits().has_group_columns) {
@@ -153,49 +217,129 @@ bool quantizes_weight_columnwise(const Tensor& weight, const OperandFormats& for
          (quantized_gemm_scales(formats.grad, formats.weight) && has_quantized_kernels(weight));
 }
 
-QuantizedWeight quantize_weight_operand(const Tensor& weight, const OperandFormats& formats, bool backward) {
-  const bool both = backward && quantizes_weight_columnwise(weight, formats);
-  if (formats.weight.family == FormatFamily::kBFloat16) {
-    const Quantized rounded{as_bfloat16(weight, std::nullopt, formats.weight_key), Tensor(), Tensor()};
-    return {rounded, backward ? rounded : Quantized{}};
+namespace {
+
+// Values without scales: unchanged, or rounded to bfloat16.
+QuantizedWeight unscaled_weight(at::TensorList weight, const OperandFormats& formats, bool backward) {
+  const std::string_view key = formats.weight_key;
+  const bool rounds = !formats.native(), marks = rounds && marks_nonfinite(key);
+  std::vector<Tensor> values = weight.vec();
+  if (rounds && weight.size() == 1) {
+    values[0] = as_bfloat16(weight[0], std::nullopt, key);
+  } else if (rounds) {
+    const Tensor factor = marks ? nonfinite_factor(weight) : Tensor();
+    for (Tensor& matrix : values) {
+      if (matrix.scalar_type() != at::kBFloat16) matrix = matrix.to(at::kBFloat16);
+      if (marks) matrix = at::mul(matrix, factor);
+    }
   }
+  const Quantized first{values[0], Tensor(), Tensor()};
+  return {first, backward ? first : Quantized{},
+          weight.size() > 1 ? std::move(values) : std::vector<Tensor>{}};
+}
+
+}  // namespace
+
+QuantizedWeight quantize_weight_operand(at::TensorList weight, const OperandFormats& formats, bool backward) {
+  if (!formats.weight.is_quantized()) return unscaled_weight(weight, formats, backward);
+  const bool both = backward && quantizes_weight_columnwise(weight[0], formats);
   QuantizedWeight result;
   QuantizedOperand rounded =
-      quantize_directions(weight, std::nullopt, formats.weight, formats.weight_key, true, both);
-  mark_nonfinite_scales(rounded, weight, std::nullopt, formats.weight_key);
+      weight.size() > 1
+          ? quantize_matrices(weight, formats.weight, formats.weight_key, both)
+          : quantize_directions(weight[0], std::nullopt, formats.weight, formats.weight_key, true, both);
+  if (marks_nonfinite(formats.weight_key)) {
+    const Tensor mark = nonfinite_factor(weight);
+    mark_nonfinite_scales(rounded.rowwise, mark);
+    mark_nonfinite_scales(rounded.columnwise, mark);
+  }
   result = {std::move(rounded.rowwise), std::move(rounded.columnwise)};
   if (backward && !both) result.backward = result.forward;
   return result;
 }
 
+void copy_weight(at::TensorList weight, const Tensor& out) {
+  Tensor whole = out;
+  if (weight.size() == 1) whole.copy_(weight[0]);
+  if (weight.size() == 1) return;
+  for (size_t g = 0; g < weight.size(); ++g) whole.select(0, static_cast<int64_t>(g)).copy_(weight[g]);
+}
+
+namespace {
+
+// target = source; with noop = 1 on the device every byte of the target stays.
+void copy_unless(const OptionalTensor& noop, const Tensor& source, const Tensor& target) {
+  if (!source.defined()) return;
+  // torch cannot copy E2M1.
+  const bool bytes = target.element_size() == 1;
+  const Tensor to = bytes ? target.view(at::kByte) : target, from = bytes ? source.view(at::kByte) : source;
+  to.copy_(noop ? at::where(noop->eq(1), to, from) : from);
+}
+
+void copy_unless(const OptionalTensor& noop, const Quantized& source, const Quantized& target) {
+  copy_unless(noop, source.data, target.data);
+  copy_unless(noop, source.scale, target.scale);
+  copy_unless(noop, source.amax, target.amax);
+}
+
+// What marks values as not finite; 1 with noop = 1.
+Tensor factor_unless(const OptionalTensor& noop, at::TensorList weight) {
+  const Tensor factor = nonfinite_factor(weight);
+  return noop ? at::where(noop->eq(1).squeeze(0), at::full({}, 1.0, factor.options()), factor) : factor;
+}
+
+void bfloat16_weight_out(at::TensorList weight, std::string_view key, const Tensor& out,
+                         const OptionalTensor& noop) {
+  if (noop) {
+    for (size_t g = 0; g < weight.size(); ++g) {
+      const Tensor part = weight.size() == 1 ? out : out.select(0, static_cast<int64_t>(g));
+      copy_unless(noop, weight[g].to(at::kBFloat16), part);
+    }
+  } else {
+    copy_weight(weight, out);
+  }
+  if (marks_nonfinite(key)) Tensor(out).mul_(factor_unless(noop, weight));
+}
+
+}  // namespace
+
 // The amaxes are written last, so that nothing is written if a buffer is refused.
-void quantize_weight_operand_out(const Tensor& weight, const OperandFormats& formats,
-                                 const QuantizedWeight& out) {
-  const auto& [row, column] = out;
+void quantize_weight_operand_out(at::TensorList list, const OperandFormats& formats,
+                                 const QuantizedWeight& out, const OptionalTensor& noop) {
+  const Quantized &row = out.forward, &column = out.backward;
   if (formats.weight.family == FormatFamily::kBFloat16) {
-    row.data.copy_(weight);
-    if (marks_nonfinite(formats.weight_key)) row.data.mul_(nonfinite_factor(weight, std::nullopt));
+    return bfloat16_weight_out(list, formats.weight_key, row.data, noop);
+  }
+  const bool both = quantizes_weight_columnwise(list[0], formats);
+  if (list.size() > 1) {
+    const QuantizedWeight made = quantize_weight_operand(list, formats, true);
+    copy_unless(noop, made.forward, row);
+    if (both) copy_unless(noop, made.backward, column);
     return;
   }
-  const bool both = quantizes_weight_columnwise(weight, formats);
+  const Tensor& weight = list[0];
   const Nvfp4Inputs given =
       nvfp4_inputs(weight, std::nullopt, formats.weight, formats.weight_key, true, both);
   quantize::call_quantize_out(
       weight, formats.weight_key,
       {row.data, row.scale, both ? column.data : Tensor(), both ? column.scale : Tensor()},
-      as_optional(given.amax), as_optional(given.amax_t), as_optional(given.seed));
-  if (given.amax.defined()) row.amax.copy_(given.amax);
-  if (given.amax_t.defined()) column.amax.copy_(given.amax_t);
-  mark_nonfinite_scales({row, both ? column : Quantized{}}, weight, std::nullopt, formats.weight_key);
+      as_optional(given.amax), as_optional(given.amax_t), as_optional(given.seed), noop);
+  copy_unless(noop, given.amax, row.amax);
+  copy_unless(noop, given.amax_t, column.amax);
+  if (!marks_nonfinite(formats.weight_key)) return;
+  const Tensor mark = factor_unless(noop, list);
+  mark_nonfinite_scales(row, mark);
+  if (both) mark_nonfinite_scales(column, mark);
 }
 
 Tensor gemm_of(const Quantized& a, const Quantized& b, const OptionalTensor& group_sizes,
                const OptionalTensor& bias, const OptionalTensor& bias_scale, bool transpose_b,
-               at::ScalarType dtype, const LaunchOptions& options) {
+               at::ScalarType dtype, const LaunchOptions& options, at::TensorList matrices) {
   const Scales a_scale(a), b_scale(b);
   const QuantizedKeys keys = keys_of(a, a_scale, b, b_scale);
   const OptionalTensor none;
-  return group_sizes ? call_grouped_gemm(a.data, b.data, *group_sizes, bias, bias_scale, transpose_b, dtype,
+  if (matrices.empty()) matrices = b.data;
+  return group_sizes ? call_grouped_gemm(a.data, matrices, *group_sizes, bias, bias_scale, transpose_b, dtype,
                                          none, none, options, keys)
                      : call_gemm(a.data, b.data, bias, transpose_b, dtype, none, keys);
 }
@@ -212,6 +356,19 @@ Tensor wgrad_of(const Quantized& grad, const Quantized& input, const OptionalTen
   const Scales grad_scale(grad), input_scale(input);
   return call_grouped_gemm_wgrad(grad.data, input.data, *group_sizes, dtype, none, none, options,
                                  keys_of(grad, grad_scale, input, input_scale));
+}
+
+void wgrad_into(const Quantized& grad, const Quantized& input, const OptionalTensor& group_sizes,
+                at::TensorList out, bool accumulate, const LaunchOptions& options) {
+  const Scales grad_scale(grad), input_scale(input);
+  const QuantizedKeys keys = keys_of(grad, grad_scale, input, input_scale);
+  if (group_sizes) {
+    call_grouped_gemm_wgrad_out(grad.data, input.data, *group_sizes, out, accumulate, options, keys);
+  } else if (grad.scale.defined()) {
+    call_gemm_out(grad.data, input.data, out[0], true, accumulate, keys);
+  } else {
+    call_gemm_out(grad.data.t(), input.data.t(), out[0], true, accumulate);
+  }
 }
 
 }  // namespace transformer_plugin::linear

@@ -7,6 +7,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "common/quantized.h"
 #include "gemm/args/launch_options.h"
@@ -16,7 +17,8 @@
 namespace transformer_plugin::linear {
 
 // A matrix quantized along rows, and along columns (stored transposed); undefined where a direction is not needed. Where a
-// direction is not quantized (formats none and bf16, and columns in formats without has_group_columns) it is the matrix itself, not transposed.
+// direction is not quantized (formats none and bf16, and columns in formats without has_group_columns) it is the matrix itself, not
+// transposed.
 struct QuantizedOperand {
   Quantized rowwise, columnwise;
 };
@@ -37,28 +39,36 @@ QuantizedGradient quantize_gradient(const at::Tensor& grad, const std::optional<
                                     const Format& format, std::string_view key, bool rows, bool columns,
                                     bool with_bias);
 
-// A weight [.., N, K]: operand b of the forward, with transpose_b; and of the data gradient.
+// A weight [.., N, K]: operand b of the forward, with transpose_b; and of the data gradient. Several matrices are quantized into
+// one stack. Without scales they stay where they are: `matrices` are then read in place of the data of both.
 struct QuantizedWeight {
   Quantized forward;
   Quantized backward;  // with transpose_b if it is columnwise
+  std::vector<at::Tensor> matrices = {};
 };
 
 // Whether the data gradient needs the columnwise weight: because its values differ from the rowwise ones, or because the FP8
 // kernels need K-major data.
 bool quantizes_weight_columnwise(const at::Tensor& weight, const OperandFormats& formats);
-QuantizedWeight quantize_weight_operand(const at::Tensor& weight, const OperandFormats& formats,
-                                        bool backward);
-// Both directions into given buffers.
-void quantize_weight_operand_out(const at::Tensor& weight, const OperandFormats& formats,
-                                 const QuantizedWeight& out);
+// `weight`: one tensor [.., N, K], or several matrices [N, K].
+QuantizedWeight quantize_weight_operand(at::TensorList weight, const OperandFormats& formats, bool backward);
+// Copies the weight, converted, into one tensor.
+void copy_weight(at::TensorList weight, const at::Tensor& out);
+// Both directions into given buffers. With noop = 1 on the device every byte of them stays.
+void quantize_weight_operand_out(at::TensorList weight, const OperandFormats& formats,
+                                 const QuantizedWeight& out, const std::optional<at::Tensor>& noop);
 
-// a @ b, or a @ b^T; for each group if group sizes are given.
+// a @ b, or a @ b^T; for each group if group sizes are given. `matrices`: read in place of the data of `b`, if there are any.
 at::Tensor gemm_of(const Quantized& a, const Quantized& b, const std::optional<at::Tensor>& group_sizes,
                    const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& bias_scale,
-                   bool transpose_b, at::ScalarType dtype, const gemm::LaunchOptions& options = {});
+                   bool transpose_b, at::ScalarType dtype, const gemm::LaunchOptions& options = {},
+                   at::TensorList matrices = {});
 // grad^T @ input from columnwise operands: [N, K], or [G, N, K].
 at::Tensor wgrad_of(const Quantized& grad, const Quantized& input,
                     const std::optional<at::Tensor>& group_sizes, at::ScalarType dtype,
                     const gemm::LaunchOptions& options = {});
+// The same added to `out`, or written over it: one tensor of these sizes, or G matrices [N, K].
+void wgrad_into(const Quantized& grad, const Quantized& input, const std::optional<at::Tensor>& group_sizes,
+                at::TensorList out, bool accumulate, const gemm::LaunchOptions& options = {});
 
 }  // namespace transformer_plugin::linear

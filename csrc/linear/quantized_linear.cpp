@@ -8,6 +8,7 @@
 #include "common/autograd.h"
 #include "common/check.h"
 #include "gemm/ops/calls.h"
+#include "linear/main_grad.h"
 #include "linear/operands.h"
 #include "linear/quantized_weight.h"
 #include "quantize/ops/checks.h"
@@ -38,13 +39,7 @@ namespace {
 Tensor forward_gemm(const LinearArguments& layer, const OperandFormats& formats,
                     const QuantizedOperand& input, const QuantizedWeight& weight) {
   return gemm_of(input.rowwise, weight.forward, layer.group_sizes, layer.bias, layer.bias_scale, true,
-                 layer.input.scalar_type(), layer.options);
-}
-
-QuantizedWeight weight_of(const Tensor& weight, const OptionalList& quantized, const OperandFormats& formats,
-                          bool backward) {
-  return quantized ? as_quantized_weight(*quantized, formats, backward)
-                   : quantize_weight_operand(weight, formats, backward);
+                 layer.input.scalar_type(), layer.options, weight.matrices);
 }
 
 template <bool is_grouped>
@@ -52,34 +47,49 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
  public:
   static constexpr const char* kName = is_grouped ? "grouped_linear" : "linear";
   static constexpr bool is_traceable = true;
+  static constexpr const char* kMainGrad = "main_grad";
+  static constexpr ptrdiff_t kSaved = 10;   // tensors saved before the matrices
+  static constexpr size_t kArguments = 12;  // with the weight as one
 
-  static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight,
+  // Saves what it always needs, then the matrices of a weight without scales.
+  static Tensor forward(AutogradContext* ctx, const Tensor& input, at::TensorList weight,
                         const OptionalTensor& group_sizes, const OptionalTensor& bias,
                         const OptionalTensor& bias_scale, std::string_view input_key,
                         std::string_view weight_key, std::string_view grad_key,
-                        const OptionalList& quantized_weight, int64_t max_sms, int64_t expected_rows) {
-    const bool wants_input = input.requires_grad(), wants_weight = weight.requires_grad();
+                        const OptionalList& quantized_weight, int64_t max_sms, int64_t expected_rows,
+                        const MainGrad& main_grad) {
+    const bool wants_input = input.requires_grad(), wants_weight = wants_grad(weight);
     const BelowAutograd guard;
     const OperandFormats formats = operand_formats("linear", input_key, weight_key, grad_key);
     const OptionalTensor column_sizes =
         wants_weight ? column_groups(input, group_sizes, formats) : group_sizes;
     const QuantizedOperand x =
         quantize_operand(input, column_sizes, formats.input, input_key, true, wants_weight);
-    const QuantizedWeight w = weight_of(weight, quantized_weight, formats, wants_input);
-    ctx->saved_data["weight_columns"] = quantizes_weight_columnwise(weight, formats);
+    const QuantizedWeight w = weight_operand(weight, quantized_weight, formats, wants_input);
+    ctx->saved_data["weight_columns"] = !formats.native() && quantizes_weight_columnwise(weight[0], formats);
     // The backward needs the columnwise input only.
     const Quantized columns = wants_weight ? x.columnwise : Quantized{};
-    ctx->save_for_backward({columns.data, columns.scale, columns.amax, w.backward.data, w.backward.scale,
-                            w.backward.amax, or_undefined(group_sizes),
-                            wants_grad(bias_scale) ? *bias : Tensor(), or_undefined(bias_scale),
-                            or_undefined(column_sizes)});
+    variable_list saved{columns.data,
+                        columns.scale,
+                        columns.amax,
+                        w.backward.data,
+                        w.backward.scale,
+                        w.backward.amax,
+                        or_undefined(group_sizes),
+                        wants_grad(bias_scale) ? *bias : Tensor(),
+                        or_undefined(bias_scale),
+                        or_undefined(column_sizes)};
+    if (wants_input) saved.insert(saved.end(), w.matrices.begin(), w.matrices.end());
+    ctx->save_for_backward(std::move(saved));
     ctx->saved_data["input_format"] = std::string(input_key);
     ctx->saved_data["weight_format"] = std::string(weight_key);
     ctx->saved_data["grad_format"] = std::string(grad_key);
-    ctx->saved_data["weight_dtype"] = weight.scalar_type();
+    ctx->saved_data["weight_dtype"] = weight[0].scalar_type();
     ctx->saved_data["has_bias"] = bias.has_value();
+    if (weight.size() > 1) ctx->saved_data["matrices"] = static_cast<int64_t>(weight.size());
     const LaunchOptions options{max_sms, expected_rows};
     save_options(ctx, options);
+    if (wants_weight) save_main_grad(ctx, kMainGrad, main_grad);
     return forward_gemm({input, weight, group_sizes, bias, bias_scale, std::nullopt, options}, formats, x, w);
   }
 
@@ -95,39 +105,51 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
     const LaunchOptions options = saved_options(ctx);
     const OptionalTensor group_sizes = as_optional(saved[6]), column_sizes = as_optional(saved[9]);
     const Tensor& grad = grads[0];
-    const bool wants_input = ctx->needs_input_grad(0), wants_weight = ctx->needs_input_grad(1);
-    const bool wants_bias =
-        ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(group_sizes ? 3 : 2);
-    Tensor grad_input, grad_weight, grad_bias, grad_scale;
+    const size_t matrices = saved_matrices(ctx);
+    const WeightGradient weight_gradient(ctx, kMainGrad, 1, matrices, is_grouped);
+    const bool wants_input = ctx->needs_input_grad(0), wants_weight = weight_gradient.is_wanted();
+    const size_t place_of_bias = matrices + (group_sizes ? 2 : 1);
+    const bool wants_bias = ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(place_of_bias);
+    Tensor grad_input, grad_bias, grad_scale;
+    variable_list grad_weight(matrices);
     if (wants_input || wants_weight) {
       const auto [g, bias] = quantize_gradient(grad, column_sizes, formats.grad, grad_key, wants_input,
                                                wants_weight, wants_bias && !saved[8].defined());
       grad_bias = bias;
       if (wants_input) {
         grad_input = gemm_of(g.rowwise, weight, group_sizes, std::nullopt, std::nullopt, weight_columns,
-                             grad.scalar_type(), options);
+                             grad.scalar_type(), options, at::TensorList(saved).slice(kSaved));
       }
       if (wants_weight) {
-        grad_weight = wgrad_of(g.columnwise, input, column_sizes,
-                               ctx->saved_data["weight_dtype"].toScalarType(), options);
-        if (column_sizes && !group_sizes) grad_weight = grad_weight.squeeze(0);
+        grad_weight = weight_gradient.compute(g.columnwise, input, column_sizes,
+                                              ctx->saved_data["weight_dtype"].toScalarType(), options);
       }
       if (grad_bias.defined() && column_sizes && !group_sizes) grad_bias = grad_bias.squeeze(0);
     }
     if (!grad_bias.defined()) {
-      std::tie(grad_bias, grad_scale) = bias_gradients_of(ctx, grad, group_sizes, saved[7], saved[8]);
+      std::tie(grad_bias, grad_scale) =
+          bias_gradients_of(ctx, grad, group_sizes, saved[7], saved[8], place_of_bias);
     }
-    return {grad_input, grad_weight, Tensor(), grad_bias, grad_scale, Tensor(),
-            Tensor(),   Tensor(),    Tensor(), Tensor(),  Tensor()};
+    variable_list result{grad_input};
+    result.insert(result.end(), grad_weight.begin(), grad_weight.end());
+    result.resize(matrices + kArguments - 1);
+    result[matrices + 2] = grad_bias;
+    result[matrices + 3] = grad_scale;
+    return result;
+  }
+
+  static size_t saved_matrices(AutogradContext* ctx) {
+    const auto matrices = ctx->saved_data.find("matrices");
+    return matrices == ctx->saved_data.end() ? 1 : static_cast<size_t>(matrices->second.toInt());
   }
 
   // From the gradient before quantization.
   static std::pair<Tensor, Tensor> bias_gradients_of(AutogradContext* ctx, const Tensor& grad,
                                                      const OptionalTensor& group_sizes, const Tensor& bias,
-                                                     const Tensor& bias_scale) {
+                                                     const Tensor& bias_scale, size_t place) {
     const bool has_bias = ctx->saved_data["has_bias"].toBool();
-    if (group_sizes) return bias_gradients(ctx, has_bias, grad, *group_sizes, bias, bias_scale);
-    if (!has_bias || !ctx->needs_input_grad(2)) return {};
+    if (group_sizes) return bias_gradients(ctx, has_bias, grad, *group_sizes, bias, bias_scale, place);
+    if (!has_bias || !ctx->needs_input_grad(place)) return {};
     return {call_bias_backward(grad), Tensor()};
   }
 };
@@ -185,9 +207,10 @@ void check_block_width(const Argument& argument, int64_t dim, const OperandForma
                  describe(argument.tensor), advice);
 }
 
-void check_layer_widths(const Argument& input, const Argument& weight, const OperandFormats& formats) {
+void check_layer_widths(const Argument& input, const WeightArgument& weight, const OperandFormats& formats) {
   check_block_width(input, -1, formats, "Pad it with zeros, for example with torch.nn.functional.pad");
-  check_block_width(weight, weight.tensor.dim() - 2, formats,
+  const std::string name = weight.first_name();
+  check_block_width({weight.op, name.c_str(), weight.first()}, weight.first().dim() - 2, formats,
                     "Pad the weight with rows of zeros, and drop those columns of the output");
 }
 
@@ -207,7 +230,7 @@ void check_quantizable(const char* op, const LinearArguments& layer, const Opera
   if (formats.input.is_quantized()) {
     const bool quantizes_columns = columns && formats.input.traits().has_group_columns;
     quantize::check_matrix(input, group_sizes, formats.input, quantizes_columns);
-    quantize::check_matrix({op, "weight", layer.weight}, nullptr, formats.weight);
+    quantize::check_matrix({op, "weight", layer.weight[0]}, nullptr, formats.weight);
     multiple = quantize::group_multiple(formats.input, quantizes_columns);
   }
   if (group_sizes) quantize::check_group_values(input, *group_sizes, multiple);
@@ -216,15 +239,16 @@ void check_quantizable(const char* op, const LinearArguments& layer, const Opera
 Tensor quantized_linear_forward(const LinearArguments& layer, const OperandFormats& formats) {
   const QuantizedOperand input =
       quantize_operand(layer.input, layer.group_sizes, formats.input, formats.input_key, true, false);
-  return forward_gemm(layer, formats, input, weight_of(layer.weight, layer.quantized_weight, formats, false));
+  return forward_gemm(layer, formats, input,
+                      weight_operand(layer.weight, layer.quantized_weight, formats, false));
 }
 
 template <bool is_grouped>
 Tensor apply_quantized_linear(const LinearArguments& layer, const OperandFormats& formats) {
-  return QuantizedLinearFunction<is_grouped>::apply(layer.input, layer.weight, layer.group_sizes, layer.bias,
-                                                    layer.bias_scale, formats.input_key, formats.weight_key,
-                                                    formats.grad_key, layer.quantized_weight,
-                                                    layer.options.max_sms, layer.options.expected_rows);
+  return QuantizedLinearFunction<is_grouped>::apply(
+      layer.input, layer.weight, layer.group_sizes, layer.bias, layer.bias_scale, formats.input_key,
+      formats.weight_key, formats.grad_key, layer.quantized_weight, layer.options.max_sms,
+      layer.options.expected_rows, layer.main_grad);
 }
 
 Tensor quantized_linear_autograd(const LinearArguments& layer, const OperandFormats& formats) {

@@ -10,6 +10,7 @@
 #include "common/check.h"
 #include "common/format.h"
 #include "gemm/args/launch_options.h"
+#include "linear/weights.h"
 
 namespace transformer_plugin::linear {
 
@@ -31,20 +32,21 @@ OperandFormats operand_formats(const char* op, std::string_view input, std::stri
 void check_block_width(const Argument& argument, int64_t dim, const OperandFormats& formats,
                        const char* advice);
 // Both widths of a layer: the backward quantizes the gradient along the width of the output.
-void check_layer_widths(const Argument& input, const Argument& weight, const OperandFormats& formats);
+void check_layer_widths(const Argument& input, const WeightArgument& weight, const OperandFormats& formats);
 // With groups the blocks of input and gradient lie along rows.
 void check_ragged_formats(const char* op, const OperandFormats& formats);
 
-// input [M, K] and weight [N, K]; or, with group sizes, input [T, K] and weight [G, N, K]. `quantized_weight`
-// (linear/quantized_weight.h) is read instead of `weight`, which then gives sizes and dtype only.
+// input [M, K] and weight [N, K]; or, with group sizes, input [T, K] and weight [G, N, K] or several [N, K].
+// `quantized_weight` (linear/quantized_weight.h) is read instead of `weight`, which then gives sizes and dtype only.
 struct LinearArguments {
   const at::Tensor& input;
-  const at::Tensor& weight;
+  at::TensorList weight;
   const std::optional<at::Tensor>& group_sizes;
   const std::optional<at::Tensor>& bias;
   const std::optional<at::Tensor>& bias_scale;
   const std::optional<at::TensorList>& quantized_weight;
   gemm::LaunchOptions options = {};  // of the grouped GEMMs
+  MainGrad main_grad = {};
 };
 
 // Refuses, in the name of `op`, what the ops called below would refuse. `columns`: quantized columnwise too, for the weight
@@ -58,7 +60,7 @@ std::optional<at::Tensor> column_groups(const at::Tensor& input, const std::opti
                                         const OperandFormats& formats);
 // Without autograd.
 at::Tensor quantized_linear_forward(const LinearArguments& layer, const OperandFormats& formats);
-// With autograd; called from an Autograd kernel.
+// With autograd; called from an Autograd kernel. Unquantized operands too, which a main_grad needs.
 at::Tensor quantized_linear_autograd(const LinearArguments& layer, const OperandFormats& formats);
 
 }  // namespace transformer_plugin::linear

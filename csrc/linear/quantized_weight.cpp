@@ -25,8 +25,9 @@ struct Expected {
 };
 
 // What the list holds for one direction.
-std::vector<Expected> expected_along(const Tensor& weight, const Format& format, bool columns) {
-  const quantize::MatrixShape operand = quantize::matrix_shape(weight, false, nullptr);
+std::vector<Expected> expected_along(const WeightArgument& weight, const Format& format, bool columns) {
+  quantize::MatrixShape operand = quantize::matrix_shape(weight.first(), false, nullptr);
+  if (weight.is_list()) operand.matrices = weight.groups();
   if (format.family == FormatFamily::kBFloat16) return {{at::kBFloat16, operand.value_sizes()}};
   std::vector<Expected> expected{
       {quantize::element_dtype(format), operand.data_sizes(format, columns)},
@@ -39,9 +40,9 @@ std::vector<Expected> expected_along(const Tensor& weight, const Format& format,
 constexpr const char* kAdvice =
     "Make it with transformer_plugin.ops.quantize_weight, of this weight and these formats, on its device";
 
-void check_entry(const Argument& entry, const Argument& weight, const Expected& expected) {
+void check_entry(const Argument& entry, const WeightArgument& weight, const Expected& expected) {
   check_dtype(entry, {expected.dtype});
-  check_same_device(entry, weight);
+  check_same_device(entry, {weight.op, weight.name, weight.first()});
   const Tensor& tensor = entry.tensor;
   const bool fits = tensor.dim() == static_cast<int64_t>(expected.sizes.size()) &&
                     tensor.sym_sizes() == c10::SymIntArrayRef(expected.sizes) && tensor.is_contiguous();
@@ -54,24 +55,26 @@ void check_entry(const Argument& entry, const Argument& weight, const Expected& 
 
 }  // namespace
 
-void check_unquantized_weight(const Argument& weight, const OperandFormats& formats, bool columns) {
+void check_unquantized_weight(const WeightArgument& weight, const OperandFormats& formats, bool columns) {
   TP_CHECK_VALUE(!formats.native(), weight.op, "weight_format", "a format that rounds the weight",
                  "'" << formats.weight_key << "'", "Multiply the weight without quantizing it");
-  quantize::check_matrix(weight, nullptr, formats.weight, columns);
+  if (weight.tensors.size() != 1) check_list(weight.op, weight.name, weight.tensors);
+  const std::string name = weight.first_name();
+  quantize::check_matrix({weight.op, name.c_str(), weight.first()}, nullptr, formats.weight, columns);
 }
 
-void check_quantized_weight(const char* name, at::TensorList list, const Argument& weight,
+void check_quantized_weight(const char* name, at::TensorList list, const WeightArgument& weight,
                             const OperandFormats& formats) {
   const size_t one = tensors_along_one(formats.weight);
-  const bool columns = quantizes_weight_columnwise(weight.tensor, formats),
-             either = weight.tensor.is_meta() && list.size() == 2 * one;
+  const bool columns = quantizes_weight_columnwise(weight.first(), formats),
+             either = weight.first().is_meta() && list.size() == 2 * one;
   const size_t count = columns ? 2 * one : one;
   TP_CHECK_VALUE(list.size() == count || either, weight.op, name,
                  count << " tensors, those of '" << formats.weight_key << "' along rows"
                        << (columns ? " and along columns" : " alone"),
                  list.size(), kAdvice);
   for (size_t i = 0; i < list.size(); i += one) {
-    const std::vector<Expected> expected = expected_along(weight.tensor, formats.weight, i > 0);
+    const std::vector<Expected> expected = expected_along(weight, formats.weight, i > 0);
     for (size_t j = 0; j < one; ++j) {
       const std::string entry = std::string(name) + "[" + std::to_string(i + j) + "]";
       check_entry({weight.op, entry.c_str(), list[i + j]}, weight, expected[j]);
@@ -79,7 +82,7 @@ void check_quantized_weight(const char* name, at::TensorList list, const Argumen
   }
 }
 
-void check_quantized_weight(const char* name, const OptionalList& given, const Argument& weight,
+void check_quantized_weight(const char* name, const OptionalList& given, const WeightArgument& weight,
                             const OperandFormats& formats) {
   if (!given) return;
   TP_CHECK_VALUE(!formats.native(), weight.op, name, "None with the format 'none', which rounds no weight",
@@ -110,6 +113,12 @@ QuantizedWeight as_quantized_weight(at::TensorList list, const OperandFormats& f
                      first > 0};
   };
   return {part(0), backward ? part(list.size() > one ? one : 0) : Quantized{}};
+}
+
+QuantizedWeight weight_operand(at::TensorList weight, const OptionalList& quantized,
+                               const OperandFormats& formats, bool backward) {
+  return quantized ? as_quantized_weight(*quantized, formats, backward)
+                   : quantize_weight_operand(weight, formats, backward);
 }
 
 }  // namespace transformer_plugin::linear

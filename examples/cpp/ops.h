@@ -35,12 +35,14 @@ struct Recipe {
 inline at::Tensor grouped_linear(const at::Tensor& input, const at::Tensor& weight,
                                  const at::Tensor& group_sizes, const Recipe& recipe) {
   using Optional = std::optional<at::Tensor>;
-  using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, const Optional&,
+  using OptionalList = std::optional<at::TensorList>;
+  using Signature = at::Tensor(const at::Tensor&, at::TensorList, const at::Tensor&, const Optional&,
                                const Optional&, c10::string_view, c10::string_view, c10::string_view,
-                               std::optional<at::TensorList>, int64_t, int64_t);
+                               OptionalList, int64_t, int64_t, OptionalList, bool, c10::string_view);
   static const auto op = find<Signature>("transformer_plugin::grouped_linear");
   return op.call(input, weight, group_sizes, std::nullopt, std::nullopt, recipe.input, recipe.weight,
-                 recipe.grad, std::nullopt, /*max_sms=*/0, /*expected_rows=*/-1);
+                 recipe.grad, std::nullopt, /*max_sms=*/0, /*expected_rows=*/-1, /*main_grad=*/std::nullopt,
+                 /*accumulate=*/true, /*weight_grad=*/"none");
 }
 
 }  // namespace tp

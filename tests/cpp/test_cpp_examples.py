@@ -83,11 +83,11 @@ class Experts(torch.nn.Module):
         """fc2(swiglu(fc1(input)) * probs)."""
         rows, square = "fp8_block:e4m3,pow2", "fp8_block:e4m3,pow2,square"
         hidden = torch.ops.transformer_plugin.grouped_linear(
-            input, self.fc1, group_sizes, None, None, rows, square, rows
+            input, [self.fc1], group_sizes, None, None, rows, square, rows
         )
         hidden = torch.ops.transformer_plugin.swiglu(hidden, probs)
         return torch.ops.transformer_plugin.grouped_linear(
-            hidden, self.fc2, group_sizes, None, None, rows, square, rows
+            hidden, [self.fc2], group_sizes, None, None, rows, square, rows
         )
 
 

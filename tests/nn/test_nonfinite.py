@@ -241,7 +241,7 @@ def test_opcheck(name: str, device: torch.device) -> None:
         )
         return
     opcheck(_ops.linear.default, (x, w, None, *keys))
-    opcheck(_ops.grouped_linear.default, (x, stack, sizes, None, None, *keys))
+    opcheck(_ops.grouped_linear.default, (x, [stack], sizes, None, None, *keys))
     given = [t.cpu() for t in ops.quantize_weight(w.detach(), *keys)]
     columns = len(given) > {"bf16": 1, "nvfp4": 3}.get(name, 2)
     with torch.no_grad():

@@ -227,7 +227,7 @@ def test_opcheck(formats: Formats, requires_grad: bool, device: torch.device) ->
             t.nan_to_num().requires_grad_(requires_grad) if t is not None and t.is_floating_point() else t
             for t in arguments
         ]
-        opcheck(_op, (*leaves, *formats))
+        opcheck(_op, (leaves[0], [leaves[1]], [leaves[2]], *leaves[3:], *formats))
 
 
 @by_formats

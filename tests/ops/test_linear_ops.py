@@ -281,8 +281,8 @@ def test_opcheck(formats: tuple[str, str, str], requires_grad: bool, device: tor
         shapes = ((rows, k), (g, n, k), (g, n), (rows,))
         x, w, b, scale = (torch.randn(s, device=device, requires_grad=requires_grad) for s in shapes)
         counts = torch.tensor(sizes, device=device, dtype=torch.int64)
-        opcheck(_ops.grouped_linear.default, (x, w, counts, b, scale, *formats))
-        opcheck(_ops.grouped_linear.default, (x, w, counts, None, None, *formats))
+        opcheck(_ops.grouped_linear.default, (x, [w], counts, b, scale, *formats))
+        opcheck(_ops.grouped_linear.default, (x, [w], counts, None, None, *formats))
 
 
 @pytest.mark.usefixtures("schema_checks_take_fp8")
@@ -295,7 +295,7 @@ def test_opcheck_of_operands_that_are_already_bfloat16(device: torch.device) -> 
     formats = keys(BFloat16())
     opcheck(_ops.linear.default, (x, w, None, *formats))
     sizes = torch.tensor([1, 2], device=device)
-    opcheck(_ops.grouped_linear.default, (x, stack, sizes, None, None, *formats))
+    opcheck(_ops.grouped_linear.default, (x, [stack], sizes, None, None, *formats))
 
 
 def training_step(formats: tuple[str, str, str]) -> Callable[..., Tensor]:

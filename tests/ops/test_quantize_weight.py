@@ -254,11 +254,14 @@ def test_opcheck(name: str, requires_grad: bool, device: torch.device) -> None:
             t.nan_to_num().requires_grad_(requires_grad) if t.is_floating_point() else t
             for t in layer.arguments
         ]
-        opcheck(getattr(_ops, op).default, (*leaves, *formats), quantized(layer, formats))
         weight = leaves[1]
-        opcheck(_ops.quantize_weight.default, (weight, *formats))
+        arguments = [
+            [leaf] if i in layer.weights and op != "linear" else leaf for i, leaf in enumerate(leaves)
+        ]
+        opcheck(getattr(_ops, op).default, (*arguments, *formats), quantized(layer, formats))
+        opcheck(_ops.quantize_weight.default, ([weight], *formats))
         out = ops.quantize_weight(weight, *formats)
-        opcheck(_ops.quantize_weight_out.default, (weight.detach(), *formats, out))
+        opcheck(_ops.quantize_weight_out.default, ([weight.detach()], *formats, out))
 
 
 @by_layer
@@ -341,3 +344,26 @@ def test_calls_do_not_synchronize(formats: Formats) -> None:
         torch.autograd.grad(output, [leaf for leaf in leaves if leaf.requires_grad], grad)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@by_formats
+@pytest.mark.parametrize("listed", [False, True], ids=["packed", "list"])
+def test_noop_keeps_every_byte(formats: Formats, listed: bool, device: torch.device) -> None:
+    weights = [torch.randn(3, 48, 160, device=device, dtype=torch.bfloat16) for _ in range(2)]
+    given = [list(w) if listed else w for w in weights]
+    if "sr" in formats[1]:
+        pytest.skip("draws random numbers")
+    out = ops.quantize_weight(given[0], *formats)
+    before = [t.view(torch.uint8).clone() for t in out]
+    noop = torch.ones(1, device=device)
+    ops.quantize_weight_out(given[1], *formats, out, noop)
+    assert all(torch.equal(t.view(torch.uint8), old) for t, old in zip(out, before, strict=True))
+    noop.zero_()
+    ops.quantize_weight_out(given[1], *formats, out, noop)
+    expected = ops.quantize_weight(given[1], *formats)
+    assert all(
+        torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(out, expected, strict=True)
+    )
+    for wrong in (torch.ones(2, device=device), torch.ones(1, device=device, dtype=torch.int32)):
+        with pytest.raises((TypeError, ValueError), match="argument 'noop'"):
+            ops.quantize_weight_out(given[0], *formats, out, wrong)

@@ -102,7 +102,8 @@ def test_layers_are_named_in_errors_about_rows(name: str, wants_grad: bool) -> N
     [call] = [call for call in CALLS if call.op == name and call.name == "nvfp4"]
     arguments = {k: v for k, v in copied(call.arguments).items() if not k.startswith("quantized")}
     weight = "fc1_weight" if name == "grouped_mlp" else "weight"
-    arguments[weight].requires_grad_(wants_grad)
+    for tensor in flat(arguments[weight]):
+        tensor.requires_grad_(wants_grad)
     for own in ("input", "probs", "bias_scale"):
         if own in arguments:
             arguments[own] = arguments[own][:21].detach()

@@ -28,6 +28,18 @@ def listed(tensors: Tensors, op: str, argument: str) -> list[Tensor]:
     )
 
 
+def listed_or_none(tensors: Tensors | None, op: str, argument: str) -> list[Tensor] | None:
+    """The same for an argument that may be left out."""
+    return None if tensors is None else listed(tensors, op, argument)
+
+
+def weights(weight: Tensors, op: str) -> list[Tensor]:
+    """A weight to quantize: a sequence of matrices is quantized as the stack of them, also if there is one."""
+    tensors = listed(weight, op, "weight")
+    one = len(tensors) == 1 and not isinstance(weight, Tensor) and tensors[0].dim() == 2
+    return [tensors[0].unsqueeze(0)] if one else tensors
+
+
 def matrices(inputs: Iterable[Tensor], op: str) -> list[Tensor]:
     """The inputs of an op that takes many matrices of different sizes."""
     if isinstance(inputs, Iterable) and not isinstance(inputs, Tensor):

@@ -43,6 +43,7 @@ def gemm_out(
     b_scale: Tensors | None = None,
     a_format: str | Format = "none",
     b_format: str | Format = "none",
+    accumulate: bool = False,
 ) -> None:
     """``out = alpha * (a @ b.T) + beta * out + bias``.
 
@@ -51,12 +52,14 @@ def gemm_out(
             :func:`~transformer_plugin.ops.gemm`.
         out: ``[M, N]`` float32, bfloat16 or float16; float64 with float64 operands.
         beta: float32 ``[1]``; without it ``out`` is overwritten.
+        accumulate: the product is added to ``out``, which a ``beta`` of 1 would do. On CUDA one GEMM adds it, with
+            operands in the dtype of ``out``, or in 16 bits and ``out`` in float32, and without ``alpha`` and ``bias``.
 
-    With factors, or where torch's product would round twice, the sum is made in float32 memory first.
+    Otherwise, with factors, or where torch's product would round twice, the sum is made in float32 memory first.
 
     Raises:
         TypeError: another dtype. ValueError: sizes, strides, devices or memory that do not fit, operands or an ``out``
-        that require a gradient.
+        that require a gradient, ``beta`` with ``accumulate``.
     """
     _ops.gemm_out.default(
         a,
@@ -67,6 +70,7 @@ def gemm_out(
         alpha,
         beta,
         *quantized("gemm_out", a_scale, b_scale, a_format, b_format),
+        accumulate=accumulate,
     )
 
 
@@ -141,7 +145,7 @@ def grouped_gemm_wgrad_out(
     Args:
         grad, input, group_sizes, alpha, input_rows, grad_scale, input_scale, grad_format, input_format: as for
             :func:`~transformer_plugin.ops.grouped_gemm_wgrad`.
-        out: float32 or bfloat16 ``[G, N, K]``, a ``main_grad`` for example; or 1 to 1024 matrices ``[N, K]``, the
+        out: float32 or bfloat16 (float64 with float64 operands) ``[G, N, K]``, a ``main_grad`` for example; or 1 to 1024 matrices ``[N, K]``, the
             ``main_grad`` of each expert, all of one dtype, whose rows may be strided with one stride for all. Added in
             FP32 and rounded once.
         accumulate: an empty group leaves its matrix unchanged.

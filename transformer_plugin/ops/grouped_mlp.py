@@ -2,6 +2,19 @@
 
 Letters: T rows of a buffer, of which the first ``sum(group_sizes)`` belong to G groups, in order; H columns of the
 input and the output; F columns between the products. What :mod:`transformer_plugin.ops.gemm` says of groups holds here.
+
+Bit for bit the output and the gradients of three ops, in one node::
+
+    linear = grouped_linear(input, fc1_weight, group_sizes, fc1_bias, None, *formats)
+    activation = swiglu(linear, probs)
+    grouped_linear(activation, fc2_weight, group_sizes, fc2_bias, probs if fc2_bias is given, *formats)
+
+With a second bias the gradient of ``probs`` is the float32 sum of the bias part and the SwiGLU part, in this order.
+
+In ``fp8_block`` and ``mxfp8`` the activation is quantized in the pass that computes it and is never in memory in 16
+bits; so is the gradient of the first product, if F is a multiple of 128 and ``fc1_bias`` needs no gradient, which sums
+the values before quantization. Without formats the first product and SwiGLU are one kernel on Hopper if the weight is
+one tensor, or matrices that lie in memory as one; of other matrices they are two.
 """
 
 from __future__ import annotations
@@ -12,7 +25,7 @@ import torch
 from torch import Tensor
 
 from transformer_plugin.formats import Format
-from transformer_plugin.ops._operands import layer_keys
+from transformer_plugin.ops._operands import Tensors, layer_keys, listed, listed_or_none
 
 __all__ = [
     "grouped_mlp",
@@ -23,8 +36,8 @@ _ops = torch.ops.transformer_plugin
 
 def grouped_mlp(
     input: Tensor,
-    fc1_weight: Tensor,
-    fc2_weight: Tensor,
+    fc1_weight: Tensors,
+    fc2_weight: Tensors,
     group_sizes: Tensor,
     probs: Tensor,
     fc1_bias: Tensor | None = None,
@@ -37,47 +50,40 @@ def grouped_mlp(
     interleave: int = 0,
     max_sms: int = 0,
     expected_rows: int = -1,
+    fc1_main_grad: Tensors | None = None,
+    fc2_main_grad: Tensors | None = None,
+    accumulate: bool = True,
+    weight_grad: str = "none",
 ) -> Tensor:
     """``fc2(swiglu(fc1(input)) * probs)`` for each group of rows with the group's own weights and biases.
 
-    Bit for bit the output and the gradients of three ops, in one node::
-
-        linear = grouped_linear(input, fc1_weight, group_sizes, fc1_bias, None, *formats)
-        activation = swiglu(linear, probs)
-        grouped_linear(activation, fc2_weight, group_sizes, fc2_bias, probs if fc2_bias is given, *formats)
-
     Args:
         input: ``[T, H]`` float32, bfloat16 or float16.
-        fc1_weight: ``[G, 2F, H]`` in the dtype of ``input``, the gate in the first F rows of a group.
-        fc2_weight: ``[G, H, F]``, likewise.
+        fc1_weight, fc2_weight: ``[G, 2F, H]`` in the dtype of ``input``, the gate in the first F rows of a group, and
+            ``[G, H, F]``; or G matrices each (:mod:`transformer_plugin.ops.linear`).
         group_sizes: int32 or int64 ``[G]``. For a backward with ``nvfp4`` multiples of 16, as T.
         probs: float32 ``[T]``: the factor of a row's activation, and of its second bias.
-        fc1_bias: ``[G, 2F]``, any float dtype.
-        fc2_bias: ``[G, H]``, any float dtype.
+        fc1_bias, fc2_bias: ``[G, 2F]`` and ``[G, H]``, any float dtype.
         input_format, weight_format, grad_format: as for :func:`~transformer_plugin.ops.grouped_linear`, the same for
             both products. For ``mxfp8`` H and F are multiples of 32, for ``nvfp4`` of 16.
         quantized_fc1_weight, quantized_fc2_weight: what :func:`~transformer_plugin.ops.quantize_weight` made of the
-            weights with these formats, both, either or none: the same bits, without quantizing them again. The
-            weight is then not read; its gradient is the usual one.
+            weights with these formats, both, either or none: the same bits. The weight is then not read.
         interleave: 0, or 32: gate and linear part alternate in blocks of 32 rows of ``fc1_weight`` and ``fc1_bias``; F
             is then a multiple of 32. With formats, forward and backward copy ``[T, 2F]`` into the other order.
         max_sms, expected_rows: as for :func:`~transformer_plugin.ops.grouped_linear`, as is ``formats.resolve``.
+        fc1_main_grad, fc2_main_grad, accumulate, weight_grad: likewise, with both buffers, either or none.
 
     Returns:
-        ``[T, H]`` in the dtype of ``input``, tail rows zero. Differentiable in ``input``, both weights, ``probs`` and
-        both biases. With a second bias the gradient of ``probs`` is the float32 sum of the bias part and the SwiGLU
-        part, in this order.
-
-    In ``fp8_block`` and ``mxfp8`` the activation is quantized in the pass that computes it and is never in memory in
-    16 bits; so is the gradient of the first product, if F is a multiple of 128 and ``fc1_bias`` needs no gradient,
-    which sums the values before quantization.
+        ``[T, H]`` in the dtype of ``input``, tail rows zero. Differentiable in ``input``, weights, ``probs`` and biases.
 
     Raises:
-        TypeError: another dtype. ValueError: sizes or devices that do not agree, a width that the format does not take,
-        formats of different families, a quantized weight that does not fit the weight and the formats.
+        TypeError, ValueError: as for :func:`~transformer_plugin.ops.grouped_linear`.
     """
     formats = layer_keys("grouped_mlp", input_format, weight_format, grad_format)
+    weights = [listed(w, "grouped_mlp", f"fc{i}_weight") for i, w in enumerate((fc1_weight, fc2_weight), 1)]
+    biases = (fc1_bias, fc2_bias)
     options = (quantized_fc1_weight, quantized_fc2_weight, interleave, max_sms, expected_rows)
-    return _ops.grouped_mlp.default(
-        input, fc1_weight, fc2_weight, group_sizes, probs, fc1_bias, fc2_bias, *formats, *options
-    )
+    first = listed_or_none(fc1_main_grad, "grouped_mlp", "fc1_main_grad")
+    second = listed_or_none(fc2_main_grad, "grouped_mlp", "fc2_main_grad")
+    into = (first, second, accumulate, weight_grad)
+    return _ops.grouped_mlp.default(input, *weights, group_sizes, probs, *biases, *formats, *options, *into)

@@ -1,6 +1,30 @@
 """Linear layers whose operands are rounded to formats, and weights that are rounded once for many of their calls.
 
 Letters are those of :mod:`transformer_plugin.ops.gemm`, and what it says of groups holds here.
+
+The **weight** of a grouped layer is one tensor ``[G, N, K]``, or a sequence of 1 to 1024 matrices ``[N, K]`` at any
+addresses, each with its own gradient. Matrices are never copied into one tensor: unquantized, the products read them
+where they are; quantized, they are written into one tensor of quantized data, the bytes that their stack would give.
+(With ``row_scaled`` and ``sr`` each is quantized alone, and the quantized data is copied into one tensor; ``sr`` then
+draws other numbers.) A list has one quantized weight, that of the stack.
+
+A **main_grad** is a buffer for the gradient of the weight: the backward adds the gradient to it, in FP32 and rounded
+once, in place of returning it. It is float32 or bfloat16 (float64 with a float64 weight), of the sizes of the weight;
+of a grouped layer also a sequence of G matrices of one dtype and one stride of rows, however the weight is passed. Rows
+may be strided, as those of a view of a bucket. It is written through its pointer: its autograd version does not change,
+so that several forwards may come before their backwards. It stays untouched where the weight needs no gradient, and for
+each matrix of a list that needs none. A backward with a ``main_grad`` cannot be differentiated.
+
+- ``accumulate=False`` writes over the buffer, whatever it holds; a group without rows becomes zero.
+- ``weight_grad`` is what autograd gets as the gradient of the weight: ``"none"``; or, for frameworks whose hooks want a
+  ``.grad`` that they discard, ``"empty"``, an uninitialized tensor like the weight, or ``"zeros"``.
+
+On CUDA, :func:`linear` without formats adds in one GEMM of torch if ``main_grad`` has the dtype of the operands or is
+float32, otherwise through a float32 temporary; grouped products and those of quantized operands add in the epilogue of
+the kernels of this package. ``torch.compile`` gives the bits of eager. The code that Inductor makes does not change
+autograd versions either; the backend ``aot_eager`` copies a new tensor into the buffer, which does, so there each forward
+must be followed by its backward. A buffer that begins later in its memory, as a view of a bucket does, is compiled with
+a temporary of its size.
 """
 
 from __future__ import annotations
@@ -11,7 +35,7 @@ import torch
 from torch import Tensor
 
 from transformer_plugin.formats import Format
-from transformer_plugin.ops._operands import buffers, layer_keys
+from transformer_plugin.ops._operands import Tensors, buffers, layer_keys, listed, listed_or_none, weights
 
 __all__ = [
     "grouped_linear",
@@ -31,6 +55,9 @@ def linear(
     weight_format: str | Format = "none",
     grad_format: str | Format = "none",
     quantized_weight: Sequence[Tensor] | None = None,
+    main_grad: Tensor | None = None,
+    accumulate: bool = True,
+    weight_grad: str = "none",
 ) -> Tensor:
     """``input @ weight.T + bias`` with operands in the given formats; ``torch.nn.functional.linear`` by default.
 
@@ -47,24 +74,33 @@ def linear(
             computed or kept.
         quantized_weight: what :func:`quantize_weight` made of ``weight`` with these formats: the same bits, without
             quantizing the weight again. ``weight`` is then not read; its gradient is the usual one.
+        main_grad, accumulate, weight_grad: where the gradient of the weight goes, see above; ``[N, K]``.
 
     Returns:
         ``[..., N]`` in the dtype of ``input``. Differentiable in ``input``, ``weight`` and ``bias``.
 
     Raises:
         TypeError: another dtype. ValueError: sizes or devices that do not agree, a format that does not exist,
-        formats of different families, a quantized weight that does not fit the weight and the formats.
+        formats of different families, a quantized weight that does not fit the weight and the formats; a ``main_grad``
+        that does not fit, shares memory with an argument or requires a gradient; its options without it.
     """
-    if input_format == weight_format == grad_format == "none" and quantized_weight is None:
+    if (
+        input_format == weight_format == grad_format == "none"
+        and quantized_weight is None
+        and main_grad is None
+    ):
         # Strings that are not passed need not be parsed: 0.5 us.
-        return _ops.linear.default(input, weight, bias)
+        if accumulate and weight_grad == "none":
+            return _ops.linear.default(input, weight, bias)
     formats = layer_keys("linear", input_format, weight_format, grad_format)
-    return _ops.linear.default(input, weight, bias, *formats, quantized_weight)
+    return _ops.linear.default(
+        input, weight, bias, *formats, quantized_weight, main_grad, accumulate, weight_grad
+    )
 
 
 def grouped_linear(
     input: Tensor,
-    weight: Tensor,
+    weight: Tensors,
     group_sizes: Tensor,
     bias: Tensor | None = None,
     bias_scale: Tensor | None = None,
@@ -74,12 +110,15 @@ def grouped_linear(
     quantized_weight: Sequence[Tensor] | None = None,
     max_sms: int = 0,
     expected_rows: int = -1,
+    main_grad: Tensors | None = None,
+    accumulate: bool = True,
+    weight_grad: str = "none",
 ) -> Tensor:
     """:func:`linear` for each group of rows with the group's own weight and bias.
 
     Args:
         input: ``[T, K]`` float32, bfloat16 or float16 (float64 on a CPU without formats).
-        weight: ``[G, N, K]`` in the dtype of ``input``.
+        weight: ``[G, N, K]`` in the dtype of ``input``, or G matrices, see above.
         group_sizes: int32 or int64 ``[G]``.
         bias: ``[G, N]``, any float dtype.
         bias_scale: float32 ``[T]``, a factor of the bias for each row.
@@ -87,6 +126,7 @@ def grouped_linear(
         quantized_weight: as for :func:`linear`.
         max_sms, expected_rows: as for :func:`~transformer_plugin.ops.grouped_gemm`, for all products of forward and
             backward.
+        main_grad, accumulate, weight_grad: where the gradient of the weight goes, see above; ``[G, N, K]``, or G matrices.
 
     On Hopper pass :func:`transformer_plugin.formats.resolve` of the formats of input and gradient: weight gradients of
     groups that begin at any row then need no copy.
@@ -101,7 +141,7 @@ def grouped_linear(
     """
     return _ops.grouped_linear.default(
         input,
-        weight,
+        listed(weight, "grouped_linear", "weight"),
         group_sizes,
         bias,
         bias_scale,
@@ -109,19 +149,23 @@ def grouped_linear(
         quantized_weight,
         max_sms,
         expected_rows,
+        listed_or_none(main_grad, "grouped_linear", "main_grad"),
+        accumulate,
+        weight_grad,
     )
 
 
 def quantize_weight(
-    weight: Tensor, input_format: str | Format, weight_format: str | Format, grad_format: str | Format
+    weight: Tensors, input_format: str | Format, weight_format: str | Format, grad_format: str | Format
 ) -> list[Tensor]:
     """The quantized weight of :func:`linear`, :func:`grouped_linear` and :func:`~transformer_plugin.ops.grouped_mlp`.
 
     Make it once after an optimizer step and pass it as ``quantized_weight`` to every call until the next.
 
     Args:
-        weight: ``[N, K]`` or ``[G, N, K]``, float32, bfloat16 or float16, any strides. For ``mxfp8`` K is a multiple of
-            32, for ``nvfp4`` of 16; along columns N of 16 for ``nvfp4``.
+        weight: ``[N, K]`` or ``[G, N, K]``, float32, bfloat16 or float16, any strides; or G matrices ``[N, K]``, quantized
+            into the tensors that their stack would give, without making it. For ``mxfp8`` K is a multiple of 32, for
+            ``nvfp4`` of 16; along columns N of 16 for ``nvfp4``.
         input_format, weight_format, grad_format: as the layer takes them, of any family but ``none``.
 
     Returns:
@@ -138,23 +182,27 @@ def quantize_weight(
         different families, ``none``.
     """
     return _ops.quantize_weight.default(
-        weight, *layer_keys("quantize_weight", input_format, weight_format, grad_format)
+        weights(weight, "quantize_weight"),
+        *layer_keys("quantize_weight", input_format, weight_format, grad_format),
     )
 
 
 def quantize_weight_out(
-    weight: Tensor,
+    weight: Tensors,
     input_format: str | Format,
     weight_format: str | Format,
     grad_format: str | Format,
     out: Sequence[Tensor],
+    noop: Tensor | None = None,
 ) -> None:
     """:func:`quantize_weight` into given tensors, so that a CUDA graph may hold their addresses.
 
     Args:
         weight, input_format, weight_format, grad_format: as in :func:`quantize_weight`.
         out: what that returns, of an earlier call for example: as many contiguous tensors of these sizes and dtypes on
-            the device of ``weight``. They must not share memory with each other or with ``weight``.
+            the device of ``weight``. They must not share memory with each other or with ``weight``. Several matrices are
+            quantized first, and copied.
+        noop: float32 ``[1]`` on the device of ``weight``, read when the kernels run: with 1 every byte stays.
 
     The tensors' autograd versions change: the backward of an earlier forward that used them raises.
 
@@ -162,4 +210,6 @@ def quantize_weight_out(
         TypeError, ValueError: as :func:`quantize_weight`; tensors that do not fit. Nothing is written then.
     """
     keys = layer_keys("quantize_weight_out", input_format, weight_format, grad_format)
-    _ops.quantize_weight_out.default(weight, *keys, buffers(out, "quantize_weight_out"))
+    _ops.quantize_weight_out.default(
+        weights(weight, "quantize_weight_out"), *keys, buffers(out, "quantize_weight_out"), noop
+    )

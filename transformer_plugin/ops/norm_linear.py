@@ -35,6 +35,9 @@ def norm_linear(
     weight_format: str | Format = "none",
     grad_format: str | Format = "none",
     quantized_weight: Sequence[Tensor] | None = None,
+    main_grad: Tensor | None = None,
+    accumulate: bool = True,
+    weight_grad: str = "none",
 ) -> tuple[Tensor, Tensor]:
     """:func:`~transformer_plugin.ops.linear` of a norm of the input, bit for bit those two ops.
 
@@ -58,6 +61,8 @@ def norm_linear(
         return_normalized: whether to return the norm too, for example for a residual connection after it.
         input_format, weight_format, grad_format, quantized_weight: as for :func:`~transformer_plugin.ops.linear`; the
             input's format is that of the norm.
+        main_grad, accumulate, weight_grad: where the gradient of ``weight`` goes, as for
+            :func:`~transformer_plugin.ops.linear`.
 
     Returns:
         ``output [..., N]`` and ``normalized [..., K]`` (``[0]`` without ``return_normalized``), in the dtype of
@@ -80,4 +85,7 @@ def norm_linear(
         return_normalized,
         *formats,
         quantized_weight,
+        main_grad,
+        accumulate,
+        weight_grad,
     )

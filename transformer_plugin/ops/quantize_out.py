@@ -92,6 +92,7 @@ def quantize_list(
     amax: Tensor | None = None,
     rowwise: bool = True,
     columnwise: bool = False,
+    stacked: bool = False,
 ) -> list[tuple[Tensor, ...]]:
     """:func:`~transformer_plugin.ops.quantize` of each of many matrices, all weights of a model for example.
 
@@ -107,13 +108,15 @@ def quantize_list(
         amax: float32 ``[n]``, contiguous, only for ``fp8_tensor`` and ``nvfp4``: takes the place of the matrices' own.
             One amax serves both directions.
         rowwise, columnwise: as in :func:`~transformer_plugin.ops.quantize`.
+        stacked: the results are those of :func:`~transformer_plugin.ops.quantize` for the stack of the matrices, all of
+            one size, which is not made.
 
     Returns:
-        For each matrix what :func:`~transformer_plugin.ops.quantize` returns. Not differentiable.
+        For each matrix what :func:`~transformer_plugin.ops.quantize` returns; stacked, once, for all. Not differentiable.
 
     Raises:
         TypeError: another dtype. ValueError: an empty list, other dimensions or devices, a width or an amax that does
-        not fit the format, no direction.
+        not fit the format, no direction, ``stacked`` matrices of several sizes.
     """
     inputs = matrices(inputs, "quantize_list")
     if not inputs:  # torch calls the op only if an argument holds a tensor
@@ -121,8 +124,9 @@ def quantize_list(
             "transformer_plugin::quantize_list: argument 'inputs': expected at least one matrix, got "
             "none. Skip the call if there is nothing to quantize."
         )
-    outputs = _ops.quantize_list.default(inputs, key_of(format, "quantize_list"), amax, rowwise, columnwise)
-    each = len(outputs) // len(inputs)
+    key = key_of(format, "quantize_list")
+    outputs = _ops.quantize_list.default(inputs, key, amax, rowwise, columnwise, stacked)
+    each = len(outputs) // (1 if stacked else len(inputs))
     return [tuple(outputs[i : i + each]) for i in range(0, len(outputs), each)]
 
 

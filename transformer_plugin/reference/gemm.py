@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,9 +82,12 @@ def gemm_out(
     b_scale: Tensors | None = None,
     a_format: str | Format = "none",
     b_format: str | Format = "none",
+    accumulate: bool = False,
 ) -> None:
-    """out = alpha * (a @ b.T) + beta * out + bias."""
+    """out = alpha * (a @ b.T) + beta * out + bias, with a beta of 1 if it accumulates."""
     left, right = operand(a, a_scale, a_format), operand(b, b_scale, b_format)
+    if accumulate:
+        beta = torch.ones(1, device=out.device)
     out.copy_(_mixed(_wide_gemm(left, right, bias, transpose_b, alpha), out, beta))
 
 
@@ -274,18 +278,67 @@ def grouped_bias_backward(
     return grad_bias, grad_scale
 
 
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """input @ weight.T + bias, without quantizing the operands."""
+class _IntoMainGrad(torch.autograd.Function):
+    """A weight whose gradient goes into a buffer; autograd gets none, an empty tensor or zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, main_grad: Tensor, accumulate: bool, weight_grad: str) -> Tensor:
+        ctx.main_grad, ctx.accumulate, ctx.weight_grad = main_grad, accumulate, weight_grad
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
+        into = ctx.main_grad
+        into.data.copy_(wide(grad) + into.to(wide(grad).dtype) if ctx.accumulate else grad)
+        made = {"none": None, "empty": torch.empty_like(grad), "zeros": torch.zeros_like(grad)}
+        return made[ctx.weight_grad], None, None, None
+
+
+def _watched(weight: Tensor, main_grad: Tensor | None, accumulate: bool, weight_grad: str) -> Tensor:
+    if main_grad is None:
+        return weight
+    watched: Tensor = _IntoMainGrad.apply(weight, main_grad, accumulate, weight_grad)
+    return watched
+
+
+def watched_weight(weight: Tensors, main_grad: Tensors | None, accumulate: bool, weight_grad: str) -> Tensor:
+    """The weight of a grouped layer as one tensor, whose gradient goes into its main_grad, if it has one."""
+    weights = listed(weight, "reference", "weight")
+    if main_grad is None:
+        return weights[0] if is_stack(weights) else torch.stack(weights)
+    buffers = listed(main_grad, "reference", "main_grad")
+    if is_stack(weights) and is_stack(buffers):
+        return _watched(weights[0], buffers[0], accumulate, weight_grad)
+    each = weights[0].unbind() if is_stack(weights) else weights
+    into = buffers[0].unbind() if is_stack(buffers) else buffers
+    return torch.stack([_watched(w, b, accumulate, weight_grad) for w, b in zip(each, into, strict=True)])
+
+
+def linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    main_grad: Tensor | None = None,
+    accumulate: bool = True,
+    weight_grad: str = "none",
+) -> Tensor:
+    """input @ weight.T + bias, without quantizing the operands. The gradient of the weight, in the weight's dtype, goes
+    into a ``main_grad``."""
+    weight = _watched(weight, main_grad, accumulate, weight_grad)
     rows = input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
     return gemm(rows, weight, bias).reshape(*input.shape[:-1], weight.shape[0])
 
 
 def grouped_linear(
     input: Tensor,
-    weight: Tensor,
+    weight: Tensors,
     group_sizes: Tensor,
     bias: Tensor | None = None,
     bias_scale: Tensor | None = None,
+    main_grad: Tensors | None = None,
+    accumulate: bool = True,
+    weight_grad: str = "none",
 ) -> Tensor:
     """:func:`linear` for each group, without quantizing the operands."""
-    return grouped_gemm(input, weight, group_sizes, bias, bias_scale)
+    stacked = watched_weight(weight, main_grad, accumulate, weight_grad)
+    return grouped_gemm(input, stacked, group_sizes, bias, bias_scale)

@@ -22,10 +22,15 @@ def norm_linear(
     normalization: str = "rms_norm",
     zero_centered: bool = False,
     return_normalized: bool = False,
+    *,
+    main_grad: Tensor | None = None,
+    accumulate: bool = True,
+    weight_grad: str = "none",
 ) -> tuple[Tensor, Tensor]:
     """A norm, rounded to the dtype of the input, and a product. Operands are not quantized."""
     if normalization == "layer_norm":
         normalized = layer_norm(input, norm_weight, norm_bias, eps, zero_centered)
     else:
         normalized = rms_norm(input, norm_weight, eps, zero_centered)
-    return linear(normalized, weight, bias), normalized if return_normalized else input.new_empty(0)
+    output = linear(normalized, weight, bias, main_grad, accumulate, weight_grad)
+    return output, normalized if return_normalized else input.new_empty(0)

@@ -72,9 +72,16 @@ def quantize_list(
     amax: Tensor | None = None,
     rowwise: bool = True,
     columnwise: bool = False,
+    stacked: bool = False,
 ) -> list[tuple[Tensor, ...]]:
-    """Quantizes each tensor separately; one amax serves both directions."""
+    """Quantizes each tensor separately, or their stack; one amax serves both directions."""
     fmt = format if isinstance(format, Format) else Format.parse(format)
+    if stacked:
+        of_all = None if fmt.family not in ("fp8_tensor", "nvfp4") else amax
+        if of_all is None and fmt.family == "nvfp4":
+            of_all = _amax(torch.stack(inputs), fmt)
+        of_columns = of_all if fmt.family == "nvfp4" else None
+        return [quantize(torch.stack(inputs), fmt, None, of_all, of_columns, None, rowwise, columnwise)]
     outputs = []
     for input, one in zip(inputs, _amaxes(inputs, format, amax), strict=True):
         amax_t = one if fmt.family == "nvfp4" else None

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from transformer_plugin.formats import Format
+from transformer_plugin.ops._operands import Tensors, listed
 from transformer_plugin.reference.quantize import amax, quantize
 
 __all__ = [
@@ -16,11 +17,18 @@ __all__ = [
 ]
 
 
+def stacked_weight(weight: Tensors) -> Tensor:
+    """A tensor, or several matrices as one."""
+    tensors = listed(weight, "reference", "weight")
+    return tensors[0] if len(tensors) == 1 else torch.stack(tensors)
+
+
 def quantize_weight(
-    weight: Tensor, input_format: str, weight_format: str, grad_format: str, columns: bool | None = None
+    weight: Tensors, input_format: str, weight_format: str, grad_format: str, columns: bool | None = None
 ) -> list[Tensor]:
     """Quantizes row-wise, and column-wise if the values differ in that direction. ``columns`` forces the
     column-wise data, which devices need whose kernels multiply quantized data directly. Rounding is not stochastic."""
+    weight = stacked_weight(weight)
     format = Format.parse(weight_format)
     mark = nonfinite_mark(weight) if format.nonfinite_is_nan else torch.ones((), device=weight.device)
     if format.family == "bf16":
@@ -56,9 +64,16 @@ def nonfinite_mark(matrix: Tensor, group_sizes: Tensor | None = None) -> Tensor:
 
 
 def quantize_weight_out(
-    weight: Tensor, input_format: str, weight_format: str, grad_format: str, out: Sequence[Tensor]
+    weight: Tensors,
+    input_format: str,
+    weight_format: str,
+    grad_format: str,
+    out: Sequence[Tensor],
+    noop: Tensor | None = None,
 ) -> None:
-    """Writes the results of :func:`quantize_weight` into tensors."""
+    """Writes the results of :func:`quantize_weight` into tensors, unless ``noop`` is 1."""
+    if noop is not None and float(noop) == 1:
+        return
     one = 3 if Format.parse(weight_format).family == "nvfp4" else 2
     values = quantize_weight(weight, input_format, weight_format, grad_format, columns=len(out) > one)
     for buffer, value in zip(out, values, strict=True):

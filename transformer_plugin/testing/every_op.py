@@ -44,10 +44,10 @@ class Call:
 
 def _gemm_calls(draw: Draw) -> Calls:
     T, N, K, G = draw.TNKG
-    one = {"alpha": draw.rand(1)}
-    dense = {"a": draw(T, K), "b": draw(N, K), "bias": draw(N), "transpose_b": True, **one}
+    dense = {"a": draw(T, K), "b": draw(N, K), "bias": draw(N), "transpose_b": True, "alpha": draw.rand(1)}
     yield "gemm", "", dense
-    yield "gemm_out", "", {**dense, "out": draw.zeros(T, N), "beta": draw.rand(1)}
+    for name, of_out in (("", {"beta": draw.rand(1)}), ("accumulate", {"accumulate": True})):
+        yield "gemm_out", name, {**dense, "out": draw.zeros(T, N), **of_out}
     each: dict[str, Any] = {
         "alpha": draw.rand(G),
         "bias": draw(G, N),
@@ -163,6 +163,18 @@ def _fp8_row_calls(draw: Draw, out: dict[str, Any], each: dict[str, Any]) -> Cal
         yield "grouped_gemm", "fp8_row, a list", {**grouped, **_separate(b), "dtype": FLOAT32}
 
 
+def _list_layer_calls(
+    draw: Draw, weights: tuple[Tensor, Tensor], common: dict[str, Any], probs: dict[str, Any]
+) -> Calls:
+    """Calls of the grouped layers whose weight is a list, with buffers for its gradients."""
+    fc1, fc2 = map(list, weights)
+    first, second = ([draw.zeros(*matrix.shape) for matrix in weight] for weight in (fc1, fc2))
+    name, into = f"{common['input_format']}, a list", {"accumulate": False, "weight_grad": "zeros"}
+    yield "grouped_linear", name, {**common, "weight": fc1, "main_grad": first, **into}
+    main_grads = {"fc1_main_grad": first, "fc2_main_grad": second}
+    yield "grouped_mlp", name, {**common, **probs, "fc1_weight": fc1, "fc2_weight": fc2, **main_grads, **into}
+
+
 def _layer_calls(draw: Draw) -> Calls:
     T, N, K, G = draw.TNKG
     sizes, probs = {"group_sizes": draw.group_sizes()}, {"probs": draw(T)}
@@ -172,30 +184,46 @@ def _layer_calls(draw: Draw) -> Calls:
         fc2 = draw(G, K, N // 2, dtype=BFLOAT16)
         kept, quantized, kept_fc1, kept_fc2 = ({}, {}, {}, {})
         if keys[0] != "none":
-            fresh = ops.quantize_weight(weight, **roles)
-            yield "quantize_weight", keys[0], {"weight": weight, **roles}
-            yield "quantize_weight_out", keys[0], {"weight": weight, **roles, "out": fresh}
+            fresh = ops.quantize_weight([weight], **roles)
+            yield "quantize_weight", keys[0], {"weight": [weight], **roles}
+            yield "quantize_weight_out", keys[0], {"weight": [weight], **roles, "out": fresh}
             kept = {"quantized_weight": fresh}
-            fresh = ops.quantize_weight(weights, **roles)
+            fresh = ops.quantize_weight([weights], **roles)
+            if G > 1:
+                yield "quantize_weight", f"{keys[0]}, a list", {"weight": list(weights), **roles}
+                yield (
+                    "quantize_weight_out",
+                    f"{keys[0]}, a list",
+                    {"weight": list(weights), **roles, "out": fresh},
+                )
             quantized, kept_fc1 = {"quantized_weight": fresh}, {"quantized_fc1_weight": fresh}
-            kept_fc2 = {"quantized_fc2_weight": ops.quantize_weight(fc2, **roles)}
+            kept_fc2 = {"quantized_fc2_weight": ops.quantize_weight([fc2], **roles)}
         input, bias = draw(T, K, dtype=BFLOAT16), draw(N, dtype=BFLOAT16)
         yield "linear", keys[0], {"input": input, "weight": weight, "bias": bias, **roles, **kept}
+        into = {"accumulate": False, "weight_grad": "zeros"}
+        main_grad = {"main_grad": draw.zeros(N, K)}
+        yield (
+            "linear",
+            f"{keys[0]}, main_grad",
+            {"input": input, "weight": weight, **roles, **main_grad, **into},
+        )
         biases = {"bias": draw(G, N, dtype=BFLOAT16), "bias_scale": draw(T)}
         yield (
             "grouped_linear",
             keys[0],
-            {"input": input, "weight": weights, **sizes, **biases, **roles, **quantized},
+            {"input": input, "weight": [weights], **sizes, **biases, **roles, **quantized},
         )
         yield (
             "grouped_mlp",
             keys[0],
             {
-                **{"input": input, "fc1_weight": weights, "fc2_weight": fc2, **sizes, **probs, **roles},
+                **{"input": input, "fc1_weight": [weights], "fc2_weight": [fc2], **sizes, **probs, **roles},
                 **{"fc1_bias": draw(G, N, dtype=BFLOAT16), "fc2_bias": draw(G, K, dtype=BFLOAT16)},
                 **{**kept_fc1, **kept_fc2},
             },
         )
+        if G > 0:
+            yield from _list_layer_calls(draw, (weights, fc2), {"input": input, **sizes, **roles}, probs)
     product = {
         "a": draw(T, K),
         "b": draw(G, 2 * N, K),
@@ -249,6 +277,7 @@ def _norm_linear_calls(draw: Draw) -> Calls:
                 **{"weight": weight, "bias": draw(N, dtype=BFLOAT16), "eps": 1e-5, **roles},
                 **{"zero_centered": True, "return_normalized": i % 3 == 0},
                 "quantized_weight": None if keys[0] == "none" else ops.quantize_weight(weight, **roles),
+                **({"main_grad": draw.zeros(N, K), "weight_grad": "empty"} if i % 2 else {}),
             },
         )
 

@@ -178,6 +178,8 @@ def list_calls(draw: Draw) -> Calls:
         amax = {"amax": draw.rand(2)} if needs_amax else {}
         for direction, flags in DIRECTIONS.items():
             yield "quantize_list", f"{key} {direction}", {"inputs": matrices, "format": key, **amax, **flags}
+            alike = {"inputs": [draw(16, K), draw(16, K)], "format": key, "stacked": True}
+            yield "quantize_list", f"{key} {direction}, stacked", {**alike, **amax, **flags}
 
 
 def scaled_calls(draw: Draw) -> Calls:

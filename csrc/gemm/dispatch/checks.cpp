@@ -167,10 +167,20 @@ void check_result(const Argument& out, const Argument& operand, const c10::SymIn
       "It is written in place and never copied: pass a contiguous buffer, or one with strided rows");
 }
 
+namespace {
+
+// float64 combines with float64 only.
+void check_accumulator_dtype(const Argument& out, const Argument& operand) {
+  if (operand.tensor.scalar_type() == at::kDouble) return check_dtype(out, {at::kDouble});
+  check_dtype(out, {at::kFloat, at::kBFloat16});
+}
+
+}  // namespace
+
 void check_accumulator(const Argument& out, const Argument& operand, c10::SymIntArrayRef sizes) {
   constexpr const char* meanings[] = {"the groups", "the columns of the gradient",
                                       "the columns of the input"};
-  check_dtype(out, {at::kFloat, at::kBFloat16});
+  check_accumulator_dtype(out, operand);
   check_dim(out, 3);
   for (int64_t d = 0; d < 3; ++d) check_size(out, d, sizes[d], meanings[d]);
   check_same_device(out, operand);
@@ -194,7 +204,7 @@ void check_accumulators(const char* op, const char* name, at::TensorList out, co
   check_list(op, name, out);
   const std::string first_name = entry(name, 0);
   const Argument first{op, first_name.c_str(), out[0]};
-  check_dtype(first, {at::kFloat, at::kBFloat16});
+  check_accumulator_dtype(first, operand);
   check_size(first, 0, sizes[0], "the columns of the gradient");
   check_size(first, 1, sizes[1], "the columns of the input");
   check_same_device(first, operand);

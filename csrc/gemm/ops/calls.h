@@ -29,6 +29,16 @@ inline at::Tensor call_gemm(const at::Tensor& a, const at::Tensor& b, OptionalTe
   return op.call(a, b, bias, transpose_b, dtype, alpha, keys.a_scale, keys.b_scale, keys.a, keys.b);
 }
 
+inline void call_gemm_out(const at::Tensor& a, const at::Tensor& b, const at::Tensor& out, bool transpose_b,
+                          bool accumulate, const QuantizedKeys& keys = {}) {
+  using Signature = void(const at::Tensor&, const at::Tensor&, const at::Tensor&, OptionalTensorArg, bool,
+                         OptionalTensorArg, OptionalTensorArg, OptionalList, OptionalList, std::string_view,
+                         std::string_view, bool);
+  static const auto op = find_op<Signature>("gemm_out");
+  op.call(a, b, out, std::nullopt, transpose_b, std::nullopt, std::nullopt, keys.a_scale, keys.b_scale,
+          keys.a, keys.b, accumulate);
+}
+
 // The handle itself, for callers on the path of every call.
 inline const auto& grouped_gemm_op() {
   using Signature =
@@ -62,6 +72,18 @@ inline at::Tensor call_grouped_gemm_wgrad(const at::Tensor& grad, const at::Tens
   static const auto op = find_op<Signature>("grouped_gemm_wgrad");
   return op.call(grad, input, group_sizes, dtype, alpha, input_rows, options.max_sms, options.expected_rows,
                  keys.a_scale, keys.b_scale, keys.a, keys.b);
+}
+
+// `out`: one tensor [G, N, K], or a matrix for each group.
+inline void call_grouped_gemm_wgrad_out(const at::Tensor& grad, const at::Tensor& input,
+                                        const at::Tensor& group_sizes, at::TensorList out, bool accumulate,
+                                        LaunchOptions options = {}, const QuantizedKeys& keys = {}) {
+  using Signature = void(const at::Tensor&, const at::Tensor&, const at::Tensor&, at::TensorList, bool,
+                         OptionalTensorArg, OptionalTensorArg, OptionalTensorArg, int64_t, int64_t,
+                         OptionalList, OptionalList, std::string_view, std::string_view);
+  static const auto op = find_op<Signature>("grouped_gemm_wgrad_out");
+  op.call(grad, input, group_sizes, out, accumulate, std::nullopt, std::nullopt, std::nullopt,
+          options.max_sms, options.expected_rows, keys.a_scale, keys.b_scale, keys.a, keys.b);
 }
 
 inline at::Tensor call_gather_rows_backward(const at::Tensor& grad, const at::Tensor& rows,

@@ -1,5 +1,7 @@
 // gemm: a [M, K] times b, with its gradient, or into a buffer. Quantized operands: dense_quantized.cpp.
 
+#include <ATen/ops/ones.h>
+
 #include "common/autograd.h"
 #include "common/register.h"
 #include "common/tensor.h"
@@ -57,8 +59,17 @@ Tensor gemm(const Tensor& a, const Tensor& b, const OptionalTensor& bias, bool t
   return dense_gemm(a, transpose_b ? transposed_view(b) : b, bias, to, alpha);
 }
 
+// beta excludes the flag `accumulate`, which means a beta of 1.
+void check_accumulate(const OptionalTensor& beta, bool accumulate) {
+  TP_CHECK_VALUE(!accumulate || !beta, kOutOp, "beta",
+                 "none where 'accumulate' adds to what the buffer holds",
+                 describe(*beta) << " and accumulate=True", "Pass one of them");
+}
+
 void check_gemm_out(const Tensor& a, const Tensor& b, const Tensor& out, const OptionalTensor& bias,
-                    bool transpose_b, const OptionalTensor& alpha, const OptionalTensor& beta) {
+                    bool transpose_b, const OptionalTensor& alpha, const OptionalTensor& beta,
+                    bool accumulate) {
+  check_accumulate(beta, accumulate);
   check_gemm(kOutOp, a, b, bias, transpose_b, alpha);
   const Argument a_argument{kOutOp, "a", a};
   check_result({kOutOp, "out", out}, a_argument, a.sym_size(0), b.sym_size(transpose_b ? 0 : 1));
@@ -71,28 +82,32 @@ void check_gemm_out(const Tensor& a, const Tensor& b, const Tensor& out, const O
 
 void gemm_out_meta(const Tensor& a, const Tensor& b, const Tensor& out, const OptionalTensor& bias,
                    bool transpose_b, const OptionalTensor& alpha, const OptionalTensor& beta,
-                   OptionalList a_scale, OptionalList b_scale, std::string_view a_key,
-                   std::string_view b_key) {
+                   OptionalList a_scale, OptionalList b_scale, std::string_view a_key, std::string_view b_key,
+                   bool accumulate) {
   if (is_quantized(a_key, b_key)) {
+    check_accumulate(beta, accumulate);
     return quantized_product_out_meta(
         {kOutOp, {a, a_scale, a_key}, {b, b_scale, b_key}, bias, alpha, transpose_b}, beta, out);
   }
   check_plain(kOutOp, a_scale, b_scale);
-  check_gemm_out(a, b, out, bias, transpose_b, alpha, beta);
+  check_gemm_out(a, b, out, bias, transpose_b, alpha, beta, accumulate);
 }
 
 void gemm_out(const Tensor& a, const Tensor& b, const Tensor& out, const OptionalTensor& bias,
               bool transpose_b, const OptionalTensor& alpha, const OptionalTensor& beta, OptionalList a_scale,
-              OptionalList b_scale, std::string_view a_key, std::string_view b_key) {
+              OptionalList b_scale, std::string_view a_key, std::string_view b_key, bool accumulate) {
   if (is_quantized(a_key, b_key)) {
+    check_accumulate(beta, accumulate);
+    const OptionalTensor factor =
+        accumulate ? OptionalTensor(at::ones({1}, a.options().dtype(at::kFloat))) : beta;
     return quantized_product_out({kOutOp, {a, a_scale, a_key}, {b, b_scale, b_key}, bias, alpha, transpose_b},
-                                 beta, out);
+                                 factor, out);
   }
   check_plain(kOutOp, a_scale, b_scale);
-  check_gemm_out(a, b, out, bias, transpose_b, alpha, beta);
+  check_gemm_out(a, b, out, bias, transpose_b, alpha, beta, accumulate);
   check_apart(kOutOp, {{"out", out}}, {{"a", a}, {"b", b}, {"bias", bias}, {"alpha", alpha}, {"beta", beta}});
   const BelowAutograd guard;
-  dense_gemm_out(a, transpose_b ? transposed_view(b) : b, bias, alpha, beta, out);
+  dense_gemm_out(a, transpose_b ? transposed_view(b) : b, bias, alpha, beta, out, accumulate);
 }
 
 class GemmFunction : public DifferentiableTwice<GemmFunction> {

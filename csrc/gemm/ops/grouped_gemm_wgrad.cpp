@@ -109,7 +109,6 @@ void check_buffers(const Argument& grad, at::TensorList out, const Tensor& group
 
 void check_out(const Arguments& args, at::TensorList out, bool accumulate, const OptionalTensor& beta) {
   args.check();
-  check_dtype(args.grad_argument(), kFloatTypes);
   check_buffers(args.grad_argument(), out, args.group_sizes, args.sizes(), accumulate, beta);
 }
 

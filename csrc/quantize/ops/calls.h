@@ -20,16 +20,34 @@ inline Outputs call_quantize(const at::Tensor& x, std::string_view key, Optional
       directions);
 }
 
+// Of the stack of the matrices, which is not made. `amax` [G], of NVFP4.
+inline Outputs call_quantize_stack(at::TensorList matrices, std::string_view key,
+                                   const Directions& directions, OptionalTensorArg amax) {
+  using Signature = Tensors(at::TensorList, std::string_view, OptionalTensorArg, bool, bool, bool);
+  static const auto op = find_op<Signature>("quantize_list");
+  return outputs_of(op.call(matrices, key, amax, directions.rowwise, directions.columnwise, /*stacked=*/true),
+                    directions);
+}
+
+// The amaxes of both directions of matrices, into new tensors [G].
+inline void call_amax_list_out(at::TensorList matrices, std::string_view key, const at::Tensor& amax,
+                               OptionalTensorArg amax_t) {
+  using Signature =
+      void(at::TensorList, std::string_view, const at::Tensor&, OptionalTensorArg, OptionalTensorArg);
+  static const auto op = find_op<Signature>("amax_list_out");
+  op.call(matrices, key, amax, amax_t, std::nullopt);
+}
+
 // Into buffers, for the directions whose buffers are defined.
 inline void call_quantize_out(const at::Tensor& x, std::string_view key, Outputs&& out,
-                              OptionalTensorArg amax, OptionalTensorArg amax_t, OptionalTensorArg seed) {
+                              OptionalTensorArg amax, OptionalTensorArg amax_t, OptionalTensorArg seed,
+                              OptionalTensorArg noop = std::nullopt) {
   using Signature =
       void(const at::Tensor&, std::string_view, at::TensorList, OptionalTensorArg, OptionalTensorArg,
            OptionalTensorArg, OptionalTensorArg, OptionalTensorArg, bool, bool);
   static const auto op = find_op<Signature>("quantize_out");
   const bool rowwise = out.data.defined(), columnwise = out.data_t.defined();
-  op.call(x, key, as_list(std::move(out)), std::nullopt, amax, amax_t, seed, std::nullopt, rowwise,
-          columnwise);
+  op.call(x, key, as_list(std::move(out)), std::nullopt, amax, amax_t, seed, noop, rowwise, columnwise);
 }
 
 inline at::Tensor call_dequantize(const at::Tensor& data, const at::Tensor& scale_inv, std::string_view key,

@@ -1,8 +1,9 @@
-// quantize_list: many matrices in one launch, with the results of quantize for each.
+// quantize_list: many matrices in one launch, with the results of quantize for each or for the stack of all.
 #include "quantize/args/quantize_list.h"
 
 #include <limits>
 
+#include "common/autograd.h"
 #include "common/register.h"
 #include "common/tensor.h"
 #include "quantize/ops/quantize_call.h"
@@ -19,6 +20,7 @@ struct QuantizeListCall {
   std::string_view key;
   const OptionalTensor& amax;
   Directions directions;
+  bool stacked;  // the results of quantize for the stack of the matrices
 };
 
 void check_list_amax(const QuantizeListCall& call, const Format& format) {
@@ -47,6 +49,9 @@ Format check_list(const QuantizeListCall& call) {
     check_matrix(argument, nullptr, format, call.directions.columnwise);
     check_same_dtype(argument, first);
     check_same_device(argument, first);
+    const bool fits = !call.stacked || input.sym_sizes() == call.inputs[0].sym_sizes();
+    TP_CHECK_VALUE(fits, kOp, "inputs", "matrices of one size, which a stack has", describe(input),
+                   "Pass stacked=False for matrices of several sizes");
   }
   check_list_amax(call, format);
   return format;
@@ -59,6 +64,49 @@ std::vector<Outputs> make_list_outputs(const QuantizeListCall& call, const Forma
     outputs.push_back(make_outputs(input, matrix_shape(input, false, nullptr), format, call.directions));
   }
   return outputs;
+}
+
+// The results for the stack: one tensor of each kind.
+Outputs make_stack_outputs(const QuantizeListCall& call, const Format& format) {
+  MatrixShape shape = matrix_shape(call.inputs[0], false, nullptr);
+  shape.matrices = c10::SymInt(static_cast<int64_t>(call.inputs.size()));
+  check_tile_count({kOp, "inputs", call.inputs[0]}, shape);
+  return make_outputs(call.inputs[0], shape, format, call.directions);
+}
+
+// The place of one matrix in a tensor of the stack. Kernels store vectors to buffers that begin where an allocation would;
+// a matrix that begins elsewhere gets a buffer of its own, and is copied.
+Tensor place_in(const Tensor& whole, int64_t matrix) {
+  if (!whole.defined()) return {};
+  constexpr uintptr_t kVector = 16;
+  const Tensor place = whole.select(0, matrix);
+  const bool begins_as_allocated = reinterpret_cast<uintptr_t>(place.const_data_ptr()) % kVector == 0;
+  if (whole.is_cpu() || whole.element_size() > 1 || begins_as_allocated) return place;
+  return empty(whole, place.sym_sizes(), whole.scalar_type());
+}
+
+std::vector<Outputs> places_in(const Outputs& stack, size_t matrices) {
+  std::vector<Outputs> outputs;
+  outputs.reserve(matrices);
+  for (int64_t i = 0; i < static_cast<int64_t>(matrices); ++i) {
+    outputs.push_back({place_in(stack.data, i), place_in(stack.scale, i), place_in(stack.data_t, i),
+                       place_in(stack.scale_t, i)});
+  }
+  return outputs;
+}
+
+// Copies what place_in gave a buffer of its own.
+void copy_to_places(const std::vector<Outputs>& outputs, const Outputs& stack) {
+  const auto copy = [](const Tensor& whole, int64_t matrix, const Tensor& own) {
+    if (!whole.defined() || own.is_alias_of(whole)) return;
+    whole.select(0, matrix).view(at::kByte).copy_(own.view(at::kByte));
+  };
+  for (int64_t i = 0; i < static_cast<int64_t>(outputs.size()); ++i) {
+    copy(stack.data, i, outputs[i].data);
+    copy(stack.scale, i, outputs[i].scale);
+    copy(stack.data_t, i, outputs[i].data_t);
+    copy(stack.scale_t, i, outputs[i].scale_t);
+  }
 }
 
 // All outputs of the first matrix, then of the next.
@@ -152,18 +200,27 @@ void run(const QuantizeListCall& call, const Format& format, const std::vector<O
 }
 
 Tensors quantize_list(at::TensorList inputs, std::string_view key, OptionalTensorArg amax, bool rowwise,
-                      bool columnwise) {
-  const QuantizeListCall call{inputs, key, amax, {rowwise, columnwise}};
+                      bool columnwise, bool stacked) {
+  const QuantizeListCall call{inputs, key, amax, {rowwise, columnwise}, stacked};
   const Format format = check_list(call);
+  if (stacked) {
+    const BelowAutograd guard;
+    Outputs stack = make_stack_outputs(call, format);
+    const std::vector<Outputs> places = places_in(stack, inputs.size());
+    run(call, format, places);
+    copy_to_places(places, stack);
+    return as_list(std::move(stack));
+  }
   std::vector<Outputs> outputs = make_list_outputs(call, format);
   run(call, format, outputs);
   return flat(std::move(outputs));
 }
 
 Tensors quantize_list_meta(at::TensorList inputs, std::string_view key, OptionalTensorArg amax, bool rowwise,
-                           bool columnwise) {
-  const QuantizeListCall call{inputs, key, amax, {rowwise, columnwise}};
-  return flat(make_list_outputs(call, check_list(call)));
+                           bool columnwise, bool stacked) {
+  const QuantizeListCall call{inputs, key, amax, {rowwise, columnwise}, stacked};
+  const Format format = check_list(call);
+  return stacked ? as_list(make_stack_outputs(call, format)) : flat(make_list_outputs(call, format));
 }
 
 }  // namespace

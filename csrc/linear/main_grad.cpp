@@ -1,0 +1,261 @@
+#include "linear/main_grad.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+
+#include "common/overlap.h"
+#include "common/tensor.h"
+#include "gemm/dispatch/checks.h"
+
+namespace transformer_plugin::linear {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+namespace {
+
+constexpr const char *kNone = "none", *kEmpty = "empty", *kZeros = "zeros";
+
+std::string with_strides(const Tensor& tensor) {
+  std::ostringstream text;
+  text << describe(tensor);
+  if (tensor.defined()) text << " with strides " << tensor.sym_strides();
+  return text.str();
+}
+
+// A tensor with the values that `dtype`, sizes and device must have.
+struct Expected {
+  at::TensorList buffers;
+  const WeightArgument& weight;
+  bool is_stack;  // [G, N, K]
+
+  std::vector<c10::SymInt> sizes() const {
+    std::vector<c10::SymInt> result{weight.rows(), weight.columns()};
+    if (is_stack) result.insert(result.begin(), weight.groups());
+    return result;
+  }
+};
+
+void check_buffer(const Argument& buffer, const Expected& expected) {
+  const Tensor &tensor = buffer.tensor, &weight = expected.weight.first();
+  const bool is_double = weight.scalar_type() == at::kDouble;
+  TP_CHECK_TYPE(tensor.defined(), buffer.op, buffer.name, "a tensor", "None", "Leave it out instead");
+  check_strided(buffer);
+  const at::ScalarType dtype = tensor.scalar_type();
+  TP_CHECK_TYPE(is_double ? dtype == at::kDouble : dtype == at::kFloat || dtype == at::kBFloat16, buffer.op,
+                buffer.name, (is_double ? "float64, as the weight" : "one of the dtypes float32, bfloat16"),
+                with_strides(tensor), "Allocate it in one of them, which the gradient is rounded to");
+  const std::vector<c10::SymInt> sizes = expected.sizes();
+  TP_CHECK_VALUE(
+      tensor.sym_sizes() == c10::SymIntArrayRef(sizes), buffer.op, buffer.name,
+      "a tensor of the sizes " << c10::SymIntArrayRef(sizes) << " of '" << expected.weight.name << "'",
+      with_strides(tensor), "Allocate it in the sizes of the weight, or pass a view of them");
+  TP_CHECK_VALUE(tensor.device() == weight.device(), buffer.op, buffer.name,
+                 "a tensor on " << weight.device() << ", as the weight", with_strides(tensor),
+                 "Move it with .to(\"" << weight.device() << "\") first");
+  TP_CHECK_VALUE(!tensor.requires_grad(), buffer.op, buffer.name, "a tensor with requires_grad=False",
+                 with_strides(tensor) << " with requires_grad=True",
+                 "It receives a gradient and has none: detach it");
+}
+
+// One tensor, or a matrix for each group.
+void check_count(const char* name, const Expected& expected) {
+  const WeightArgument& weight = expected.weight;
+  const auto count = static_cast<int64_t>(expected.buffers.size());
+  TP_CHECK_VALUE(expected.is_stack || weight.groups() == count, weight.op, name,
+                 "one tensor of the groups, or a matrix for each of the " << weight.groups() << " groups",
+                 count << " matrices, the first " << with_strides(expected.buffers[0]),
+                 "Pass a buffer for each group");
+}
+
+}  // namespace
+
+void check_main_grad_options(const char* op, bool has_buffers, const MainGrad& main_grad) {
+  const std::string_view mode = main_grad.weight_grad;
+  TP_CHECK_VALUE(mode == kNone || mode == kEmpty || mode == kZeros, op, "weight_grad",
+                 "'none', 'empty' or 'zeros'", "'" << mode << "'", "Pass what autograd is to get");
+  constexpr const char* advice = "Pass a buffer too, or leave it out";
+  TP_CHECK_VALUE(has_buffers || mode == kNone, op, "weight_grad",
+                 "'none' without a main_grad: autograd gets the gradient then", "'" << mode << "'", advice);
+  TP_CHECK_VALUE(has_buffers || main_grad.accumulate, op, "accumulate",
+                 "True without a main_grad, to which nothing is written then", "False", advice);
+}
+
+void check_main_grad(const char* name, const MainGrad& main_grad, const WeightArgument& weight,
+                     bool is_grouped) {
+  if (!main_grad.buffers) return;
+  const at::TensorList buffers = *main_grad.buffers;
+  TP_CHECK_VALUE(!buffers.empty(), weight.op, name, "one tensor, or a matrix for each group", "an empty list",
+                 "Leave it out where there is no buffer");
+  const bool single = buffers.size() == 1;
+  const bool is_matrix =
+      is_grouped && single && buffers[0].defined() && buffers[0].dim() == 2 && weight.groups() == 1;
+  const Expected expected{buffers, weight, is_grouped && single && !is_matrix};
+  if (is_grouped) check_count(name, expected);
+  const std::string weight_name = weight.first_name();
+  const Argument like{weight.op, weight_name.c_str(), weight.first()};
+  for (size_t i = 0; i < buffers.size(); ++i) {
+    const std::string own_name = single ? name : entry(name, i);
+    check_buffer({weight.op, own_name.c_str(), buffers[i]}, expected);
+    TP_CHECK_TYPE(buffers[i].scalar_type() == buffers[0].scalar_type(), weight.op, own_name,
+                  dtype_name(buffers[0].scalar_type()) << ", as '" << entry(name, 0) << "'",
+                  with_strides(buffers[i]), "Pass buffers of one dtype");
+  }
+  if (!is_grouped) {
+    gemm::check_result({weight.op, name, buffers[0]}, like, weight.rows(), weight.columns());
+  } else if (expected.is_stack) {
+    gemm::check_accumulator({weight.op, name, buffers[0]}, like, expected.sizes());
+  } else {
+    gemm::check_accumulators(weight.op, name, buffers, like, expected.sizes());
+  }
+}
+
+void CallMemory::add(const char* name, const Tensor& tensor, bool is_written, int64_t index) {
+  if (tensor.defined()) uses_.push_back({name, index, &tensor, is_written});
+}
+
+void CallMemory::add(const char* name, OptionalList tensors, bool is_written) {
+  if (!tensors) return;
+  if (tensors->size() == 1) return add(name, (*tensors)[0], is_written);
+  for (size_t i = 0; i < tensors->size(); ++i) {
+    add(name, (*tensors)[i], is_written, static_cast<int64_t>(i));
+  }
+}
+
+void CallMemory::check() const {
+  struct Place {
+    Bytes bytes;
+    const Use* use;
+  };
+  std::vector<Place> places;
+  places.reserve(uses_.size());
+  for (const Use& use : uses_) {
+    if (!has_memory(*use.tensor)) return;
+    places.push_back({bytes_of(*use.tensor), &use});
+  }
+  std::sort(places.begin(), places.end(),
+            [](const Place& x, const Place& y) { return x.bytes.begin < y.bytes.begin; });
+  // Only tensors that begin before another's end can overlap it.
+  for (auto own = places.begin(); own != places.end(); ++own) {
+    for (auto next = own + 1; next != places.end() && next->bytes.begin < own->bytes.end; ++next) {
+      if (!own->use->is_written && !next->use->is_written) continue;
+      if (have_none_in_common(own->bytes, next->bytes)) continue;
+      const Use& buffer = next->use->is_written ? *next->use : *own->use;
+      const Use& other = next->use->is_written ? *own->use : *next->use;
+      TP_CHECK_VALUE(side_by_side(*buffer.tensor, *other.tensor), op_, buffer.text(),
+                     "a buffer apart from '" << other.text() << "'",
+                     with_strides(*buffer.tensor) << " in the same memory", "Pass a separate buffer");
+    }
+  }
+}
+
+void save_main_grad(AutogradContext* ctx, const char* name, const MainGrad& main_grad) {
+  if (!main_grad.buffers) return;
+  const at::TensorList buffers = *main_grad.buffers;
+  // One by one: compiled autograd does not see tensors inside a list.
+  for (size_t i = 0; i < buffers.size(); ++i) ctx->saved_data[entry(name, i)] = buffers[i];
+  if (!main_grad.accumulate) ctx->saved_data["overwrites"] = true;
+  if (main_grad.weight_grad != kNone) ctx->saved_data["weight_grad"] = std::string(main_grad.weight_grad);
+}
+
+WeightGradient::WeightGradient(AutogradContext* ctx, const char* name, size_t place, size_t count,
+                               bool is_grouped)
+    : ctx_(ctx), place_(place), count_(count), is_grouped_(is_grouped) {
+  for (size_t i = 0; i < count && !is_wanted_; ++i) is_wanted_ = wants(i);
+  if (!is_wanted_) return;
+  const auto buffer = [&] { return ctx->saved_data.find(entry(name, buffers_.size())); };
+  for (auto next = buffer(); next != ctx->saved_data.end(); next = buffer()) {
+    buffers_.push_back(next->second.toTensor());
+  }
+}
+
+// Those of matrices that want no gradient stay.
+void WeightGradient::copy_to_buffers(const std::vector<Tensor>& results) const {
+  const bool each = buffers_.size() == results.size();
+  const std::vector<Tensor> buffers = each ? buffers_ : buffers_[0].unbind();
+  for (size_t i = 0; i < results.size(); ++i) {
+    Tensor buffer = buffers[i];
+    if (count_ == 1 || results.size() == 1 || wants(i)) buffer.copy_(results[i]);
+  }
+}
+
+// The buffers. Those of matrices that want no gradient are replaced, so that they keep what they hold.
+std::vector<Tensor> WeightGradient::targets() const {
+  bool all = true;
+  for (size_t i = 0; i < count_; ++i) all = all && wants(i);
+  if (all) return buffers_;
+  std::vector<Tensor> result = buffers_.size() == 1 ? buffers_[0].unbind() : buffers_;
+  for (size_t i = 0; i < count_; ++i) {
+    if (wants(i)) continue;
+    const Tensor& kept = result[i];
+    result[i] = at::empty_strided_symint(kept.sym_sizes(), kept.sym_strides(), kept.options());
+  }
+  return result;
+}
+
+variable_list WeightGradient::placeholders(at::ScalarType dtype) const {
+  variable_list result(count_);
+  const auto mode = ctx_->saved_data.find("weight_grad");
+  if (mode == ctx_->saved_data.end()) return result;
+  const Tensor& first = buffers_[0];
+  std::vector<c10::SymInt> sizes{first.sym_size(-2), first.sym_size(-1)};
+  if (is_grouped_ && count_ == 1) {
+    const c10::SymInt matrices(static_cast<int64_t>(buffers_.size()));
+    sizes.insert(sizes.begin(), first.dim() == 3 ? first.sym_size(0) : matrices);
+  }
+  const auto options = first.options().dtype(dtype);
+  const bool is_empty = mode->second.toStringRef() == kEmpty;
+  for (size_t i = 0; i < count_; ++i) {
+    if (!wants(i)) continue;
+    result[i] = is_empty ? at::empty_symint(sizes, options) : at::zeros_symint(sizes, options);
+  }
+  return result;
+}
+
+namespace {
+
+// Whether a tracer must not see the buffers written in place. Inductor copies a graph's input before an op writes it, where
+// another input lies in the same memory, and takes the first element of that memory for the first of the input. Buffers that
+// begin later, as views of a bucket do, are replaced by temporaries.
+bool needs_temporaries(const std::vector<Tensor>& buffers) {
+  constexpr c10::DispatchKeySet kTraced({c10::DispatchKey::Python, c10::DispatchKey::Functionalize});
+  return std::any_of(buffers.begin(), buffers.end(), [&](const Tensor& buffer) {
+    return buffer.key_set().has_any(kTraced) && buffer.sym_storage_offset() != 0;
+  });
+}
+
+}  // namespace
+
+variable_list WeightGradient::compute(const Quantized& grad, const Quantized& input,
+                                      const std::optional<Tensor>& group_sizes, at::ScalarType dtype,
+                                      const gemm::LaunchOptions& options) const {
+  if (!buffers_.empty()) {
+    const bool accumulates = ctx_->saved_data.find("overwrites") == ctx_->saved_data.end();
+    std::vector<Tensor> written = targets();
+    const bool is_copied = needs_temporaries(buffers_);
+    if (is_copied) {
+      for (Tensor& buffer : written) {
+        constexpr auto format = at::MemoryFormat::Contiguous;
+        buffer = accumulates ? buffer.clone(format) : at::empty_like(buffer, {}, format);
+      }
+    }
+    wgrad_into(grad, input, group_sizes, written, accumulates, options);
+    if (is_copied) copy_to_buffers(written);
+    return placeholders(dtype);
+  }
+  Tensor all = wgrad_of(grad, input, group_sizes, dtype, options);
+  if (!is_grouped_ && group_sizes) all = all.squeeze(0);
+  if (count_ == 1) return {all};
+  variable_list result = all.unbind();
+  for (size_t i = 0; i < count_; ++i) {
+    if (!wants(i)) result[i] = Tensor();
+  }
+  return result;
+}
+
+}  // namespace transformer_plugin::linear

@@ -1,0 +1,82 @@
+// main_grad: a buffer of the caller into which a layer's backward adds the gradient of a weight, in the epilogue of the product
+// that computes it.
+#pragma once
+
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <string>
+#include <vector>
+
+#include "linear/operands.h"
+#include "linear/weights.h"
+
+namespace transformer_plugin::linear {
+
+// The options without which no buffer was given, and the values of `weight_grad`.
+void check_main_grad_options(const char* op, bool has_buffers, const MainGrad& main_grad);
+// Dtype, sizes, device, strides. `is_grouped`: a weight [G, N, K].
+void check_main_grad(const char* name, const MainGrad& main_grad, const WeightArgument& weight,
+                     bool is_grouped);
+
+// Tensors of a call by the names of their arguments, to find those that share memory.
+class CallMemory {
+ public:
+  explicit CallMemory(const char* op) : op_(op) {}
+  void read(const char* name, const at::Tensor& tensor) { add(name, tensor, false); }
+  void read(const char* name, const std::optional<at::Tensor>& tensor) {
+    if (tensor) add(name, *tensor, false);
+  }
+  void read(const char* name, OptionalList tensors) { add(name, tensors, false); }
+  void written(const char* name, OptionalList tensors) { add(name, tensors, true); }
+  // Refuses a written tensor that shares memory with another one of the call. Says nothing about tensors without memory, as a
+  // tracer has them.
+  void check() const;
+
+ private:
+  struct Use {
+    const char* name;
+    int64_t index;  // in a list, or -1
+    const at::Tensor* tensor;
+    bool is_written;
+    std::string text() const { return index < 0 ? std::string(name) : entry(name, index); }
+  };
+  void add(const char* name, const at::Tensor& tensor, bool is_written, int64_t index = -1);
+  void add(const char* name, OptionalList tensors, bool is_written);
+
+  const char* op_;
+  std::vector<Use> uses_;
+};
+
+// In the forward: keeps the buffers for the backward, untracked, because two forwards may come before two backwards. `name`: of
+// the argument. Nothing without buffers.
+void save_main_grad(torch::autograd::AutogradContext* ctx, const char* name, const MainGrad& main_grad);
+
+// In the backward: what becomes of the gradient of one weight.
+class WeightGradient {
+ public:
+  // `place` and `count`: the weight's tensors among the node's tensors. `name`: as in save_main_grad.
+  WeightGradient(torch::autograd::AutogradContext* ctx, const char* name, size_t place, size_t count,
+                 bool is_grouped = true);
+
+  bool is_wanted() const { return is_wanted_; }
+  // Whether compute() allocates a tensor of the weight's size.
+  bool allocates() const { return buffers_.empty(); }
+  // What autograd gets for each tensor of the weight, of `dtype`. The gradients of several matrices are views of one tensor. A
+  // dense layer may have group sizes, of one group of all its rows.
+  torch::autograd::variable_list compute(const Quantized& grad, const Quantized& input,
+                                         const std::optional<at::Tensor>& group_sizes, at::ScalarType dtype,
+                                         const gemm::LaunchOptions& options = {}) const;
+
+ private:
+  bool wants(size_t i) const { return ctx_->needs_input_grad(place_ + i); }
+  std::vector<at::Tensor> targets() const;
+  void copy_to_buffers(const std::vector<at::Tensor>& results) const;
+  torch::autograd::variable_list placeholders(at::ScalarType dtype) const;
+
+  torch::autograd::AutogradContext* ctx_;
+  size_t place_, count_;
+  bool is_grouped_, is_wanted_ = false;
+  std::vector<at::Tensor> buffers_;
+};
+
+}  // namespace transformer_plugin::linear
