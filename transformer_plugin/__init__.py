@@ -4,7 +4,18 @@ from transformer_plugin import _library
 
 _library.load()
 
-from transformer_plugin import _flops, _on_import, errors, formats, functional, nn, ops, parallel, recipes  # noqa: E402
+from transformer_plugin import (  # noqa: E402
+    _flops,
+    _on_import,
+    errors,
+    formats,
+    functional,
+    nn,
+    ops,
+    optim,
+    parallel,
+    recipes,
+)
 from transformer_plugin.functional import *  # noqa: E402, F403
 from transformer_plugin.functional import _compiled  # noqa: E402
 from transformer_plugin.launch import LaunchOptions  # noqa: E402
@@ -33,6 +44,7 @@ __all__ = [
     "functional",
     "nn",
     "ops",
+    "optim",
     "parallel",
     "recipes",
     *functional.__all__,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.nn.test_quantized_weights import assert_all_same, by_format, by_module, make, step
+from tests.nn.test_quantized_weights import assert_all_same, by_format, by_module, kept, make, step
 
 
 @by_module
@@ -22,7 +22,7 @@ def test_moves_that_swap_parameters(kind: str, forget: bool) -> None:
         module.bfloat16().float()
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
-    assert not list(module.buffers())
+    assert not kept(module)
     module.quantize_weights()
     assert_all_same(step(module), step(plain))
 

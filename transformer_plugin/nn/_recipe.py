@@ -13,7 +13,7 @@ from torch import Tensor
 from transformer_plugin import ops
 from transformer_plugin.formats import Format, resolve
 from transformer_plugin.nn import _tracing
-from transformer_plugin.nn._quantized_weight import QuantizedWeightMixin
+from transformer_plugin.nn._quantized_weight_mixin import QuantizedWeightMixin
 from transformer_plugin.nn.checkpoint import scales_of
 from transformer_plugin.recipes import DelayedScaling, Recipe
 
@@ -81,7 +81,7 @@ class RecipeModule(QuantizedWeightMixin):
             )
         formats = self._formats_here(recipe)
         self._check_widths(recipe, formats)
-        if self._quantized and formats != self._formats:
+        if self.quantized_weight is not None and self.quantized_weight.formats != tuple(formats):
             self.forget_quantized_weights()
         self._recipe = recipe
         self._formats = formats

@@ -111,10 +111,10 @@ class GroupedMLP(LaunchedModule):
         for layer in recipe_layers(self):
             layer.reset_parameters()
 
-    def quantize_weights(self) -> None:
+    def quantize_weights(self, first_micro_batch: bool | Tensor = True) -> None:
         """Calls :meth:`GroupedLinear.quantize_weights` of both layers. Call it after each optimizer step."""
         for layer in recipe_layers(self):
-            layer.quantize_weights()
+            layer.quantize_weights(first_micro_batch)
 
     def forget_quantized_weights(self) -> None:
         """Drops the quantized weights: each forward quantizes again."""

@@ -1,0 +1,85 @@
+"""Modules that may keep a quantized weight for many forwards and backwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_plugin.nn._module import PluginModule
+from transformer_plugin.nn.quantized_weight import QuantizedWeight
+from transformer_plugin.parallel._shard_experts import ExpertShardMixin
+from transformer_plugin.recipes import DelayedScaling, Recipe
+
+
+class QuantizedWeightMixin(ExpertShardMixin, PluginModule):
+    """A module that quantizes its weight, in each forward or once for many."""
+
+    recipe: Recipe | None
+    _formats: tuple[str, str, str]
+    #: The quantized copy that forwards read; None: each forward quantizes the weight.
+    quantized_weight: QuantizedWeight | None = None
+
+    def quantize_weights(self, first_micro_batch: bool | Tensor = True) -> None:
+        """Quantizes the weight to the recipe's formats for every forward and backward until the next call.
+
+        Call it after each optimizer step, before the first forward. With gradients accumulated over n micro-batches,
+        the weight is then quantized once, not n times. Outputs and gradients have the same bits. The copy is
+        :attr:`quantized_weight`, a :class:`~transformer_plugin.nn.QuantizedWeight`, which is neither a buffer nor in
+        the ``state_dict``. Later calls write into the same memory, so CUDA graphs that use it stay valid, and a CUDA graph
+        may contain the call itself. :func:`transformer_plugin.optim.refresh_after` calls it after each step.
+
+        A forward raises an error if the weight has changed since: see :class:`~transformer_plugin.nn.QuantizedWeight`
+        for what is noticed. The weight must be a plain tensor. A weight that is gathered for each forward (FSDP) or
+        computed in it (parametrizations) is another tensor each time.
+
+        Moving or casting the module (``.to()``) and setting another recipe drop the copy. In a copy of the module whose
+        parameters are averaged (``AveragedModel``) the weights change: call :meth:`forget_quantized_weights` there.
+
+        Args:
+            first_micro_batch: as for :meth:`~transformer_plugin.nn.QuantizedWeight.refresh`. The first call quantizes
+                in any case.
+
+        Raises:
+            ValueError: there is no recipe, the recipe quantizes nothing, or it is ``DelayedScaling``, whose scales
+                change in each forward.
+        """
+        self._check_recipe()
+        weight, kept = self._source_weight(), self.quantized_weight
+        if kept is not None and kept.is_like(weight, self._formats):
+            if not torch.compiler.is_compiling():
+                kept.follow(weight)
+            kept.refresh(first_micro_batch)
+        else:
+            self.quantized_weight = QuantizedWeight(weight, self._formats)
+
+    def forget_quantized_weights(self) -> None:
+        """Drops the quantized weight: each forward quantizes again."""
+        self.quantized_weight = None
+
+    def _source_weight(self) -> Tensor | list[Tensor]:
+        """The parameter, or the parameters, of the weight."""
+        return self.weight
+
+    def _quantized_weight(self) -> list[Tensor] | None:
+        """Returns the quantized weight for the ops of a forward, or None."""
+        kept = self.quantized_weight
+        if kept is None:
+            return None
+        if not torch.compiler.is_compiling():  # checking in a graph would recompile for every version
+            kept.check(self._source_weight(), type(self).__name__)
+        return kept.tensors
+
+    def _check_recipe(self) -> None:
+        if self._formats[1] != "none" and not isinstance(self.recipe, DelayedScaling):
+            return
+        raise ValueError(
+            f"transformer_plugin::{type(self).__name__}: argument 'recipe': expected a recipe that quantizes the "
+            f"weight from its current values, got {self.recipe}. Leave out quantize_weights(), or set another recipe."
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        self.forget_quantized_weights()
+        return super()._apply(fn, recurse)
