@@ -28,8 +28,8 @@ class QuantizedWeightMixin(ExpertShardMixin, PluginModule):
         Call it after each optimizer step, before the first forward. With gradients accumulated over n micro-batches,
         the weight is then quantized once, not n times. Outputs and gradients have the same bits. The copy is
         :attr:`quantized_weight`, a :class:`~transformer_plugin.nn.QuantizedWeight`, which is neither a buffer nor in
-        the ``state_dict``. Later calls write into the same memory, so CUDA graphs that use it stay valid, and a CUDA graph
-        may contain the call itself. :func:`transformer_plugin.optim.refresh_after` calls it after each step.
+        the ``state_dict``. Later calls write into the same memory, so CUDA graphs that use it stay valid, and a CUDA
+        graph may contain the call itself. :func:`transformer_plugin.optim.refresh_after` calls it after each step.
 
         A forward raises an error if the weight has changed since: see :class:`~transformer_plugin.nn.QuantizedWeight`
         for what is noticed. The weight must be a plain tensor. A weight that is gathered for each forward (FSDP) or

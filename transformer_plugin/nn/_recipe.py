@@ -13,6 +13,7 @@ from torch import Tensor
 from transformer_plugin import ops
 from transformer_plugin.formats import Format, resolve
 from transformer_plugin.nn import _tracing
+from transformer_plugin.nn._main_grad import main_grads
 from transformer_plugin.nn._quantized_weight_mixin import QuantizedWeightMixin
 from transformer_plugin.nn.checkpoint import scales_of
 from transformer_plugin.recipes import DelayedScaling, Recipe
@@ -60,6 +61,10 @@ class RecipeModule(QuantizedWeightMixin):
     #: with an ``amax_group``, this rank's amaxes since its last update, used in place of ``delayed_amax``. It is not a
     #: buffer, because frameworks that broadcast buffers would overwrite it before it is reduced.
     _rank_amax: Tensor | None = None
+    #: whether the backward adds the weight's gradient to ``main_grad``.
+    fuse_wgrad_accumulation: bool = False
+    #: whether the forward leaves out the bias and returns it.
+    return_bias: bool = False
 
     @property
     def recipe(self) -> Recipe | None:
@@ -93,8 +98,32 @@ class RecipeModule(QuantizedWeightMixin):
         formats = formats_of(recipe)
         if recipe is None or isinstance(recipe, DelayedScaling):
             return formats
-        device = self.weight.device
+        device = self._any_weight().device
         return RoleFormats(resolve(formats.input, device), formats.weight, resolve(formats.grad, device))
+
+    def _main_grad(self) -> tuple[Any, ...]:
+        """The arguments of a layer's op for a weight gradient that goes into ``main_grad``; none if it does not."""
+        if not self.fuse_wgrad_accumulation:
+            return ()
+        if isinstance(self._recipe, DelayedScaling):
+            raise ValueError(
+                f"transformer_plugin::{type(self).__name__}: argument 'recipe': expected fuse_wgrad_accumulation=False "
+                "with DelayedScaling, got True. Use another recipe, for example Float8CurrentScaling()."
+            )
+        weight = self._source_weight()
+        if not isinstance(weight, Tensor):
+            return main_grads(type(self).__name__, weight)
+        buffers, *rest = main_grads(type(self).__name__, [weight])
+        return buffers if buffers is None else buffers[0], *rest
+
+    def _extra_options(self) -> str:
+        """What ``extra_repr`` says of the weight's gradient and of the bias."""
+        text = ", fuse_wgrad_accumulation=True" if self.fuse_wgrad_accumulation else ""
+        return text + (", return_bias=True" if self.return_bias else "")
+
+    def _any_weight(self) -> Tensor:
+        """A tensor with the device of the weight and the last two dimensions of its sizes."""
+        return self.weight
 
     def _resolve_formats(self) -> None:
         """Called after the weight may have moved to another device."""
@@ -111,7 +140,7 @@ class RecipeModule(QuantizedWeightMixin):
         """
         block = max(width_multiple(key) for key in formats)
         for name, width in zip(
-            ("in_features", "out_features"), reversed(self.weight.shape[-2:]), strict=False
+            ("in_features", "out_features"), reversed(self._any_weight().shape[-2:]), strict=False
         ):
             if width % block == 0:
                 continue
@@ -139,7 +168,7 @@ class RecipeModule(QuantizedWeightMixin):
                 delattr(self, name)
 
     def _register_state(self, recipe: DelayedScaling) -> None:
-        weight = self._local(self.weight.detach())
+        weight = self._local(self._any_weight().detach())
         tensors = 3 * (weight.shape[0] if weight.dim() == 3 else 1)
         sizes = ((recipe.amax_history_len, tensors), (tensors,), (tensors,))
         for name, size in zip(STATE, sizes, strict=True):

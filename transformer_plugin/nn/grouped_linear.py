@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,15 @@ from transformer_plugin import ops
 from transformer_plugin.launch import LaunchOptions, checked
 from transformer_plugin.nn._attributes import fixed
 from transformer_plugin.nn._autocast import as_float32, operands
+from transformer_plugin.nn._layouts import (
+    Layout,
+    checked_layout,
+    convert_state,
+    names_of,
+    packed,
+    plain_state,
+    register,
+)
 from transformer_plugin.nn._module import layer_forward
 from transformer_plugin.nn._recipe import RecipeModule
 from transformer_plugin.parallel._shard_experts import draw_uniform
@@ -44,13 +54,23 @@ class GroupedLinear(RecipeModule):
         scale_bias: whether the bias of each row is multiplied by ``bias_scale`` of that row, an argument that
             ``forward`` then requires.
         launch_options: of the GEMMs of forward and backward; an attribute that may be set later.
+        parameters: ``"packed"``: plain tensors ``weight [G, N, K]`` and ``bias [G, N]``, which work with every
+            optimizer, ``state_dict`` and sharding. ``"list"``: ``weight0 [N, K]``, ``weight1``, ... and ``bias0 [N]``,
+            ..., as Megatron-LM names them. ``"grouped"``: ``weight`` and ``bias`` are
+            :class:`~transformer_plugin.tensor.GroupedTensor` s. The ``state_dict`` of each layout loads into the
+            others; that of ``"grouped"`` has plain tensors. The biases of a list are stacked in each forward;
+            weights are never copied.
+        fuse_wgrad_accumulation: whether the backward adds the weight's gradient to ``main_grad``, a float32 or bfloat16
+            attribute of each weight, in the GEMM's epilogue, in place of ``.grad``; an attribute that may be set later.
+            See :func:`transformer_plugin.ops.grouped_linear` for the buffers. Attributes of a weight as Megatron-LM has
+            them: with ``overwrite_main_grad`` the buffer is written over; where ``grad_added_to_main_grad`` exists, it
+            is set to True and autograd gets an uninitialized gradient, zeros with ``zero_out_wgrad``.
+        return_bias: whether ``forward`` leaves out the bias and returns it beside the output.
 
-    Parameters: ``weight [G, N, K]`` and ``bias [G, N]``, plain packed tensors that work with every optimizer,
-    ``state_dict`` and sharding. Their initial values are those of G layers ``torch.nn.Linear(K, N)``.
+    Initial values are those of G layers ``torch.nn.Linear(K, N)``.
 
     Buffers: with ``DelayedScaling`` ``delayed_history [H, 3 * G]``, ``delayed_scale [3 * G]`` and
-    ``delayed_amax [3 * G]``, float32: first the input's groups, then the weights, then the gradient's groups. After
-    :meth:`quantize_weights` also the quantized weight, which is not in the ``state_dict``.
+    ``delayed_amax [3 * G]``, float32: first the input's groups, then the weights, then the gradient's groups.
     """
 
     weight: Parameter
@@ -58,6 +78,7 @@ class GroupedLinear(RecipeModule):
     num_groups: int = fixed("num_groups")
     in_features: int = fixed("in_features")
     out_features: int = fixed("out_features")
+    parameter_layout: Layout = fixed("parameter_layout")
     _launch_options: LaunchOptions = LaunchOptions()
 
     def __init__(
@@ -72,6 +93,9 @@ class GroupedLinear(RecipeModule):
         recipe: Recipe | None = None,
         scale_bias: bool = False,
         launch_options: LaunchOptions = LaunchOptions(),  # noqa: B008 immutable
+        parameters: Layout = "packed",
+        fuse_wgrad_accumulation: bool = False,
+        return_bias: bool = False,
     ) -> None:
         super().__init__()
         if scale_bias and not bias:
@@ -84,15 +108,61 @@ class GroupedLinear(RecipeModule):
         self.out_features = out_features
         self.scale_bias = scale_bias
         self.launch_options = launch_options
-        self.weight = Parameter(
-            torch.empty(num_groups, out_features, in_features, device=device, dtype=dtype)
-        )
+        self.parameter_layout = checked_layout(parameters, type(self).__name__)
+        self.fuse_wgrad_accumulation, self.return_bias = fuse_wgrad_accumulation, return_bias
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
+        register(self, "weight", parameters, torch.empty(num_groups, out_features, in_features, **options))
+        self._weight_names = names_of("weight", parameters, num_groups)
+        self._bias_names: tuple[str, ...] = ()
         if bias:
-            self.bias = Parameter(torch.empty(num_groups, out_features, device=device, dtype=dtype))
+            register(self, "bias", parameters, torch.empty(num_groups, out_features, **options))
+            self._bias_names = names_of("bias", parameters, num_groups)
         else:
             self.register_parameter("bias", None)
         self.recipe = recipe
         self.reset_parameters()
+
+    def _parameters_named(self, names: tuple[str, ...]) -> list[Tensor]:
+        """The parameters of these names; those that are computed (parametrizations) are attributes only."""
+        found = self._parameters
+        return [found[name] if name in found else getattr(self, name) for name in names]  # type: ignore[misc]
+
+    def _source_weight(self) -> Tensor | list[Tensor]:
+        weights = self._parameters_named(self._weight_names)
+        return weights if self.parameter_layout == "list" else weights[0]
+
+    def _any_weight(self) -> Tensor:
+        first = self._parameters_named(self._weight_names[:1])
+        if not first:
+            return torch.empty(0, self.out_features, self.in_features)
+        if self.parameter_layout == "list" and self.num_groups != 1:  # delayed scaling counts the matrices
+            return first[0].detach().expand(self.num_groups, *first[0].shape)
+        return first[0] if first[0].dim() == 3 else first[0][None]
+
+    def _biases(self) -> Any:
+        """The biases as their layout has them."""
+        biases = self._parameters_named(self._bias_names)
+        return biases if self.parameter_layout == "list" else biases[0]
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether each group has a bias."""
+        return bool(self._bias_names) and (self.parameter_layout == "list" or self.bias is not None)
+
+    def _operands(self, input: Tensor) -> tuple[Tensor, Tensor | list[Tensor], Tensor | None]:
+        """Input, weight and bias as the ops take them, cast as ``torch.autocast`` casts those of a linear layer."""
+        if self.parameter_layout == "packed":
+            return operands(input, self.local_weight, self.local_bias)
+        bias: Tensor | None = None
+        if self.has_bias:
+            biases = self._biases()
+            bias = torch.stack(biases) if self.parameter_layout == "list" else packed(biases)
+        weights = self._parameters_named(self._weight_names)
+        if self.parameter_layout == "grouped":
+            return operands(input, packed(weights[0]), bias)
+        cast = [operands(input, weight, None)[1] for weight in weights]
+        input, _, bias = operands(input, cast[0], bias)
+        return input, cast, bias
 
     @property
     def launch_options(self) -> LaunchOptions:
@@ -107,15 +177,15 @@ class GroupedLinear(RecipeModule):
         """Uniform within ``1 / sqrt(K)``, as in ``torch.nn.Linear``. Also resets the state of delayed scaling."""
         bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0.0
         with torch.no_grad():
-            draw_uniform(self, self.weight, bound)
-            if self.bias is not None:
-                draw_uniform(self, self.bias, bound)
+            for parameter in self._parameters_named((*self._weight_names, *self._bias_names)):
+                if parameter is not None:
+                    draw_uniform(self, packed(parameter), bound)
         self._reset_state()
 
     @layer_forward
     def forward(
         self, input: Tensor, group_sizes: Tensor | Sequence[int], bias_scale: Tensor | None = None
-    ) -> Tensor:
+    ) -> Any:
         """Multiplies each group of rows by its weight.
 
         Args:
@@ -129,7 +199,8 @@ class GroupedLinear(RecipeModule):
 
         Returns:
             ``[T, N]`` in the dtype of ``input``, differentiable in ``input``, the parameters and ``bias_scale``.
-            Under ``torch.autocast`` input, weight and bias are cast first, and the output has autocast's dtype.
+            Under ``torch.autocast`` input, weight and bias are cast first, and the output has autocast's dtype. With
+            ``return_bias`` a pair: the output without the bias, and the bias: the parameter, a list of them, or None.
         """
         group_sizes = sizes_tensor(group_sizes, input)
         if (bias_scale is not None) != self.scale_bias:
@@ -140,25 +211,45 @@ class GroupedLinear(RecipeModule):
             )
         quantized_weight = self._quantized_weight()
         bias_scale = None if bias_scale is None else as_float32(bias_scale)
-        input, weight, bias = operands(input, self.local_weight, self.local_bias)
+        input, weight, bias = self._operands(input)
+        kept_bias = self._biases() if self.return_bias and self.has_bias else None
+        if self.return_bias:
+            bias = bias_scale = None
+        into = self._main_grad()
         if isinstance(self.recipe, DelayedScaling):
+            weight = self._single_weight(weight)
             takes = self._op_accepts(input, weight, bias) and self._op_accepts_rows(
                 input, group_sizes, bias_scale
             )
             scale = self._delayed_scales(self.recipe, takes)
             amax = self._current_amax if self.training else None
-            layer = (scale, amax, bias, bias_scale, *self._formats, *self.launch_options)
-            return ops.grouped_linear_scaled(input, weight, group_sizes, *layer)
-        return ops.grouped_linear(
-            input,
-            weight,
-            group_sizes,
-            bias,
-            bias_scale,
-            *self._formats,
-            quantized_weight,
-            *self.launch_options,
+            layer: tuple[Any, ...] = (scale, amax, bias, bias_scale, *self._formats, *self.launch_options)
+            output = ops.grouped_linear_scaled(input, weight, group_sizes, *layer)
+        else:
+            layer = (bias, bias_scale, *self._formats, quantized_weight, *self.launch_options, *into)
+            output = ops.grouped_linear(input, weight, group_sizes, *layer)
+        return (output, kept_bias) if self.return_bias else output
+
+    def _single_weight(self, weight: Tensor | list[Tensor]) -> Tensor:
+        """The weight of a product with delayed scaling, which takes one tensor."""
+        if isinstance(weight, Tensor):
+            return weight
+        raise ValueError(
+            "transformer_plugin::GroupedLinear: argument 'recipe': expected parameters='packed' or 'grouped' with "
+            "DelayedScaling, got 'list'. Use another recipe, for example Float8CurrentScaling()."
         )
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not keep_vars:
+            for name in (*self._weight_names, *self._bias_names):
+                plain_state(destination, prefix + name)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        errors = arguments[-1]
+        for name in ("weight", "bias") if self._bias_names else ("weight",):
+            convert_state(state_dict, prefix, name, self.parameter_layout, self.num_groups, errors)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def _op_accepts_rows(self, input: Tensor, group_sizes: Tensor, bias_scale: Tensor | None) -> bool:
         """Whether the op will accept these arguments. On a CPU this includes the values of the group sizes."""
@@ -182,7 +273,9 @@ class GroupedLinear(RecipeModule):
         text = (
             f"num_groups={self.num_groups}, in_features={self.in_features}, out_features={self.out_features}"
         )
-        text += f", bias={self.bias is not None}"
+        text += f", bias={self.has_bias}"
         text += ", scale_bias=True" if self.scale_bias else ""
+        text += "" if self.parameter_layout == "packed" else f", parameters={self.parameter_layout!r}"
+        text += self._extra_options()
         text += f", launch_options={self.launch_options}" if self.launch_options != LaunchOptions() else ""
         return text + (f", recipe={self.recipe}" if self.recipe else "")

@@ -12,8 +12,9 @@ from torch.nn.modules.module import _has_any_global_hook
 from transformer_plugin import ops
 from transformer_plugin.launch import LaunchOptions, checked
 from transformer_plugin.nn._attributes import fixed, recipe_layers
-from transformer_plugin.nn._autocast import as_float32, operands
+from transformer_plugin.nn._autocast import as_float32
 from transformer_plugin.nn._launched import LaunchedModule
+from transformer_plugin.nn._layouts import Layout
 from transformer_plugin.nn._module import layer_forward
 from transformer_plugin.nn.grouped_linear import GroupedLinear, sizes_tensor
 from transformer_plugin.recipes import DelayedScaling, Recipe
@@ -22,9 +23,10 @@ from transformer_plugin.recipes import DelayedScaling, Recipe
 def _is_plain(layer: torch.nn.Module) -> bool:
     """Whether calling the layer runs exactly ``GroupedLinear.forward``.
 
-    False for a subclass (as sharded and parametrized layers are), a replaced forward, and a layer with hooks.
+    False for another forward, and for a layer with hooks, which expect the layer's own input and output.
     """
-    return type(layer) is GroupedLinear and not (
+    same: bool = getattr(type(layer), "forward", None) is GroupedLinear.forward
+    return same and not (
         layer._forward_pre_hooks
         or layer._forward_hooks
         or layer._backward_pre_hooks
@@ -65,8 +67,9 @@ class GroupedMLP(LaunchedModule):
             blocks of 32 rows of gate and linear part alternate, as some checkpoints store them; F is then a multiple of
             32. With a recipe each forward and backward copies the output of ``fc1`` into the other order.
         launch_options: of the GEMMs of both layers; an attribute that may be set later.
+        parameters, fuse_wgrad_accumulation: of both layers, as in :class:`GroupedLinear`.
 
-    Parameters: ``fc1.weight [G, 2F, H]``, ``fc2.weight [G, H, F]``, and with bias ``fc1.bias [G, 2F]``,
+    Parameters, packed: ``fc1.weight [G, 2F, H]``, ``fc2.weight [G, H, F]``, and with bias ``fc1.bias [G, 2F]``,
     ``fc2.bias [G, H]``.
 
     While ``fc1`` and ``fc2`` are unmodified, one op, :func:`~transformer_plugin.ops.grouped_mlp`, runs both; the result
@@ -95,6 +98,8 @@ class GroupedMLP(LaunchedModule):
         recipe: Recipe | None = None,
         glu_interleave: int = 0,
         launch_options: LaunchOptions = LaunchOptions(),  # noqa: B008 immutable
+        parameters: Layout = "packed",
+        fuse_wgrad_accumulation: bool = False,
     ) -> None:
         super().__init__()
         checked(launch_options, type(self).__name__)
@@ -103,6 +108,7 @@ class GroupedMLP(LaunchedModule):
         self.glu_interleave = glu_interleave
         of_layers: dict[str, Any] = {"device": device, "dtype": dtype, "recipe": recipe}
         of_layers["launch_options"] = launch_options
+        of_layers.update(parameters=parameters, fuse_wgrad_accumulation=fuse_wgrad_accumulation)
         self.fc1 = GroupedLinear(num_groups, hidden, 2 * ffn_hidden, bias, **of_layers)
         self.fc2 = GroupedLinear(num_groups, ffn_hidden, hidden, bias, scale_bias=bias, **of_layers)
 
@@ -138,14 +144,7 @@ class GroupedMLP(LaunchedModule):
         fc1, fc2, probs = self.fc1, self.fc2, as_float32(probs)
         group_sizes = sizes_tensor(group_sizes, input)
         if self._can_fuse(fc1, fc2):
-            quantized = (fc1._quantized_weight(), fc2._quantized_weight())
-            _, fc2_weight, fc2_bias = operands(input, fc2.local_weight, fc2.local_bias)
-            input, fc1_weight, fc1_bias = operands(input, fc1.local_weight, fc1.local_bias)
-            weights, biases = (fc1_weight, fc2_weight), (fc1_bias, fc2_bias)
-            options = (self.glu_interleave, *fc1.launch_options)
-            return ops.grouped_mlp(
-                input, *weights, group_sizes, probs, *biases, *fc1._formats, *quantized, *options
-            )
+            return self._fused(input, group_sizes, probs)
         if input.dim() == 2 and (
             probs.shape != input.shape[:1] or probs.dtype != torch.float32 or probs.device != input.device
         ):
@@ -153,6 +152,31 @@ class GroupedMLP(LaunchedModule):
             ops.swiglu(input.new_empty(()).expand(input.shape[0], 2 * self.ffn_hidden), probs)
         activation = ops.swiglu(_gate_first(fc1(input, group_sizes), self.glu_interleave), probs)
         return fc2(activation, group_sizes, probs if getattr(fc2, "scale_bias", self.bias) else None)
+
+    def _fused(self, input: Tensor, group_sizes: Tensor, probs: Tensor) -> Tensor:
+        """Both layers in one op."""
+        fc1, fc2 = self.fc1, self.fc2
+        quantized = (fc1._quantized_weight(), fc2._quantized_weight())
+        _, fc2_weight, fc2_bias = fc2._operands(input)
+        input, fc1_weight, fc1_bias = fc1._operands(input)
+        rest: tuple[Any, ...] = (fc1_bias, fc2_bias, *fc1._formats, *quantized, self.glu_interleave)
+        rest += tuple(fc1.launch_options)
+        first, second = fc1._main_grad(), fc2._main_grad()
+        if first and second:
+            self._check_same_flags(first, second)
+            rest += (first[0], second[0], *(first if first[0] is not None else second)[1:])
+        return ops.grouped_mlp(input, fc1_weight, fc2_weight, group_sizes, probs, *rest)
+
+    @staticmethod
+    def _check_same_flags(first: tuple[Any, ...], second: tuple[Any, ...]) -> None:
+        """Raises if one op cannot treat the gradients of both weights: their flags differ."""
+        if first[0] is None or second[0] is None or first[1:] == second[1:]:
+            return
+        raise ValueError(
+            "transformer_plugin::GroupedMLP: argument 'weight': expected the same 'overwrite_main_grad', "
+            "'grad_added_to_main_grad' and 'zero_out_wgrad' on the weights of both layers, got different ones. "
+            "Set the attributes on all, or on none."
+        )
 
     def extra_repr(self) -> str:
         """The sizes."""
@@ -169,5 +193,7 @@ class GroupedMLP(LaunchedModule):
             and fc1._formats == fc2._formats
             and fc1.launch_options == fc2.launch_options
             and not fc1.scale_bias
-            and fc2.scale_bias == (fc2.bias is not None)
+            and fc2.scale_bias == fc2.has_bias
+            and not (fc1.return_bias or fc2.return_bias)
+            and fc1.fuse_wgrad_accumulation == fc2.fuse_wgrad_accumulation
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ class LayerNormLinear(RecipeModule):
         eps: what is added to the variance, or to the mean of the squares.
         zero_centered: whether gamma is 1 + ``norm_weight``, which then starts at 0.
         return_normalized: whether ``forward`` returns the norm, too.
+        fuse_wgrad_accumulation, return_bias: as in :class:`Linear`.
         recipe: the formats of the normalized input, the weight and the gradient; None multiplies in the dtype of the
             parameters.
         device, dtype: of the parameters; ``device="meta"`` defers the initial values to ``reset_parameters()``.
@@ -75,8 +76,11 @@ class LayerNormLinear(RecipeModule):
         recipe: Recipe | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        return_bias: bool = False,
     ) -> None:
         super().__init__()
+        self.fuse_wgrad_accumulation, self.return_bias = fuse_wgrad_accumulation, return_bias
         if normalization not in _NORMS:
             raise self._error(
                 "normalization", "'LayerNorm' or 'RMSNorm'", repr(normalization), "Use one of the two"
@@ -114,15 +118,17 @@ class LayerNormLinear(RecipeModule):
         self._reset_state()
 
     @layer_forward
-    def forward(self, input: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, input: Tensor) -> Any:
         """Computes ``norm(input) @ weight.T + bias``. See the class for the shapes.
 
         Returns:
-            The output; with ``return_normalized`` the output and the norm ``[..., K]``, both differentiable.
+            The output; then, with ``return_bias``, the bias, which the output lacks; then, with ``return_normalized``,
+            the norm ``[..., K]``, differentiable as the output.
         """
         quantized_weight = self._quantized_weight()
         input, norm_weight, norm_bias = operands(input, self.norm_weight, self.norm_bias)
-        _, weight, bias = operands(input, self.weight, self.bias)
+        _, weight, bias = operands(input, self.weight, None if self.return_bias else self.bias)
+        into = self._main_grad()
         if isinstance(self.recipe, DelayedScaling):
             normalized = self._norm(input, norm_weight, norm_bias)
             scale = self._delayed_scales(self.recipe, self._op_accepts(normalized, weight, bias))
@@ -141,8 +147,12 @@ class LayerNormLinear(RecipeModule):
                 self.return_normalized,
                 *self._formats,
                 quantized_weight,
+                *into,
             )
-        return (output, normalized) if self.return_normalized else output
+        results: list[Any] = [output]
+        results += [self.bias] if self.return_bias else []
+        results += [normalized] if self.return_normalized else []
+        return tuple(results) if len(results) > 1 else output
 
     def _norm(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.normalization == "LayerNorm":
@@ -157,6 +167,7 @@ class LayerNormLinear(RecipeModule):
         text += f", normalization={self.normalization}, eps={self.eps}"
         text += ", zero_centered=True" if self.zero_centered else ""
         text += ", return_normalized=True" if self.return_normalized else ""
+        text += self._extra_options()
         return text + (f", recipe={self.recipe}" if self.recipe else "")
 
     @staticmethod

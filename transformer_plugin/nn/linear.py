@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -26,10 +28,12 @@ class Linear(RecipeModule, torch.nn.Linear):
         device, dtype: of the parameters; ``device="meta"`` defers the initial values to
             ``reset_parameters()``.
         recipe: the formats of input, weight and gradient; None multiplies in the dtype of the parameters.
+        fuse_wgrad_accumulation: whether the backward adds the weight's gradient to ``weight.main_grad`` in place of
+            ``.grad``, as in :class:`GroupedLinear`; an attribute that may be set later. Not with ``DelayedScaling``.
+        return_bias: whether ``forward`` leaves out the bias and returns it beside the output.
 
     Buffers: with ``DelayedScaling`` ``delayed_history [H, 3]``, ``delayed_scale [3]`` and ``delayed_amax [3]``,
-    float32, of the input, the weight and the gradient. After :meth:`quantize_weights` the quantized weight, which is
-    not in the ``state_dict``. Otherwise none.
+    float32, of the input, the weight and the gradient. Otherwise none.
 
     Shapes: input ``[..., K]``, output ``[..., N]`` in the dtype of the input. Under ``torch.autocast`` input, weight
     and bias are cast first, as in ``torch.nn.Linear``, and the output has autocast's dtype. For a backward with
@@ -45,8 +49,11 @@ class Linear(RecipeModule, torch.nn.Linear):
         dtype: torch.dtype | None = None,
         *,
         recipe: Recipe | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        return_bias: bool = False,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
+        self.fuse_wgrad_accumulation, self.return_bias = fuse_wgrad_accumulation, return_bias
         self.recipe = recipe
 
     def reset_parameters(self) -> None:
@@ -55,16 +62,25 @@ class Linear(RecipeModule, torch.nn.Linear):
         self._reset_state()
 
     @layer_forward
-    def forward(self, input: Tensor) -> Tensor:
-        """Computes ``input @ weight.T + bias``. See the class for the shapes."""
+    def forward(self, input: Tensor) -> Any:
+        """Computes ``input @ weight.T + bias``. See the class for the shapes.
+
+        Returns:
+            The output; with ``return_bias`` the output without the bias, and the bias.
+        """
         quantized_weight = self._quantized_weight()
-        input, weight, bias = operands(input, self.weight, self.bias)
+        input, weight, bias = operands(input, self.weight, None if self.return_bias else self.bias)
+        into = self._main_grad()
         if isinstance(self.recipe, DelayedScaling):
             scale = self._delayed_scales(self.recipe, self._op_accepts(input, weight, bias))
             amax = self._current_amax if self.training else None
-            return ops.linear_scaled(input, weight, scale, amax, bias, *self._formats)
-        return ops.linear(input, weight, bias, *self._formats, quantized_weight)
+            output = ops.linear_scaled(input, weight, scale, amax, bias, *self._formats)
+        else:
+            output = ops.linear(input, weight, bias, *self._formats, quantized_weight, *into)
+        return (output, self.bias) if self.return_bias else output
 
     def extra_repr(self) -> str:
         """The sizes, and the recipe where there is one."""
-        return super().extra_repr() + (f", recipe={self.recipe}" if self.recipe else "")
+        return (
+            super().extra_repr() + self._extra_options() + (f", recipe={self.recipe}" if self.recipe else "")
+        )

@@ -12,6 +12,7 @@ from transformer_plugin.nn import _tracing
 from transformer_plugin.nn._attributes import fixed, row_rules_in
 from transformer_plugin.nn._autocast import operand
 from transformer_plugin.nn._launched import LaunchedModule
+from transformer_plugin.nn._layouts import Layout
 from transformer_plugin.nn._module import layer_forward, serializable
 from transformer_plugin.nn._recipe import DTYPES, RowRules, formats_of, row_rules
 from transformer_plugin.nn.exchange import DispatchConfig, GroupExchange, LocalExchange
@@ -95,7 +96,8 @@ class MoE(LaunchedModule):
             ``reset_parameters()``.
         recipe: the formats of the experts' linear layers. Setting it later sets it in each layer, and changes the
             padding of the experts' rows as the recipe requires.
-        glu_interleave, launch_options: of the experts, as in :class:`GroupedMLP`.
+        glu_interleave, launch_options, parameters, fuse_wgrad_accumulation: of the experts, as in
+            :class:`GroupedMLP`. With several ranks the layouts ``"list"`` and ``"grouped"`` need ``dtensor=False``.
 
     Parameters: ``router.weight [E, H]``, the same on every rank; reduce its gradient as for any replicated parameter.
     And ``experts.*``. With several ranks these are ``DTensor`` s of all experts, ``Shard(0)`` over the mesh, so that
@@ -135,6 +137,8 @@ class MoE(LaunchedModule):
         dtensor: bool = True,
         glu_interleave: int = 0,
         launch_options: LaunchOptions = LaunchOptions(),  # noqa: B008 immutable
+        parameters: Layout = "packed",
+        fuse_wgrad_accumulation: bool = False,
     ) -> None:
         super().__init__()
         _check_types(router, dispatch, recipe, dtype)
@@ -163,9 +167,16 @@ class MoE(LaunchedModule):
             recipe=recipe,
             glu_interleave=glu_interleave,
             launch_options=launch_options,
+            parameters=parameters,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
         )
         self._exchange_rules = RowRules(alignment, multiple)
         if found is not None and isinstance(self.exchange, GroupExchange):
+            if dtensor and parameters != "packed":
+                raise ValueError(
+                    "transformer_plugin::MoE: argument 'parameters': expected 'packed' with experts that are DTensors, "
+                    f"got {parameters!r}. Pass dtensor=False, and reduce each rank's parameters yourself."
+                )
             self.experts.to_empty(device=torch.get_default_device() if device is None else device)
             over = expert_mesh or mesh_of(found, self.exchange.context.device)
             shard_experts(self.experts, self.router, found, over if dtensor else None)

@@ -1,0 +1,87 @@
+"""How the weights and biases of G groups are parameters: packed in one tensor, one by one, or in a GroupedTensor."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from transformer_plugin.tensor import GroupedTensor
+
+#: ``"packed"``: one plain tensor ``weight [G, N, K]``. ``"list"``: ``weight0 [N, K]``, ``weight1``, ... ``"grouped"``:
+#: one :class:`~transformer_plugin.tensor.GroupedTensor` ``weight [G, N, K]``. Biases likewise, ``[G, N]`` and ``[N]``.
+Layout = Literal["packed", "list", "grouped"]
+
+
+def checked_layout(layout: Any, module: str) -> Layout:
+    """Returns a layout if it is one."""
+    if layout in get_args(Layout):
+        return layout
+    raise ValueError(
+        f"transformer_plugin::{module}: argument 'parameters': expected 'packed', 'list' or 'grouped', got {layout!r}. "
+        "The default is 'packed'."
+    )
+
+
+def register(module: torch.nn.Module, name: str, layout: Layout, values: Tensor) -> None:
+    """Makes the parameters of G members in a layout, from uninitialized values ``[G, ...]``."""
+    if layout == "list":
+        for i in range(values.shape[0]):
+            # Memory of their own, so that they can be saved, moved and freed one by one.
+            module.register_parameter(f"{name}{i}", Parameter(torch.empty_like(values[i])))
+    else:
+        value = GroupedTensor(values) if layout == "grouped" else values
+        module.register_parameter(name, Parameter(value))
+
+
+def names_of(name: str, layout: Layout, groups: int) -> tuple[str, ...]:
+    """The names of the parameters."""
+    return tuple(f"{name}{i}" for i in range(groups)) if layout == "list" else (name,)
+
+
+def convert_state(
+    state: dict[str, Any], prefix: str, name: str, layout: Layout, groups: int, errors: list[str]
+) -> None:
+    """Changes the entries of a state dict into those of a layout, whichever layout they are of."""
+    pattern = re.compile(re.escape(prefix + name) + r"(\d+)$")
+    members = {int(found[1]): key for key in state if (found := pattern.match(key))}
+    whole = prefix + name
+    if layout != "list" and members and whole not in state:
+        tensors = [state.pop(members[i]) for i in sorted(members)]
+        expected = list(range(groups))
+        shapes = {tuple(t.shape) for t in tensors}
+        if sorted(members) != expected or len(shapes) != 1:
+            errors.append(
+                f"size mismatch for {whole}: the state dict has {len(members)} members {prefix}{name}{{i}} of sizes "
+                f"{sorted(shapes)}, the module {groups} of one size."
+            )
+            return
+        state[whole] = torch.stack([_plain(t) for t in tensors])
+    elif layout == "list" and whole in state and not members:
+        tensor = _plain(state.pop(whole))
+        if tensor.shape[0] != groups:
+            errors.append(
+                f"size mismatch for {whole}: the state dict has {tensor.shape[0]} members, the module {groups}."
+            )
+            return
+        state.update({f"{whole}{i}": member for i, member in enumerate(tensor.unbind(0))})
+
+
+def _plain(tensor: Any) -> Any:
+    """A tensor of a state dict without its type."""
+    return tensor.view(-1).view(tensor.shape).detach() if isinstance(tensor, GroupedTensor) else tensor
+
+
+def plain_state(destination: dict[str, Any], key: str) -> None:
+    """Saves a GroupedTensor as the plain tensor over the same memory, which every reader of checkpoints knows."""
+    value = destination.get(key)
+    if isinstance(value, GroupedTensor):
+        destination[key] = _plain(value)
+
+
+def packed(parameter: Tensor) -> Tensor:
+    """The plain tensor of a GroupedTensor, with its gradient; any other tensor unchanged."""
+    return parameter.packed() if isinstance(parameter, GroupedTensor) else parameter
