@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -27,13 +27,57 @@ def described(value: object) -> str:
 def plain(value: Any, op: str, argument: str) -> Any:
     """The numbers of a tensor or of an unquantized value, with its gradient."""
     if not isinstance(value, FormatTensor):
-        return value
+        return value if isinstance(value, Tensor) else _refuse_other(value, op, argument)
     if is_quantized(value):
         advice = "Call dequantize() on it"
         refuse(op, argument, "values that are not quantized", value._described(), advice)
     if value.requires_grad and torch.is_grad_enabled():
         return value.packed()  # type: ignore[attr-defined]
     return value.rowwise_data
+
+
+def _refuse_other(value: object, op: str, argument: str) -> NoReturn:
+    refuse(op, argument, "a tensor", describe(value), "Pass a tensor", TypeError)
+
+
+def optional(value: Any, op: str, argument: str) -> Any:
+    """:func:`plain` of an argument that may be None."""
+    return None if value is None else plain(value, op, argument)
+
+
+def constant(value: Any, op: str, argument: str) -> Any:
+    """The numbers of a tensor or of an unquantized value, of which no gradient is wanted."""
+    if isinstance(value, FormatTensor) and not is_quantized(value):
+        return value.rowwise_data
+    return detached(plain(value, op, argument))
+
+
+def detached(tensor: Any) -> Any:
+    """A tensor without its gradient."""
+    return tensor.detach() if tensor is not None and tensor.requires_grad else tensor
+
+
+def one_matrix(value: Any, op: str, argument: str, instead: str) -> None:
+    """Refuses a ragged value, whose groups an op without groups would ignore."""
+    if isinstance(value, GroupedTensor) and value.group_sizes is not None:
+        refuse(op, argument, "a matrix without groups", value._described(), instead)
+
+
+def without_format(
+    op: str,
+    *,
+    group_sizes: Tensor | None = None,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    seed: Tensor | None = None,
+    both: bool = False,
+) -> None:
+    """Refuses what only quantization has a use for; ``both``: whether both directions are the default."""
+    given = (("group_sizes", group_sizes, None), ("rowwise", rowwise, True), ("columnwise", columnwise, both))
+    for name, value, default in (*given, ("seed", seed, None)):
+        if value is not default:
+            got = describe(value) if isinstance(value, Tensor) else str(value)
+            refuse(op, name, f"{default} without a format", got, "Pass format, or leave it out")
 
 
 class Rows(NamedTuple):
@@ -55,6 +99,22 @@ def rows_of(value: Any, group_sizes: Tensor | None, op: str, argument: str) -> R
             op, "group_sizes", f"None, since '{argument}' has its own", describe(group_sizes), "Leave it out"
         )
     return Rows(value, own, True)
+
+
+def rows_of_either(
+    value: Any, other: Any, group_sizes: Tensor | None, op: str, arguments: tuple[str, str]
+) -> Rows:
+    """The matrix, and the groups of the rows of two: of either one, of both, or those that are given."""
+    rows = rows_of(value, group_sizes, op, arguments[0])
+    others = rows_of(other, group_sizes, op, arguments[1])
+    if not others.is_grouped:
+        return rows
+    own, same = rows.group_sizes, others.group_sizes
+    assert same is not None
+    if own is not None and own.shape != same.shape:
+        advice = "Both have the same groups"
+        refuse(op, arguments[1], f"{own.shape[0]} groups, as '{arguments[0]}'", described(other), advice)
+    return Rows(value, own if own is not None else same, True)
 
 
 def needed(group_sizes: Tensor | None, op: str, argument: str) -> Tensor:
@@ -112,7 +172,8 @@ def _direction(value: FormatTensor, columnwise: bool) -> Operand:
         data, scale, amax = value.columnwise_data, value.columnwise_scale_inv, value.columnwise_amax
     else:
         data, scale, amax = value.rowwise_data, value.scale_inv, value.amax
-    return Operand(data, [t for t in (scale, amax) if t is not None], value._key)
+    assert scale is not None
+    return Operand(data, [scale] if amax is None else [scale, amax], value._key)
 
 
 def has(value: Any, columnwise: bool) -> bool:
@@ -122,9 +183,7 @@ def has(value: Any, columnwise: bool) -> bool:
 
 def is_quantized(value: object) -> bool:
     """Whether it is a value with scales."""
-    return isinstance(value, FormatTensor) and (
-        value.scale_inv is not None or value.columnwise_scale_inv is not None
-    )
+    return isinstance(value, FormatTensor) and value._key != UNQUANTIZED
 
 
 def operand(value: Any, op: str, argument: str, columnwise: bool) -> Operand:

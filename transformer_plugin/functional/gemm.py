@@ -11,21 +11,30 @@ from transformer_plugin.functional._values import (
     Operand,
     Value,
     Values,
+    constant,
     described,
-    is_quantized,
     needed,
+    one_matrix,
     operand,
     refuse,
     rows_of,
+    rows_of_either,
     second_operand,
     with_groups,
 )
 from transformer_plugin.launch import LaunchOptions
+from transformer_plugin.ops._operands import listed
+from transformer_plugin.tensor import GroupedTensor
 from transformer_plugin.tensor.grouped import UNQUANTIZED
 
 __all__ = ["gemm", "gemm_wgrad", "grouped_gemm", "grouped_gemm_wgrad"]
 
 _ops = torch.ops.transformer_plugin
+
+
+def _check_no_groups(op: str, **operands: Value) -> None:
+    for name, value in operands.items():
+        one_matrix(value, op, name, f"Call grouped_{op}, or packed() for all rows")
 
 
 def gemm(
@@ -52,8 +61,9 @@ def gemm(
         ``[M, N]``. Differentiable if neither is quantized.
 
     Raises:
-        TypeError, ValueError: as :func:`transformer_plugin.ops.gemm`; an ``a`` without rowwise data.
+        TypeError, ValueError: as :func:`transformer_plugin.ops.gemm`; an ``a`` without rowwise data; a ragged operand.
     """
+    _check_no_groups("gemm", a=a, b=b)
     left = operand(a, "gemm", "a", columnwise=False)
     right, transpose = second_operand(b, "gemm", "b", transpose_b)
     if left.scales is None and right.scales is None:
@@ -84,9 +94,10 @@ def gemm_wgrad(
 
     Raises:
         TypeError, ValueError: as :func:`transformer_plugin.ops.gemm` and :func:`transformer_plugin.ops.gemm_out`; an
-        operand without columnwise data.
+            operand without columnwise data; a ragged operand; a ``dtype`` that is not that of ``out``.
     """
     op = "gemm_wgrad"
+    _check_no_groups(op, grad=grad, input=input)
     left = operand(grad, op, "grad", columnwise=True)
     right = operand(input, op, "input", columnwise=True)
     first = left.data if left.scales is not None else left.data.t()
@@ -95,11 +106,20 @@ def gemm_wgrad(
     if out is None:
         result = dtype or grad.dtype
         return _ops.gemm.default(first, right.data, None, transpose, result, None, *arguments)
-    if dtype is not None and dtype != out.dtype:
-        refuse(op, "dtype", f"None with 'out', whose dtype is {out.dtype}", str(dtype), "Leave it out")
+    _check_out([out], dtype, op)
     beta = torch.ones(1, device=out.device) if accumulate else None
     _ops.gemm_out.default(first, right.data, out, None, transpose, None, beta, *arguments)
     return out
+
+
+def _check_out(targets: list[Any], dtype: torch.dtype | None, op: str) -> list[Tensor]:
+    """The tensors that a product is written to."""
+    for target in targets:
+        if dtype is not None and dtype != target.dtype:
+            refuse(op, "dtype", f"None with 'out', whose dtype is {target.dtype}", str(dtype), "Leave it out")
+        if isinstance(target, GroupedTensor) and target.group_sizes is not None:
+            refuse(op, "out", "a stack of matrices", described(target), "Pass a main_grad")
+    return [constant(target, op, "out") for target in targets]
 
 
 def _matrices(b: Values, op: str, transpose_b: bool) -> tuple[Operand, bool]:
@@ -107,10 +127,11 @@ def _matrices(b: Values, op: str, transpose_b: bool) -> tuple[Operand, bool]:
     if isinstance(b, Tensor):
         one, transpose = second_operand(b, op, "b", transpose_b)
         return Operand([one.data], one.scales, one.key), transpose
-    pairs = [second_operand(matrix, op, "b", transpose_b) for matrix in b]
+    matrices = listed(b, op, "b")
+    pairs = [second_operand(matrix, op, "b", transpose_b) for matrix in matrices]
     kinds = {(one.key, transpose) for one, transpose in pairs}
     if len(kinds) > 1:
-        got = ", ".join(sorted({described(matrix) for matrix in b}))
+        got = ", ".join(sorted({described(matrix) for matrix in matrices}))
         refuse(op, "b", "matrices of one format, quantized in the same direction", got, "Quantize them alike")
     data = [one.data for one, _ in pairs]
     if not pairs or pairs[0][0].scales is None:
@@ -184,9 +205,8 @@ def grouped_gemm_wgrad(
         grad: ``[T, N]``, plain, or a ragged :class:`~transformer_plugin.tensor.GroupedTensor`, plain or quantized along
             columns.
         input: ``[T, K]``, likewise.
-        group_sizes: int32 or int64 ``[G]``; None if ``grad`` or ``input`` has its own,
-            which are then the same.
-        dtype: of the result; by default that of ``grad``.
+        group_sizes: int32 or int64 ``[G]``; None if ``grad`` or ``input`` has its own; if both have, they are the same.
+        dtype: of the result; by default that of ``grad``; not with ``out``.
         alpha: float32 ``[G]``.
         out: float32 or bfloat16 ``[G, N, K]`` as a tensor or an unquantized
             :class:`~transformer_plugin.tensor.GroupedTensor`, or G matrices: added to, or written over when not
@@ -197,13 +217,11 @@ def grouped_gemm_wgrad(
         ``[G, N, K]``, or ``out``. Not differentiable.
 
     Raises:
-        TypeError, ValueError: as the ops; operands without columnwise data.
+        TypeError, ValueError: as the ops; group sizes twice or never; operands without columnwise data; a ``dtype``
+            that is not that of ``out``.
     """
     op = "grouped_gemm_wgrad"
-    own = rows_of(grad, group_sizes, op, "grad").group_sizes
-    if own is None:
-        own = rows_of(input, None, op, "input").group_sizes
-    sizes = needed(own, op, "grad")
+    sizes = needed(rows_of_either(grad, input, group_sizes, op, ("grad", "input")).group_sizes, op, "grad")
     left = operand(grad, op, "grad", columnwise=True)
     right = operand(input, op, "input", columnwise=True)
     quantized: tuple[Any, ...] = ()
@@ -212,10 +230,7 @@ def grouped_gemm_wgrad(
     if out is None:
         arguments = (dtype or grad.dtype, alpha, None, *launch_options, *quantized)
         return _ops.grouped_gemm_wgrad.default(left.data, right.data, sizes, *arguments)
-    targets = [out] if isinstance(out, Tensor) else list(out)
-    if any(is_quantized(target) for target in targets):
-        refuse(op, "out", "values in high precision", described(targets[0]), "Pass a main_grad")
-    written = [operand(target, op, "out", columnwise=False).data for target in targets]
+    written = _check_out(listed(out, op, "out"), dtype, op)
     arguments = (accumulate, alpha, None, None, *launch_options, *quantized)
     _ops.grouped_gemm_wgrad_out.default(left.data, right.data, sizes, written, *arguments)
     return out
