@@ -66,15 +66,15 @@ def test_data_gradient_reads_the_columns_of_the_weight(keys: tuple[str, str], de
     operands, options = by_hand(rows, both, keys, (False, True))
     expected = ops.gemm(*operands, dtype=torch.float32, **options)
     left = tp.quantize(grad, keys[0])
-    assert_same_bits(tp.gemm(left, tp.quantize(weight, keys[1], columnwise=True), transpose_b=False), expected)
+    assert_same_bits(
+        tp.gemm(left, tp.quantize(weight, keys[1], columnwise=True), transpose_b=False), expected
+    )
     alone = tp.quantize(weight, keys[1], rowwise=False, columnwise=True)
     assert_same_bits(tp.gemm(left, alone, transpose_b=False), expected)
 
 
 @by_column_pair
-def test_other_direction_serves_where_it_is_the_only_one(
-    keys: tuple[str, str], device: torch.device
-) -> None:
+def test_other_direction_serves_where_it_is_the_only_one(keys: tuple[str, str], device: torch.device) -> None:
     grad, weight = draw(M, N, device=device), draw(N, K, seed=1, device=device)
     operands, options = by_hand(buffers(grad, keys[0]), buffers(weight, keys[1]), keys, (False, False))
     got = tp.gemm(tp.quantize(grad, keys[0]), tp.quantize(weight, keys[1]), transpose_b=False)

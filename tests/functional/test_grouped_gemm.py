@@ -46,7 +46,10 @@ def test_rows_of_both(keys: Keys, dtype: torch.dtype, device: torch.device) -> N
     for weights in (right, members, right.members(), tuple(members)):
         left = tp.quantize(tp.GroupedTensor(a, sizes), keys[0])
         assert_ragged(tp.grouped_gemm(left, weights), expected, sizes)
-    if Format.parse(keys[0]).family in ("fp8_block", "mxfp8"):  # the scales of rows do not depend on the groups
+    if Format.parse(keys[0]).family in (
+        "fp8_block",
+        "mxfp8",
+    ):  # the scales of rows do not depend on the groups
         got = tp.grouped_gemm(tp.quantize(a, keys[0]), right, sizes)
         assert type(got) is Tensor
         assert_same_bits(got[: sum(SIZES)], expected[: sum(SIZES)])
@@ -89,7 +92,9 @@ def test_options(device: torch.device) -> None:
     launch = tp.LaunchOptions(max_sms=4, expected_rows=64)
     index = torch.arange(ROWS, device=device).flip(0)
     got = tp.grouped_gemm(a, b, sizes, bias, rows=index, launch_options=launch, **more)
-    assert_same_bits(got, ops.grouped_gemm(a, b, sizes, bias, rows=index, max_sms=4, expected_rows=64, **more))
+    assert_same_bits(
+        got, ops.grouped_gemm(a, b, sizes, bias, rows=index, max_sms=4, expected_rows=64, **more)
+    )
     keys = ("fp8_block", "fp8_block:square")
     operands, options = by_hand(buffers(a, keys[0], sizes), buffers(b, keys[1]), keys, (False, False))
     left = tp.quantize(tp.GroupedTensor(a, sizes), keys[0])

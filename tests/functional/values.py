@@ -19,7 +19,11 @@ FORMATS = (
     *("fp8_block", "fp8_block:e5m2,fp32", "fp8_block:square", "mxfp8", "mxfp8:square", "mxfp8:tiled"),
     *("nvfp4", "nvfp4:square", "nvfp4:rht", "nvfp4:sr", "nvfp4:row_scaled", "nvfp4:4over6"),
 )
-GROUPED_FORMATS = (*(key for key in FORMATS if "square" not in key), "fp8_tensor:aligned", "fp8_block:aligned")
+GROUPED_FORMATS = (
+    *(key for key in FORMATS if "square" not in key),
+    "fp8_tensor:aligned",
+    "fp8_block:aligned",
+)
 #: One of each family, and a key with options in another order than Format writes them.
 FAMILIES = ("fp8_tensor", "fp8_row", "fp8_block:pow2,e4m3", "mxfp8", "nvfp4", "nvfp4:row_scaled")
 
