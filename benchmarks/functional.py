@@ -12,34 +12,35 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import Time, devices, host_times, write
-from benchmarks.functional_cases import Pair, constructions, pairs
+from benchmarks.common import devices, host_times, write
+from benchmarks.functional_cases import Call, Pair, constructions, pairs
 
 GOAL_US, GOAL_CONSTRUCTION_US = 5.0, 12.0
 #: What one construction is.
 CONSTRUCTION = "GroupedTensor(data, group_sizes)"
 
 
-def measure(pair: Pair, construction: Time, device: torch.device) -> dict[str, Any]:
-    """Both calls, alternating; ``over_us`` is what the function adds, less one construction for each value."""
-    times = host_times({"function": pair.function, "op": pair.op}, device)
+def measure(pair: Pair, construction: Call, device: torch.device) -> dict[str, Any]:
+    """All calls, alternating; ``over_us`` is what the function adds, less one construction for each value."""
+    times = host_times({"function": pair.function, "op": pair.op, "construction": construction}, device)
     added = times["function"].median - times["op"].median
     values = pair.values()
-    over = added - values * construction.median
+    over = added - values * times["construction"].median
     row = {"function": pair.name, "function_us": times["function"], "op_us": times["op"], "values": values}
     return {**row, "added_us": round(added, 3), "over_us": round(over, 3)}
 
 
 def run(device: torch.device) -> None:
     """Measures on one device and writes its file."""
-    made = host_times(constructions(device), device)
+    calls = constructions(device)
+    made = host_times(calls, device)
     rows: list[dict[str, Any]] = [{"construction": name, "us": time} for name, time in made.items()]
     print(f"{device.type}: us per construction")
     for name, time in made.items():
         print(f"{name:36s} {time.median:8.2f}")
     print(f"{'us per call':36s} function       op    added   values     over (goal {GOAL_US})")
     for pair in pairs(device):
-        row = measure(pair, made[CONSTRUCTION], device)
+        row = measure(pair, calls[CONSTRUCTION], device)
         rows.append(row)
         numbers = (
             row["function_us"].median,

@@ -32,11 +32,6 @@ __all__ = ["gemm", "gemm_wgrad", "grouped_gemm", "grouped_gemm_wgrad"]
 _ops = torch.ops.transformer_plugin
 
 
-def _check_no_groups(op: str, **operands: Value) -> None:
-    for name, value in operands.items():
-        one_matrix(value, op, name, f"Call grouped_{op}, or packed() for all rows")
-
-
 def gemm(
     a: Value,
     b: Value,
@@ -63,7 +58,8 @@ def gemm(
     Raises:
         TypeError, ValueError: as :func:`transformer_plugin.ops.gemm`; an ``a`` without rowwise data; a ragged operand.
     """
-    _check_no_groups("gemm", a=a, b=b)
+    one_matrix(a, "gemm", "a")
+    one_matrix(b, "gemm", "b")
     left = operand(a, "gemm", "a", columnwise=False)
     right, transpose = second_operand(b, "gemm", "b", transpose_b)
     if left.scales is None and right.scales is None:
@@ -97,7 +93,8 @@ def gemm_wgrad(
             operand without columnwise data; a ragged operand; a ``dtype`` that is not that of ``out``.
     """
     op = "gemm_wgrad"
-    _check_no_groups(op, grad=grad, input=input)
+    one_matrix(grad, op, "grad")
+    one_matrix(input, op, "input")
     left = operand(grad, op, "grad", columnwise=True)
     right = operand(input, op, "input", columnwise=True)
     first = left.data if left.scales is not None else left.data.t()
@@ -106,20 +103,20 @@ def gemm_wgrad(
     if out is None:
         result = dtype or grad.dtype
         return _ops.gemm.default(first, right.data, None, transpose, result, None, *arguments)
-    _check_out([out], dtype, op)
-    beta = torch.ones(1, device=out.device) if accumulate else None
-    _ops.gemm_out.default(first, right.data, out, None, transpose, None, beta, *arguments)
+    written = _check_out(out, dtype, op)
+    beta = torch.ones(1, device=written.device) if accumulate else None
+    _ops.gemm_out.default(first, right.data, written, None, transpose, None, beta, *arguments)
     return out
 
 
-def _check_out(targets: list[Any], dtype: torch.dtype | None, op: str) -> list[Tensor]:
-    """The tensors that a product is written to."""
-    for target in targets:
-        if dtype is not None and dtype != target.dtype:
-            refuse(op, "dtype", f"None with 'out', whose dtype is {target.dtype}", str(dtype), "Leave it out")
-        if isinstance(target, GroupedTensor) and target.group_sizes is not None:
-            refuse(op, "out", "a stack of matrices", described(target), "Pass a main_grad")
-    return [constant(target, op, "out") for target in targets]
+def _check_out(target: Any, dtype: torch.dtype | None, op: str) -> Tensor:
+    """The tensor that a product is written to."""
+    written: Tensor = constant(target, op, "out")
+    if dtype is not None and dtype != target.dtype:
+        refuse(op, "dtype", f"None with 'out', whose dtype is {target.dtype}", str(dtype), "Leave it out")
+    if isinstance(target, GroupedTensor) and target.group_sizes is not None:
+        refuse(op, "out", "a stack of matrices", described(target), "Pass a main_grad")
+    return written
 
 
 def _matrices(b: Values, op: str, transpose_b: bool) -> tuple[Operand, bool]:
@@ -221,7 +218,8 @@ def grouped_gemm_wgrad(
             that is not that of ``out``.
     """
     op = "grouped_gemm_wgrad"
-    sizes = needed(rows_of_either(grad, input, group_sizes, op, ("grad", "input")).group_sizes, op, "grad")
+    rows = rows_of_either(grad, input, group_sizes, op, ("grad", "input"))
+    sizes = needed(rows.group_sizes, op, "grad")
     left = operand(grad, op, "grad", columnwise=True)
     right = operand(input, op, "input", columnwise=True)
     quantized: tuple[Any, ...] = ()
@@ -230,7 +228,8 @@ def grouped_gemm_wgrad(
     if out is None:
         arguments = (dtype or grad.dtype, alpha, None, *launch_options, *quantized)
         return _ops.grouped_gemm_wgrad.default(left.data, right.data, sizes, *arguments)
-    written = _check_out(listed(out, op, "out"), dtype, op)
+    targets = [out] if isinstance(out, Tensor) else listed(out, op, "out")
+    written = [_check_out(target, dtype, op) for target in targets]
     arguments = (accumulate, alpha, None, None, *launch_options, *quantized)
     _ops.grouped_gemm_wgrad_out.default(left.data, right.data, sizes, written, *arguments)
     return out

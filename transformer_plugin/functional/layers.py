@@ -78,7 +78,7 @@ def linear(
     Raises:
         TypeError, ValueError: as :func:`transformer_plugin.ops.linear`; a recipe with a state.
     """
-    one_matrix(input, "linear", "input", "Call grouped_linear, or packed() for all rows")
+    one_matrix(input, "linear", "input")
     operands = (plain(input, "linear", "input"), plain(weight, "linear", "weight"))
     return ops.linear(*operands, bias, *_formats(recipe, "linear"))
 

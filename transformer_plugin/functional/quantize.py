@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from transformer_plugin import ops
@@ -98,9 +99,18 @@ def dequantize(value: Value, dtype: Any = None) -> Tensor:
             :class:`~transformer_plugin.tensor.GroupedTensor` or a plain tensor.
         dtype: float32, bfloat16 or float16; that of the value by default.
     """
-    if isinstance(value, FormatTensor):
-        return value.dequantize(dtype)
-    return value if dtype is None else value.to(dtype)
+    if not isinstance(value, FormatTensor):
+        return value if dtype is None else value.to(dtype)
+    wants_gradient = value.requires_grad and torch.is_grad_enabled()
+    if is_quantized(value) and value.rowwise_data is not None and not wants_gradient:
+        return _dequantized_rows(value, dtype or value.dtype)  # the method would be dispatched by torch
+    return value.dequantize(dtype)
+
+
+def _dequantized_rows(value: Any, dtype: torch.dtype) -> Tensor:
+    sizes = value.group_sizes if isinstance(value, GroupedTensor) else None
+    rows = (value.rowwise_data, value.scale_inv)
+    return ops.dequantize(*rows, value._key, dtype, sizes, False, value.amax)
 
 
 def with_columnwise(value: QuantizedTensor | GroupedTensor, *, seed: Tensor | None = None) -> Any:
