@@ -113,6 +113,23 @@ def test_gradient_of_a_whole_layer(recipe: Recipe | None, device: torch.device) 
         assert_same_bits(one, other)
 
 
+def test_value_of_a_tensor_with_a_gradient_passes_it_on(device: torch.device) -> None:
+    x, sizes = draw(ROWS, WIDTH, device=device).requires_grad_(), sizes_on(device)
+    weight = draw(G, 32, WIDTH, seed=1, device=device).requires_grad_()
+    expected = torch.autograd.grad(loss(ops.grouped_linear(x.sin(), weight, sizes)), (x, weight))
+    got = tp.grouped_linear(tp.GroupedTensor(x.sin(), sizes), weight)
+    for one, other in zip(torch.autograd.grad(loss(got), (x, weight)), expected, strict=True):
+        assert_same_bits(one, other)
+
+
+def test_detached_result_has_no_gradient(device: torch.device) -> None:
+    x = draw(ROWS, WIDTH, device=device).requires_grad_()
+    result = tp.swiglu(tp.GroupedTensor(x, sizes_on(device)))
+    assert result.requires_grad and not result.rowwise_data.requires_grad
+    assert not tp.swiglu(result.detach()).requires_grad
+    assert not tp.rms_norm(result, None, 1e-5, format="fp8_tensor").requires_grad
+
+
 def test_two_uses_of_a_value_add_their_gradients(device: torch.device) -> None:
     x, sizes = draw(ROWS, WIDTH, device=device).requires_grad_(), sizes_on(device)
     expected = torch.autograd.grad(loss(ops.swiglu(x)) + loss(ops.rms_norm(x, None, 1e-5)), x)[0]
