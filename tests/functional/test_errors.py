@@ -138,6 +138,11 @@ CASES: dict[str, tuple[Callable[[Given], Any], Kind, Parts]] = {
             ("linear", "input", lambda g: tp.linear(g.rows, g.weight[0])),
         )
     },
+    "ragged matrices": (
+        lambda g: tp.grouped_gemm(g.rows, g.rows),
+        ValueError,
+        ("grouped_gemm", "b", MATRIX, RAGGED_X, "Pass a stack of matrices, or a list"),
+    ),
     "ragged in a list": (
         lambda g: tp.quantize([g.x, g.rows], B),
         ValueError,

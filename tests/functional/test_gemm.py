@@ -157,6 +157,7 @@ def test_wgrad_into_a_buffer(key: str, dtype: torch.dtype, device: torch.device)
     ops.gemm_out(first, second, fresh, transpose_b=transpose, **options)
     tp.gemm_wgrad(left, right, out=filled, accumulate=False)
     assert_same_bits(filled, fresh)
+    fresh = ops.gemm(first, second, transpose_b=transpose, dtype=torch.float32, **options)
     assert_same_bits(tp.gemm_wgrad(left, right, dtype=torch.float32), fresh)
 
 

@@ -28,7 +28,7 @@ def plain(value: Any, op: str, argument: str) -> Any:
     """The numbers of a tensor or of an unquantized value, with its gradient."""
     if not isinstance(value, FormatTensor):
         return value if isinstance(value, Tensor) else _refuse_other(value, op, argument)
-    if is_quantized(value):
+    if value._key != UNQUANTIZED:
         advice = "Call dequantize() on it"
         refuse(op, argument, "values that are not quantized", value._described(), advice)
     if value.requires_grad and torch.is_grad_enabled():
@@ -109,11 +109,12 @@ def rows_of_either(
 ) -> Rows:
     """The matrix, and the groups of the rows of two: of either one, of both, or those that are given."""
     rows = rows_of(value, group_sizes, op, arguments[0])
-    if not isinstance(other, GroupedTensor) or other.group_sizes is None:
+    same = other.group_sizes if isinstance(other, GroupedTensor) else None
+    own = rows.group_sizes
+    if same is None or (rows.is_grouped and own is same):
         return rows
     if not rows.is_grouped:
         return rows_of(other, group_sizes, op, arguments[1])._replace(values=value)
-    own, same = rows.group_sizes, other.group_sizes
     assert own is not None
     if own is not same and own.shape != same.shape:
         advice = "Both have the same groups"
@@ -211,9 +212,13 @@ def is_quantized(value: object) -> bool:
     return isinstance(value, FormatTensor) and value._key != UNQUANTIZED
 
 
-def operand(value: Any, op: str, argument: str, columnwise: bool) -> Operand:
-    """One direction of a quantized value, or an unquantized one as it is."""
-    if not isinstance(value, FormatTensor) or value._key == UNQUANTIZED:
+def operand(value: Any, op: str, argument: str, columnwise: bool, ragged: bool = False) -> Operand:
+    """One direction of a quantized value, or an unquantized one as it is; ``ragged``: whether it may have groups."""
+    if not isinstance(value, FormatTensor):
+        return Operand(plain(value, op, argument), None, UNQUANTIZED)
+    if not ragged:
+        one_matrix(value, op, argument)
+    if value._key == UNQUANTIZED:
         return Operand(plain(value, op, argument), None, UNQUANTIZED)
     if not has(value, columnwise):
         name = "columnwise" if columnwise else "rowwise"
@@ -226,7 +231,10 @@ def second_operand(value: Any, op: str, argument: str, transpose_b: bool) -> tup
 
     The data that is quantized along the dimension of the sum, or where there is none the other direction.
     """
-    if not is_quantized(value):
+    if not isinstance(value, FormatTensor):
+        return Operand(plain(value, op, argument), None, UNQUANTIZED), transpose_b
+    one_matrix(value, op, argument, "" if op == "gemm" else "Pass a stack of matrices, or a list")
+    if value._key == UNQUANTIZED:
         return Operand(plain(value, op, argument), None, UNQUANTIZED), transpose_b
     columnwise = not transpose_b if has(value, not transpose_b) else transpose_b
     return _direction(value, columnwise), transpose_b != columnwise

@@ -14,7 +14,6 @@ from transformer_plugin.functional._values import (
     constant,
     described,
     needed,
-    one_matrix,
     operand,
     refuse,
     rows_of,
@@ -58,8 +57,6 @@ def gemm(
     Raises:
         TypeError, ValueError: as :func:`transformer_plugin.ops.gemm`; an ``a`` without rowwise data; a ragged operand.
     """
-    one_matrix(a, "gemm", "a")
-    one_matrix(b, "gemm", "b")
     left = operand(a, "gemm", "a", columnwise=False)
     right, transpose = second_operand(b, "gemm", "b", transpose_b)
     if left.scales is None and right.scales is None:
@@ -93,8 +90,6 @@ def gemm_wgrad(
             operand without columnwise data; a ragged operand; a ``dtype`` that is not that of ``out``.
     """
     op = "gemm_wgrad"
-    one_matrix(grad, op, "grad")
-    one_matrix(input, op, "input")
     left = operand(grad, op, "grad", columnwise=True)
     right = operand(input, op, "input", columnwise=True)
     first = left.data if left.scales is not None else left.data.t()
@@ -174,7 +169,7 @@ def grouped_gemm(
     """
     op = "grouped_gemm"
     values = rows_of(a, group_sizes, op, "a")
-    left = operand(values.values, op, "a", columnwise=False)
+    left = operand(values.values, op, "a", columnwise=False, ragged=True)
     right, transpose = _matrices(b, op, transpose_b)
     sizes = needed(values.group_sizes, op, "a")
     quantized: tuple[Any, ...] = ()
@@ -220,8 +215,8 @@ def grouped_gemm_wgrad(
     op = "grouped_gemm_wgrad"
     rows = rows_of_either(grad, input, group_sizes, op, ("grad", "input"))
     sizes = needed(rows.group_sizes, op, "grad")
-    left = operand(grad, op, "grad", columnwise=True)
-    right = operand(input, op, "input", columnwise=True)
+    left = operand(grad, op, "grad", columnwise=True, ragged=True)
+    right = operand(input, op, "input", columnwise=True, ragged=True)
     quantized: tuple[Any, ...] = ()
     if left.scales is not None or right.scales is not None:
         quantized = (left.scales, right.scales, left.key, right.key)
