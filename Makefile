@@ -28,7 +28,7 @@ INSTALLED := $(VENV)/.installed
 LIBRARY := transformer_plugin/_C.abi3.so
 BUILD_INPUTS := setup.py $(wildcard build_tools/*.py) $(shell find csrc -type f)
 CXX_FILES := $(shell find csrc examples -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
-BENCHMARKS := $(filter-out __init__ common compile_peer grouped_gemm_cpu grouped_gemm_works host_time_cases peers plot quantize_case quantize_cases quantize_grouped,$(basename $(notdir $(wildcard benchmarks/*.py))))
+BENCHMARKS := $(filter-out __init__ common compile_peer functional_cases grouped_gemm_cpu grouped_gemm_works host_time_cases peers plot quantize_case quantize_cases quantize_grouped,$(basename $(notdir $(wildcard benchmarks/*.py))))
 
 .PHONY: help setup build demo test test-long sanitize sanitize-gpu bench docs lint format clean distclean
 

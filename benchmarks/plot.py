@@ -56,6 +56,35 @@ def host_time(result: dict[str, Any]) -> Figure:
     return figure
 
 
+def functional(result: dict[str, Any]) -> Figure:
+    """Bars of each function's host time and of the op that it calls; the difference without the values it makes."""
+    rows = [row for row in result["rows"] if "function" in row]
+    figure, axes = pyplot.subplots(figsize=(8.5, 0.36 * len(rows) + 1.6), layout="constrained")
+    for place, row in enumerate(reversed(rows)):
+        for offset, name, color in ((0.2, "function_us", OURS), (-0.2, "op_us", MUL)):
+            time = row[name]
+            error = [[time["median"] - time["low"]], [time["high"] - time["median"]]]
+            axes.barh(
+                place + offset, time["median"], height=0.38, color=color, xerr=error, error_kw={"lw": 0.8}
+            )
+        axes.annotate(
+            f"+{row['added_us']:.1f} us, {row['values']} made", (row["function_us"]["high"], place + 0.2), (4, 0),
+            fontsize=8, textcoords="offset points", va="center",
+        )  # fmt: skip
+    axes.set_xlim(0, 1.25 * max(row["function_us"]["high"] for row in rows))
+    axes.set_yticks(range(len(rows)), [row["function"] for row in reversed(rows)], fontsize=8)
+    axes.set_xlabel("host time of one call, us: median and middle half")
+    for color, name in (
+        (OURS, "function, with the values it makes"),
+        (MUL, "the op, with its tensors by hand"),
+    ):
+        axes.barh(0, 0, color=color, label=name)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(_title("Host time of a function and of its op", result), fontsize=10)
+    return figure
+
+
 def train_moe(result: dict[str, Any]) -> Figure:
     """Tokens per second in training, each configuration and plain PyTorch in the same run."""
     rows = result["rows"]
@@ -260,6 +289,7 @@ def _title(text: str, result: dict[str, Any]) -> str:
 # By the key "benchmark" of a result file.
 DRAWINGS: dict[str, Callable[[dict[str, Any]], Figure]] = {
     "expert_mlp": expert_mlp,
+    "functional": functional,
     "grouped_gemm": grouped_gemm,
     "host_time": host_time,
     "quantize": quantize,

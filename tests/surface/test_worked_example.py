@@ -25,7 +25,7 @@ CALLERS = (
 
 FORMAT = "fp8_row"
 #: The most files that are edited to add a format.
-MOST_OF_A_FORMAT = 15
+MOST_OF_A_FORMAT = 16
 #: How code names the format: its key, its family, its kernels, and the trait that no other format has.
 NAMES_OF_THE_FORMAT = r"fp8_row|Fp8Row|\bquantize_rows_|launch_quantize_rows|QuantizeRows|has_row_scales"
 

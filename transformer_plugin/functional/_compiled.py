@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from transformer_plugin.functional import _values
+from transformer_plugin.functional import _values, layers
 from transformer_plugin.tensor import _base, _layout
 
 
 def register() -> None:
     """Called when torch's compiler is imported."""
-    for function in (_base.new_value, _values._differentiable):
+    for function in (_base.new_value, _values._differentiable, _values._rows_with_gradient):
         torch.compiler.allow_in_graph(function)
-    for constant in (_layout.parsed, _layout.facts):
+    for constant in (_layout.parsed, _layout.facts, layers._on_device):
         torch.compiler.assume_constant_result(constant)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from transformer_plugin.tensor import GroupedTensor, QuantizedTensor, _checks, _layout
-from transformer_plugin.tensor._base import Buffers, FormatTensor
+from transformer_plugin.tensor._base import FormatTensor, new_value
 from transformer_plugin.tensor.grouped import UNQUANTIZED
 
 Value = Tensor | QuantizedTensor | GroupedTensor
@@ -27,13 +27,60 @@ def described(value: object) -> str:
 def plain(value: Any, op: str, argument: str) -> Any:
     """The numbers of a tensor or of an unquantized value, with its gradient."""
     if not isinstance(value, FormatTensor):
-        return value
-    if is_quantized(value):
+        return value if isinstance(value, Tensor) else _refuse_other(value, op, argument)
+    if value._key != UNQUANTIZED:
         advice = "Call dequantize() on it"
         refuse(op, argument, "values that are not quantized", value._described(), advice)
     if value.requires_grad and torch.is_grad_enabled():
-        return value.packed()  # type: ignore[attr-defined]
+        return _rows_with_gradient(value)
     return value.rowwise_data
+
+
+def _refuse_other(value: object, op: str, argument: str) -> NoReturn:
+    refuse(op, argument, "a tensor", describe(value), "Pass a tensor", TypeError)
+
+
+def optional(value: Any, op: str, argument: str) -> Any:
+    """:func:`plain` of an argument that may be None."""
+    return None if value is None else plain(value, op, argument)
+
+
+def constant(value: Any, op: str, argument: str) -> Any:
+    """The numbers of a tensor or of an unquantized value, of which no gradient is wanted."""
+    if not isinstance(value, FormatTensor) or value._key != UNQUANTIZED:
+        data = plain(value, op, argument)
+    else:
+        data = value.rowwise_data
+    return data.detach() if data.requires_grad else data
+
+
+def detached(tensor: Any) -> Any:
+    """A tensor without its gradient."""
+    return tensor.detach() if tensor is not None and tensor.requires_grad else tensor
+
+
+def one_matrix(value: Any, op: str, argument: str, instead: str = "") -> None:
+    """Refuses a ragged value, whose groups an op without groups would ignore."""
+    if isinstance(value, GroupedTensor) and value.group_sizes is not None:
+        advice = instead or f"Call grouped_{op}, or packed() for all rows"
+        refuse(op, argument, "a matrix without groups", value._described(), advice)
+
+
+def without_format(
+    op: str,
+    *,
+    group_sizes: Tensor | None = None,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    seed: Tensor | None = None,
+    both: bool = False,
+) -> None:
+    """Refuses what only quantization has a use for; ``both``: whether both directions are the default."""
+    given = (("group_sizes", group_sizes, None), ("rowwise", rowwise, True), ("columnwise", columnwise, both))
+    for name, value, default in (*given, ("seed", seed, None)):
+        if value is not default:
+            got = describe(value) if isinstance(value, Tensor) else str(value)
+            refuse(op, name, f"{default} without a format", got, "Pass format, or leave it out")
 
 
 class Rows(NamedTuple):
@@ -57,6 +104,24 @@ def rows_of(value: Any, group_sizes: Tensor | None, op: str, argument: str) -> R
     return Rows(value, own, True)
 
 
+def rows_of_either(
+    value: Any, other: Any, group_sizes: Tensor | None, op: str, arguments: tuple[str, str]
+) -> Rows:
+    """The matrix, and the groups of the rows of two: of either one, of both, or those that are given."""
+    rows = rows_of(value, group_sizes, op, arguments[0])
+    same = other.group_sizes if isinstance(other, GroupedTensor) else None
+    own = rows.group_sizes
+    if same is None or (rows.is_grouped and own is same):
+        return rows
+    if not rows.is_grouped:
+        return rows_of(other, group_sizes, op, arguments[1])._replace(values=value)
+    assert own is not None
+    if own is not same and own.shape != same.shape:
+        advice = "Both have the same groups"
+        refuse(op, arguments[1], f"{own.shape[0]} groups, as '{arguments[0]}'", described(other), advice)
+    return rows
+
+
 def needed(group_sizes: Tensor | None, op: str, argument: str) -> Tensor:
     """The group sizes of a grouped product."""
     if group_sizes is None:
@@ -65,12 +130,31 @@ def needed(group_sizes: Tensor | None, op: str, argument: str) -> Tensor:
     return group_sizes
 
 
+class _ToRows(torch.autograd.Function):
+    """The node from a value to its rows: what ``packed()`` does, in half its time, because nothing is dispatched."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Any) -> Tensor:
+        rows: Tensor = value.rowwise_data.detach()
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]
+
+
+def _rows_with_gradient(value: Any) -> Tensor:
+    """A call of this function is one node of a graph that torch.compile traces."""
+    rows: Tensor = _ToRows.apply(value)
+    return rows
+
+
 class _FromRows(torch.autograd.Function):
     """The node of a ragged value that a differentiable op made."""
 
     @staticmethod
     def forward(ctx: Any, data: Tensor, group_sizes: Tensor) -> Any:
-        return _ragged(data, group_sizes)
+        return _ragged(data.detach(), group_sizes)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -84,8 +168,10 @@ def _differentiable(data: Tensor, group_sizes: Tensor) -> Any:
 
 
 def _ragged(data: Tensor, group_sizes: Tensor) -> GroupedTensor:
-    buffers = Buffers(rowwise_data=data, group_sizes=group_sizes)
-    value: GroupedTensor = GroupedTensor._make(buffers, UNQUANTIZED, data.shape, data.dtype)
+    nothing = (None,) * 5
+    value: GroupedTensor = new_value(
+        "GroupedTensor", UNQUANTIZED, data.shape, data.dtype, False, data, *nothing, group_sizes
+    )
     return value
 
 
@@ -112,7 +198,8 @@ def _direction(value: FormatTensor, columnwise: bool) -> Operand:
         data, scale, amax = value.columnwise_data, value.columnwise_scale_inv, value.columnwise_amax
     else:
         data, scale, amax = value.rowwise_data, value.scale_inv, value.amax
-    return Operand(data, [t for t in (scale, amax) if t is not None], value._key)
+    assert scale is not None
+    return Operand(data, [scale] if amax is None else [scale, amax], value._key)
 
 
 def has(value: Any, columnwise: bool) -> bool:
@@ -122,14 +209,16 @@ def has(value: Any, columnwise: bool) -> bool:
 
 def is_quantized(value: object) -> bool:
     """Whether it is a value with scales."""
-    return isinstance(value, FormatTensor) and (
-        value.scale_inv is not None or value.columnwise_scale_inv is not None
-    )
+    return isinstance(value, FormatTensor) and value._key != UNQUANTIZED
 
 
-def operand(value: Any, op: str, argument: str, columnwise: bool) -> Operand:
-    """One direction of a quantized value, or an unquantized one as it is."""
-    if not is_quantized(value):
+def operand(value: Any, op: str, argument: str, columnwise: bool, ragged: bool = False) -> Operand:
+    """One direction of a quantized value, or an unquantized one as it is; ``ragged``: whether it may have groups."""
+    if not isinstance(value, FormatTensor):
+        return Operand(plain(value, op, argument), None, UNQUANTIZED)
+    if not ragged:
+        one_matrix(value, op, argument)
+    if value._key == UNQUANTIZED:
         return Operand(plain(value, op, argument), None, UNQUANTIZED)
     if not has(value, columnwise):
         name = "columnwise" if columnwise else "rowwise"
@@ -142,10 +231,16 @@ def second_operand(value: Any, op: str, argument: str, transpose_b: bool) -> tup
 
     The data that is quantized along the dimension of the sum, or where there is none the other direction.
     """
-    if not is_quantized(value):
+    if not isinstance(value, FormatTensor):
+        return Operand(plain(value, op, argument), None, UNQUANTIZED), transpose_b
+    one_matrix(value, op, argument, "" if op == "gemm" else "Pass a stack of matrices, or a list")
+    if value._key == UNQUANTIZED:
         return Operand(plain(value, op, argument), None, UNQUANTIZED), transpose_b
     columnwise = not transpose_b if has(value, not transpose_b) else transpose_b
     return _direction(value, columnwise), transpose_b != columnwise
+
+
+_NEITHER = (None, None)
 
 
 def quantized_value(
@@ -155,12 +250,10 @@ def quantized_value(
     shape: Any,
     group_sizes: Tensor | None = None,
     rowwise: bool = True,
-    amaxes: tuple[Tensor | None, Tensor | None] = (None, None),
+    amaxes: tuple[Tensor | None, Tensor | None] = _NEITHER,
 ) -> Any:
     """A value over what a quantize op returned."""
-    tensors: list[Tensor | None] = [*outputs] if rowwise else [None, None, *outputs]
-    tensors += [None] * (4 - len(tensors))
-    buffers = Buffers(tensors[0], tensors[1], amaxes[0], tensors[2], tensors[3], amaxes[1], group_sizes)
-    is_stack = len(shape) == 3 or group_sizes is not None
-    cls = GroupedTensor if is_stack else QuantizedTensor
-    return cls._make(buffers, key, shape, like.dtype)
+    rows: Sequence[Tensor | None] = outputs[:2] if rowwise else _NEITHER
+    columns: Sequence[Tensor | None] = (outputs[2:] if rowwise else outputs) or _NEITHER
+    kind = "GroupedTensor" if len(shape) == 3 or group_sizes is not None else "QuantizedTensor"
+    return new_value(kind, key, shape, like.dtype, False, *rows, amaxes[0], *columns, amaxes[1], group_sizes)

@@ -8,7 +8,18 @@ from torch import Tensor
 
 from transformer_plugin import ops
 from transformer_plugin.formats import Format
-from transformer_plugin.functional._values import Rows, Value, plain, quantized_value, rows_of, with_groups
+from transformer_plugin.functional._values import (
+    Rows,
+    Value,
+    constant,
+    detached,
+    plain,
+    quantized_value,
+    rows_of,
+    rows_of_either,
+    with_groups,
+    without_format,
+)
 from transformer_plugin.functional.quantize import quantize
 from transformer_plugin.tensor import _checks
 
@@ -44,18 +55,20 @@ def swiglu(
         differentiable; ``fp8_block`` and ``mxfp8`` are computed in one pass. Without one differentiable.
 
     Raises:
-        TypeError, ValueError: as :func:`transformer_plugin.ops.swiglu` and :func:`transformer_plugin.ops.quantize`.
+        TypeError, ValueError: as :func:`transformer_plugin.ops.swiglu` and :func:`transformer_plugin.ops.quantize`;
+            arguments of the quantization without a format.
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020 (arXiv:2002.05202), equation 6 without biases.
     """
     rows = rows_of(input, group_sizes, "swiglu", "input")
-    data = plain(rows.values, "swiglu", "input")
     if format is None:
-        return with_groups(ops.swiglu(data, probs), rows)
+        without_format("swiglu", group_sizes=group_sizes, rowwise=rowwise, columnwise=columnwise, seed=seed)
+        return with_groups(ops.swiglu(plain(rows.values, "swiglu", "input"), probs), rows)
+    data, probs = constant(rows.values, "swiglu", "input"), detached(probs)
     facts = _checks.facts_of("swiglu", format)
-    directions = {"rowwise": rowwise, "columnwise": columnwise, "seed": seed}
     if not facts.is_one_pass:
-        return quantized_rows(ops.swiglu(data.detach(), probs), rows, facts.key, **directions)
+        directions = {"rowwise": rowwise, "columnwise": columnwise, "seed": seed}
+        return quantized_rows(ops.swiglu(data, probs), rows, facts.key, **directions)
     outputs = ops.swiglu_quantize(
         data, facts.key, probs, rows.group_sizes, seed=seed, rowwise=rowwise, columnwise=columnwise
     )
@@ -76,21 +89,25 @@ def swiglu_backward(
 
     Args:
         grad: ``[T, F]``, the gradient of the result, plain or an unquantized ragged value.
-        input, probs: what the forward was given.
+        input, probs: what the forward was given. Groups may come with ``input``, with ``grad`` or with both, which are
+            then the same.
         format: of the gradient of ``input``, then quantized in both directions; None for its dtype.
         group_sizes: as for :func:`swiglu`.
         seed: int64 ``[1]``, of formats with stochastic rounding.
 
     Returns:
-        The gradient of ``input`` ``[T, 2F]`` with its groups, and that of ``probs`` float32 ``[T]``, ``[0]`` without
+        The gradient of ``input`` ``[T, 2F]`` with the groups, and that of ``probs`` float32 ``[T]``, ``[0]`` without
         ``probs``. Not differentiable.
 
     Raises:
-        TypeError, ValueError: as :func:`transformer_plugin.ops.swiglu_backward`.
+        TypeError, ValueError: as :func:`transformer_plugin.ops.swiglu_backward` and
+            :func:`transformer_plugin.ops.quantize`; arguments of the quantization without a format.
     """
     op = "swiglu_backward"
-    rows = rows_of(input, group_sizes, op, "input")
-    data, given = plain(rows.values, op, "input").detach(), plain(grad, op, "grad").detach()
+    rows = rows_of_either(input, grad, group_sizes, op, ("input", "grad"))
+    data, given, probs = constant(input, op, "input"), constant(grad, op, "grad"), detached(probs)
+    if format is None:
+        without_format(op, group_sizes=group_sizes, seed=seed)
     facts = None if format is None else _checks.facts_of(op, format)
     if facts is not None and facts.is_one_pass and data.shape[1] % 256 == 0:
         *outputs, grad_probs = ops.swiglu_backward_quantize(given, data, facts.key, probs, rows.group_sizes)
@@ -126,7 +143,7 @@ def bias_backward(
     """
     op = "bias_backward"
     rows = rows_of(grad, group_sizes, op, "grad")
-    data, sizes = plain(rows.values, op, "grad").detach(), rows.group_sizes
+    data, sizes = constant(rows.values, op, "grad"), rows.group_sizes
     if format is not None:
         facts = _checks.facts_of(op, format)
         if facts.is_fused:
@@ -139,4 +156,5 @@ def bias_backward(
         return quantized_rows(data, rows, facts.key, **directions), bias_backward(
             grad, group_sizes=group_sizes
         )
+    without_format(op, rowwise=rowwise, columnwise=columnwise, seed=seed, both=True)
     return ops.bias_backward(data) if sizes is None else ops.grouped_bias_backward(data, sizes)[0]

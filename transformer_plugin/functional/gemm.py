@@ -11,16 +11,19 @@ from transformer_plugin.functional._values import (
     Operand,
     Value,
     Values,
+    constant,
     described,
-    is_quantized,
     needed,
     operand,
     refuse,
     rows_of,
+    rows_of_either,
     second_operand,
     with_groups,
 )
 from transformer_plugin.launch import LaunchOptions
+from transformer_plugin.ops._operands import listed
+from transformer_plugin.tensor import GroupedTensor
 from transformer_plugin.tensor.grouped import UNQUANTIZED
 
 __all__ = ["gemm", "gemm_wgrad", "grouped_gemm", "grouped_gemm_wgrad"]
@@ -52,7 +55,7 @@ def gemm(
         ``[M, N]``. Differentiable if neither is quantized.
 
     Raises:
-        TypeError, ValueError: as :func:`transformer_plugin.ops.gemm`; an ``a`` without rowwise data.
+        TypeError, ValueError: as :func:`transformer_plugin.ops.gemm`; an ``a`` without rowwise data; a ragged operand.
     """
     left = operand(a, "gemm", "a", columnwise=False)
     right, transpose = second_operand(b, "gemm", "b", transpose_b)
@@ -84,7 +87,7 @@ def gemm_wgrad(
 
     Raises:
         TypeError, ValueError: as :func:`transformer_plugin.ops.gemm` and :func:`transformer_plugin.ops.gemm_out`; an
-        operand without columnwise data.
+            operand without columnwise data; a ragged operand; a ``dtype`` that is not that of ``out``.
     """
     op = "gemm_wgrad"
     left = operand(grad, op, "grad", columnwise=True)
@@ -95,11 +98,20 @@ def gemm_wgrad(
     if out is None:
         result = dtype or grad.dtype
         return _ops.gemm.default(first, right.data, None, transpose, result, None, *arguments)
-    if dtype is not None and dtype != out.dtype:
-        refuse(op, "dtype", f"None with 'out', whose dtype is {out.dtype}", str(dtype), "Leave it out")
-    beta = torch.ones(1, device=out.device) if accumulate else None
-    _ops.gemm_out.default(first, right.data, out, None, transpose, None, beta, *arguments)
+    written = _check_out(out, dtype, op)
+    beta = torch.ones(1, device=written.device) if accumulate else None
+    _ops.gemm_out.default(first, right.data, written, None, transpose, None, beta, *arguments)
     return out
+
+
+def _check_out(target: Any, dtype: torch.dtype | None, op: str) -> Tensor:
+    """The tensor that a product is written to."""
+    written: Tensor = constant(target, op, "out")
+    if dtype is not None and dtype != target.dtype:
+        refuse(op, "dtype", f"None with 'out', whose dtype is {target.dtype}", str(dtype), "Leave it out")
+    if isinstance(target, GroupedTensor) and target.group_sizes is not None:
+        refuse(op, "out", "a stack of matrices", described(target), "Pass a main_grad")
+    return written
 
 
 def _matrices(b: Values, op: str, transpose_b: bool) -> tuple[Operand, bool]:
@@ -107,10 +119,11 @@ def _matrices(b: Values, op: str, transpose_b: bool) -> tuple[Operand, bool]:
     if isinstance(b, Tensor):
         one, transpose = second_operand(b, op, "b", transpose_b)
         return Operand([one.data], one.scales, one.key), transpose
-    pairs = [second_operand(matrix, op, "b", transpose_b) for matrix in b]
+    matrices = listed(b, op, "b")
+    pairs = [second_operand(matrix, op, "b", transpose_b) for matrix in matrices]
     kinds = {(one.key, transpose) for one, transpose in pairs}
     if len(kinds) > 1:
-        got = ", ".join(sorted({described(matrix) for matrix in b}))
+        got = ", ".join(sorted({described(matrix) for matrix in matrices}))
         refuse(op, "b", "matrices of one format, quantized in the same direction", got, "Quantize them alike")
     data = [one.data for one, _ in pairs]
     if not pairs or pairs[0][0].scales is None:
@@ -156,7 +169,7 @@ def grouped_gemm(
     """
     op = "grouped_gemm"
     values = rows_of(a, group_sizes, op, "a")
-    left = operand(values.values, op, "a", columnwise=False)
+    left = operand(values.values, op, "a", columnwise=False, ragged=True)
     right, transpose = _matrices(b, op, transpose_b)
     sizes = needed(values.group_sizes, op, "a")
     quantized: tuple[Any, ...] = ()
@@ -184,9 +197,8 @@ def grouped_gemm_wgrad(
         grad: ``[T, N]``, plain, or a ragged :class:`~transformer_plugin.tensor.GroupedTensor`, plain or quantized along
             columns.
         input: ``[T, K]``, likewise.
-        group_sizes: int32 or int64 ``[G]``; None if ``grad`` or ``input`` has its own,
-            which are then the same.
-        dtype: of the result; by default that of ``grad``.
+        group_sizes: int32 or int64 ``[G]``; None if ``grad`` or ``input`` has its own; if both have, they are the same.
+        dtype: of the result; by default that of ``grad``; not with ``out``.
         alpha: float32 ``[G]``.
         out: float32 or bfloat16 ``[G, N, K]`` as a tensor or an unquantized
             :class:`~transformer_plugin.tensor.GroupedTensor`, or G matrices: added to, or written over when not
@@ -197,25 +209,22 @@ def grouped_gemm_wgrad(
         ``[G, N, K]``, or ``out``. Not differentiable.
 
     Raises:
-        TypeError, ValueError: as the ops; operands without columnwise data.
+        TypeError, ValueError: as the ops; group sizes twice or never; operands without columnwise data; a ``dtype``
+            that is not that of ``out``.
     """
     op = "grouped_gemm_wgrad"
-    own = rows_of(grad, group_sizes, op, "grad").group_sizes
-    if own is None:
-        own = rows_of(input, None, op, "input").group_sizes
-    sizes = needed(own, op, "grad")
-    left = operand(grad, op, "grad", columnwise=True)
-    right = operand(input, op, "input", columnwise=True)
+    rows = rows_of_either(grad, input, group_sizes, op, ("grad", "input"))
+    sizes = needed(rows.group_sizes, op, "grad")
+    left = operand(grad, op, "grad", columnwise=True, ragged=True)
+    right = operand(input, op, "input", columnwise=True, ragged=True)
     quantized: tuple[Any, ...] = ()
     if left.scales is not None or right.scales is not None:
         quantized = (left.scales, right.scales, left.key, right.key)
     if out is None:
         arguments = (dtype or grad.dtype, alpha, None, *launch_options, *quantized)
         return _ops.grouped_gemm_wgrad.default(left.data, right.data, sizes, *arguments)
-    targets = [out] if isinstance(out, Tensor) else list(out)
-    if any(is_quantized(target) for target in targets):
-        refuse(op, "out", "values in high precision", described(targets[0]), "Pass a main_grad")
-    written = [operand(target, op, "out", columnwise=False).data for target in targets]
+    targets = [out] if isinstance(out, Tensor) else listed(out, op, "out")
+    written = [_check_out(target, dtype, op) for target in targets]
     arguments = (accumulate, alpha, None, None, *launch_options, *quantized)
     _ops.grouped_gemm_wgrad_out.default(left.data, right.data, sizes, written, *arguments)
     return out

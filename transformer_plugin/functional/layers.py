@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -13,12 +12,18 @@ from transformer_plugin import ops
 from transformer_plugin.formats import Format, resolve
 from transformer_plugin.functional._values import (
     Value,
+    constant,
+    describe,
+    detached,
     needed,
+    one_matrix,
+    optional,
     plain,
     quantized_value,
     refuse,
     rows_of,
     with_groups,
+    without_format,
 )
 from transformer_plugin.functional.quantize import quantize
 from transformer_plugin.launch import LaunchOptions
@@ -30,24 +35,34 @@ __all__ = ["grouped_gemm_swiglu", "grouped_linear", "grouped_mlp", "linear"]
 _NO_FORMATS = ("none", "none", "none")
 
 
-@cache
-def _resolved(recipe: Recipe, device: torch.device | None) -> tuple[str, str, str]:
-    """The formats of input, weight and gradient; with a device, of a layer with groups on it."""
-    keys = (recipe.input_format, recipe.weight_format, recipe.grad_format)
+Keys = tuple[str, str, str]
+
+
+def _on_device(keys: Keys, device: torch.device | None) -> Keys:
+    """With a device, the formats of a layer with groups on it. Constant for torch.compile."""
     return keys if device is None else (resolve(keys[0], device), keys[1], resolve(keys[2], device))
 
 
-def _formats(recipe: Recipe | None, op: str, device: torch.device | None = None) -> tuple[str, str, str]:
+def _keys(recipe: Recipe, device: torch.device | None) -> Keys:
+    """The formats of input, weight and gradient."""
+    return _on_device((recipe.input_format, recipe.weight_format, recipe.grad_format), device)
+
+
+_cached = cache(_keys)
+
+
+def _formats(recipe: Recipe | None, op: str, device: torch.device | None = None) -> Keys:
     if recipe is None:
         return _NO_FORMATS
     if isinstance(recipe, DelayedScaling):
         advice = "Use the module of transformer_plugin.nn, which holds its state"
         refuse(op, "recipe", "a recipe whose scales come from current values", str(recipe), advice)
-    return _resolved(recipe, device)
+    # torch's compiler traces what a recipe computes; with cache() it would warn that it does not look into it.
+    return _keys(recipe, device) if torch.compiler.is_compiling() else _cached(recipe, device)
 
 
 def linear(
-    input: Tensor, weight: Value, bias: Tensor | None = None, *, recipe: Recipe | None = None
+    input: Value, weight: Value, bias: Tensor | None = None, *, recipe: Recipe | None = None
 ) -> Tensor:
     """``input @ weight.T + bias`` with the operands of forward and backward in the formats of a recipe.
 
@@ -63,8 +78,9 @@ def linear(
     Raises:
         TypeError, ValueError: as :func:`transformer_plugin.ops.linear`; a recipe with a state.
     """
-    weight = plain(weight, "linear", "weight")
-    return ops.linear(input, weight, bias, *_formats(recipe, "linear"))
+    one_matrix(input, "linear", "input")
+    operands = (plain(input, "linear", "input"), plain(weight, "linear", "weight"))
+    return ops.linear(*operands, bias, *_formats(recipe, "linear"))
 
 
 def grouped_linear(
@@ -100,7 +116,7 @@ def grouped_linear(
     data, matrices = plain(rows.values, op, "input"), plain(weight, op, "weight")
     formats = _formats(recipe, op, data.device)
     output = ops.grouped_linear(
-        data, matrices, sizes, plain(bias, op, "bias"), bias_scale, *formats, None, *launch_options
+        data, matrices, sizes, optional(bias, op, "bias"), bias_scale, *formats, None, *launch_options
     )
     return with_groups(output, rows)
 
@@ -145,7 +161,7 @@ def grouped_mlp(
     if probs is None:
         probs = torch.ones(data.shape[0], device=data.device)
     weights = (plain(fc1_weight, op, "fc1_weight"), plain(fc2_weight, op, "fc2_weight"))
-    biases = (plain(fc1_bias, op, "fc1_bias"), plain(fc2_bias, op, "fc2_bias"))
+    biases = (optional(fc1_bias, op, "fc1_bias"), optional(fc2_bias, op, "fc2_bias"))
     formats = _formats(recipe, op, data.device)
     options: tuple[Any, ...] = (None, None, interleave, *launch_options)
     return with_groups(ops.grouped_mlp(data, *weights, sizes, probs, *biases, *formats, *options), rows)
@@ -159,6 +175,8 @@ def grouped_gemm_swiglu(
     *,
     bias: Tensor | None = None,
     format: str | Format | None = None,
+    columnwise: bool = False,
+    seed: Tensor | None = None,
     interleave: int = 0,
     launch_options: LaunchOptions = LaunchOptions(),  # noqa: B008 immutable
 ) -> tuple[Any, Any]:
@@ -172,6 +190,7 @@ def grouped_gemm_swiglu(
         bias: ``[G, 2F]``.
         format: of the activation; None for the dtype of ``a``. ``fp8_block`` and ``mxfp8`` leave the epilogue of the
             product quantized.
+        columnwise, seed: as for :func:`quantize`, with a format.
         interleave: 0 or 32, the order of the columns of ``h``.
         launch_options: of the kernel.
 
@@ -179,22 +198,29 @@ def grouped_gemm_swiglu(
         The activation ``[T, F]`` and ``h [T, 2F]``, with the groups of ``a``. Differentiable without a format.
 
     Raises:
-        TypeError, ValueError: as :func:`transformer_plugin.ops.grouped_gemm_swiglu`.
+        TypeError, ValueError: as :func:`transformer_plugin.ops.grouped_gemm_swiglu` and
+            :func:`transformer_plugin.ops.quantize`; group sizes twice or never; arguments of the quantization without a
+            format.
     """
     op = "grouped_gemm_swiglu"
     rows = rows_of(a, group_sizes, op, "a")
     sizes = needed(rows.group_sizes, op, "a")
-    data, matrices = plain(rows.values, op, "a"), plain(b, op, "b")
-    options = (probs, bias, interleave, True, *launch_options)
-    facts = None if format is None else _checks.facts_of(op, format)
-    if facts is not None and facts.is_in_epilogue:
-        *outputs, h = ops.grouped_gemm_swiglu_quantize(data, matrices, sizes, facts.key, *options)
-        activation = quantized_value(outputs, facts.key, data, (data.shape[0], h.shape[1] // 2), sizes)
-        return activation, with_groups(h, rows)
-    act, h = ops.grouped_gemm_swiglu(data, matrices, sizes, *options)
-    if facts is not None:
-        return quantize(act, facts.key, group_sizes=sizes), with_groups(h, rows)
-    return with_groups(act, rows), with_groups(h, rows)
-
-
-Weights = Value | Sequence[Value]
+    options: tuple[Any, ...] = (interleave, True, *launch_options)
+    if format is None:
+        without_format(op, columnwise=columnwise, seed=seed)
+        operands = (plain(rows.values, op, "a"), plain(b, op, "b"), sizes, probs, bias)
+        act, h = ops.grouped_gemm_swiglu(*operands, *options)
+        return with_groups(act, rows), with_groups(h, rows)
+    facts = _checks.facts_of(op, format)
+    data, matrices = constant(rows.values, op, "a"), constant(b, op, "b")
+    factors = (detached(probs), detached(bias))
+    if columnwise or not facts.is_in_epilogue:
+        act, h = ops.grouped_gemm_swiglu(data, matrices, sizes, *factors, *options)
+        quantized = quantize(act, facts.key, group_sizes=sizes, columnwise=columnwise, seed=seed)
+        return quantized, with_groups(h, rows)
+    if seed is not None:
+        advice = "Leave it out"
+        refuse(op, "seed", f"None for '{facts.key}', which rounds to nearest", describe(seed), advice)
+    *outputs, h = ops.grouped_gemm_swiglu_quantize(data, matrices, sizes, facts.key, *factors, *options)
+    activation = quantized_value(outputs, facts.key, data, (data.shape[0], h.shape[1] // 2), sizes)
+    return activation, with_groups(h, rows)
