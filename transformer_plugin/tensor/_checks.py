@@ -131,6 +131,8 @@ def _check_direction(
     columnwise: bool,
 ) -> None:
     """Data, scales and amax of one direction: all that the format has, or nothing."""
+    if buffers[0] is None and buffers[1] is None and buffers[2] is None:
+        return
     layout = (
         (format.dtype, _layout.data_sizes(format, shape, columnwise)),
         (format.scale_dtype, _layout.scale_sizes(format, shape, columnwise)),
@@ -140,16 +142,16 @@ def _check_direction(
         wanted = dtype is not None and buffers[0] is not None
         if tensor is None and not wanted:
             continue
+        if tensor is not None and wanted:
+            check_tensor(op, name, tensor, device)
+            if tensor.dtype == dtype and tensor.shape == expected:
+                continue
+        # Texts are written only here: they take longer than all checks.
         text = f"{str(dtype).removeprefix('torch.')} {list(expected)}" if wanted else "None"
-        got = "None" if tensor is None else describe(tensor)
         advice = f"Pass what quantize returned in '{format.key}'" if wanted else "Leave it out"
-        if tensor is None or not wanted:
-            refuse(op, name, text, got, advice)
-        check_tensor(op, name, tensor, device)
-        if tensor.dtype != dtype:
-            refuse(op, name, text, got, advice, TypeError)
-        if tuple(tensor.shape) != expected:
-            refuse(op, name, text, got, advice)
+        got = "None" if tensor is None else describe(tensor)
+        is_other_dtype = tensor is not None and wanted and tensor.dtype != dtype
+        refuse(op, name, text, got, advice, TypeError if is_other_dtype else ValueError)
 
 
 def bump_versions(tensors: Iterable[Tensor]) -> None:
