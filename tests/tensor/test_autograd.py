@@ -135,3 +135,16 @@ def test_ragged_values_are_differentiable(device: torch.device) -> None:
     tp.swiglu(value).packed().sum().backward()
     ops.swiglu(x).sum().backward()
     assert value.grad is not None and x.grad is not None and torch.equal(value.grad, x.grad)
+
+
+def test_a_value_over_a_tensor_with_a_gradient(device: torch.device) -> None:
+    x = torch.randn(80, 32, device=device, requires_grad=True)
+    group_sizes = torch.tensor([16, 0, 48], device=device)
+    value = GroupedTensor(x * 2, group_sizes)
+    assert value.requires_grad and value.grad_fn is not None and not value.detach().requires_grad
+    (value.packed() * 3).sum().backward()
+    assert x.grad is not None and bool((x.grad == 6).all())
+    stack_of = GroupedTensor(x.view(2, 40, 32))
+    assert Parameter(stack_of).is_leaf
+    with torch.no_grad():
+        assert not GroupedTensor(x, group_sizes).requires_grad

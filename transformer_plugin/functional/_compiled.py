@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from transformer_plugin.functional import _values, layers
-from transformer_plugin.tensor import _base, _layout
+from transformer_plugin.tensor import _base, _layout, grouped
 
 
 def register() -> None:
     """Called when torch's compiler is imported."""
-    for function in (_base.new_value, _values._differentiable, _values._rows_with_gradient):
+    for function in (_base.new_value, grouped.differentiable, _values._rows_with_gradient):
         torch.compiler.allow_in_graph(function)
     for constant in (_layout.parsed, _layout.facts, layers._on_device):
         torch.compiler.assume_constant_result(constant)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from transformer_plugin.tensor import GroupedTensor, QuantizedTensor, _checks, _layout
 from transformer_plugin.tensor._base import FormatTensor, new_value
-from transformer_plugin.tensor.grouped import UNQUANTIZED
+from transformer_plugin.tensor.grouped import UNQUANTIZED, differentiable
 
 Value = Tensor | QuantizedTensor | GroupedTensor
 Values = Value | Sequence[Value]
@@ -149,24 +149,6 @@ def _rows_with_gradient(value: Any) -> Tensor:
     return rows
 
 
-class _FromRows(torch.autograd.Function):
-    """The node of a ragged value that a differentiable op made."""
-
-    @staticmethod
-    def forward(ctx: Any, data: Tensor, group_sizes: Tensor) -> Any:
-        return _ragged(data.detach(), group_sizes)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        grad = grads[0]
-        return (grad.rowwise_data if isinstance(grad, FormatTensor) else grad), None
-
-
-def _differentiable(data: Tensor, group_sizes: Tensor) -> Any:
-    """A call of this function is one node of a graph that torch.compile traces."""
-    return _FromRows.apply(data, group_sizes)
-
-
 def _ragged(data: Tensor, group_sizes: Tensor) -> GroupedTensor:
     nothing = (None,) * 5
     value: GroupedTensor = new_value(
@@ -181,7 +163,7 @@ def with_groups(data: Tensor, rows: Rows) -> Any:
         return data
     assert rows.group_sizes is not None
     if data.requires_grad and torch.is_grad_enabled():
-        return _differentiable(data, rows.group_sizes)
+        return differentiable(data, rows.group_sizes)
     return _ragged(data, rows.group_sizes)
 
 

@@ -9,9 +9,33 @@ from torch import Tensor
 
 from transformer_plugin.formats import Format
 from transformer_plugin.tensor import _checks, _layout
-from transformer_plugin.tensor._base import Buffers, FormatTensor
+from transformer_plugin.tensor._base import Buffers, FormatTensor, new_value
 
 UNQUANTIZED = "none"
+
+
+class _FromTensor(torch.autograd.Function):
+    """The node from a tensor to a value over its memory."""
+
+    @staticmethod
+    def forward(ctx: Any, data: Tensor, group_sizes: Tensor | None) -> Any:
+        nothing = (None,) * 5
+        arguments = ("GroupedTensor", UNQUANTIZED, data.shape, data.dtype, False)
+        return new_value(*arguments, data.detach(), *nothing, group_sizes)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        grad = grads[0]
+        return (grad.rowwise_data if isinstance(grad, FormatTensor) else grad), None
+
+
+def differentiable(data: Tensor, group_sizes: Tensor | None) -> GroupedTensor:
+    """A value over the memory of a tensor that requires a gradient, which gets that of the value.
+
+    A call of this function is one node of a graph that torch.compile traces.
+    """
+    value: GroupedTensor = _FromTensor.apply(data, group_sizes)
+    return value
 
 
 class GroupedTensor(FormatTensor):
@@ -33,7 +57,8 @@ class GroupedTensor(FormatTensor):
         scale_inv, amax, columnwise_data, columnwise_scale_inv, columnwise_amax: as for
             :class:`~transformer_plugin.tensor.QuantizedTensor`, in the layouts of a stack or of a ragged matrix.
         rows: T, of a ragged value without rowwise data.
-        requires_grad: whether a gradient is wanted. It is a plain tensor of the shape of the value.
+        requires_grad: whether a gradient is wanted. It is a plain tensor of the shape of the value. A value over a
+            tensor that requires a gradient passes its own on to that tensor.
 
     Raises:
         TypeError: no tensor, another dtype. ValueError: sizes that do not agree, scales that are missing or of another
@@ -67,6 +92,8 @@ class GroupedTensor(FormatTensor):
         )
         if format == UNQUANTIZED:
             data = cls._check_unquantized(buffers, dtype)
+            if data.requires_grad and torch.is_grad_enabled():
+                return differentiable(data, group_sizes)
             value: GroupedTensor = cls._make(buffers, UNQUANTIZED, data.shape, data.dtype, requires_grad)
             return value
         parsed = _checks.format_of(op, format)
