@@ -189,7 +189,19 @@ def parametrized(module: GroupedMLP) -> None:
     torch.nn.utils.parametrize.register_parametrization(module.fc1, "weight", Twice())
 
 
-@pytest.mark.parametrize("change", [subclassed, wrapped, replaced_forward, parametrized])
+def test_parametrized_layers_are_fused(calls: list[str]) -> None:
+    module = make(bias=False)
+    weight = 2 * module.fc1.weight.detach()
+    parametrized(module)
+    got = step(module)
+    assert calls == ONE
+    with torch.no_grad():
+        plain = make(bias=False)
+        plain.fc1.weight.copy_(weight)
+    assert_same_bits(got[0], step(plain)[0])
+
+
+@pytest.mark.parametrize("change", [subclassed, wrapped, replaced_forward])
 def test_changed_layers_are_called(change: Callable[[GroupedMLP], None], calls: list[str]) -> None:
     """The wrapper doubles the first product including the gate, which only a call of the changed layer can give."""
     module = make(bias=False)

@@ -100,7 +100,7 @@ def test_wrappers_that_pass_on(bias: bool) -> None:
     assert moe.recipe == recipe
 
     moe.experts.inner.quantize_weights()
-    assert moe.experts.inner.fc1.inner._quantized
+    assert moe.experts.inner.fc1.inner.quantized_weight is not None
     assert_same_bits(moe(x).output.detach(), plain(x).output.detach())
     moe.experts.inner.forget_quantized_weights()
     torch.manual_seed(4)

@@ -49,25 +49,33 @@ def convert_state(
     pattern = re.compile(re.escape(prefix + name) + r"(\d+)$")
     members = {int(found[1]): key for key in state if (found := pattern.match(key))}
     whole = prefix + name
-    if layout != "list" and members and whole not in state:
-        tensors = [state.pop(members[i]) for i in sorted(members)]
-        expected = list(range(groups))
-        shapes = {tuple(t.shape) for t in tensors}
-        if sorted(members) != expected or len(shapes) != 1:
-            errors.append(
-                f"size mismatch for {whole}: the state dict has {len(members)} members {prefix}{name}{{i}} of sizes "
-                f"{sorted(shapes)}, the module {groups} of one size."
-            )
-            return
-        state[whole] = torch.stack([_plain(t) for t in tensors])
+    if members and whole not in state:
+        _convert_members(state, whole, members, layout, groups, errors)
     elif layout == "list" and whole in state and not members:
         tensor = _plain(state.pop(whole))
-        if tensor.shape[0] != groups:
+        if tensor.shape[:1] == (groups,):
+            state.update({f"{whole}{i}": member for i, member in enumerate(tensor.unbind(0))})
+        else:
+            sizes = list(tensor.shape)
             errors.append(
-                f"size mismatch for {whole}: the state dict has {tensor.shape[0]} members, the module {groups}."
+                f"size mismatch for {whole}: the state dict has {sizes}, the module {groups} members."
             )
-            return
-        state.update({f"{whole}{i}": member for i, member in enumerate(tensor.unbind(0))})
+
+
+def _convert_members(
+    state: dict[str, Any], whole: str, members: dict[int, str], layout: Layout, groups: int, errors: list[str]
+) -> None:
+    """Packs separate members, or leaves them as they are. With other sizes none of them is loaded."""
+    shapes = {tuple(state[key].shape) for key in members.values()}
+    if sorted(members) != list(range(groups)) or len(shapes) != 1:
+        errors.append(
+            f"size mismatch for {whole}: the state dict has {len(members)} members {whole}{{i}} of sizes "
+            f"{sorted(shapes)}, the module {groups} of one size."
+        )
+        for key in members.values():
+            del state[key]
+    elif layout != "list":
+        state[whole] = torch.stack([_plain(state.pop(members[i])) for i in range(groups)])
 
 
 def _plain(tensor: Any) -> Any:

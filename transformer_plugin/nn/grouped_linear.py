@@ -113,10 +113,9 @@ class GroupedLinear(RecipeModule):
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         register(self, "weight", parameters, torch.empty(num_groups, out_features, in_features, **options))
         self._weight_names = names_of("weight", parameters, num_groups)
-        self._bias_names: tuple[str, ...] = ()
+        self._bias_names = names_of("bias", parameters, num_groups if bias else 0)
         if bias:
             register(self, "bias", parameters, torch.empty(num_groups, out_features, **options))
-            self._bias_names = names_of("bias", parameters, num_groups)
         else:
             self.register_parameter("bias", None)
         self.recipe = recipe
@@ -147,7 +146,7 @@ class GroupedLinear(RecipeModule):
     @property
     def has_bias(self) -> bool:
         """Whether each group has a bias."""
-        return bool(self._bias_names) and (self.parameter_layout == "list" or self.bias is not None)
+        return bool(self._bias_names) if self.parameter_layout == "list" else self.bias is not None
 
     def _operands(self, input: Tensor) -> tuple[Tensor, Tensor | list[Tensor], Tensor | None]:
         """Input, weight and bias as the ops take them, cast as ``torch.autocast`` casts those of a linear layer."""
@@ -247,7 +246,7 @@ class GroupedLinear(RecipeModule):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         errors = arguments[-1]
-        for name in ("weight", "bias") if self._bias_names else ("weight",):
+        for name in ("weight", "bias") if self.has_bias else ("weight",):
             convert_state(state_dict, prefix, name, self.parameter_layout, self.num_groups, errors)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
