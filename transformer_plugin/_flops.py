@@ -77,9 +77,7 @@ def _grouped_linear(input: Shape, weight: Sequence[Shape], *_: Any, **__: Any) -
     return 2 * prod(input) * weight[0][-2]
 
 
-def _mlp(
-    input: Shape, fc1_weight: Sequence[Shape], fc2_weight: Sequence[Shape], *_: Any, **__: Any
-) -> int:
+def _mlp(input: Shape, fc1_weight: Sequence[Shape], fc2_weight: Sequence[Shape], *_: Any, **__: Any) -> int:
     return 2 * prod(input) * (fc1_weight[0][-2] + fc2_weight[0][-1])
 
 

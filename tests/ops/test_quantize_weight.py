@@ -255,7 +255,9 @@ def test_opcheck(name: str, requires_grad: bool, device: torch.device) -> None:
             for t in layer.arguments
         ]
         weight = leaves[1]
-        arguments = [[leaf] if i in layer.weights and op != "linear" else leaf for i, leaf in enumerate(leaves)]
+        arguments = [
+            [leaf] if i in layer.weights and op != "linear" else leaf for i, leaf in enumerate(leaves)
+        ]
         opcheck(getattr(_ops, op).default, (*arguments, *formats), quantized(layer, formats))
         opcheck(_ops.quantize_weight.default, ([weight], *formats))
         out = ops.quantize_weight(weight, *formats)

@@ -282,9 +282,7 @@ class _IntoMainGrad(torch.autograd.Function):
     """A weight whose gradient goes into a buffer; autograd gets none, an empty tensor or zeros."""
 
     @staticmethod
-    def forward(
-        ctx: Any, weight: Tensor, main_grad: Tensor, accumulate: bool, weight_grad: str
-    ) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, main_grad: Tensor, accumulate: bool, weight_grad: str) -> Tensor:
         ctx.main_grad, ctx.accumulate, ctx.weight_grad = main_grad, accumulate, weight_grad
         return weight.view_as(weight)
 
@@ -296,18 +294,14 @@ class _IntoMainGrad(torch.autograd.Function):
         return made[ctx.weight_grad], None, None, None
 
 
-def _watched(
-    weight: Tensor, main_grad: Tensor | None, accumulate: bool, weight_grad: str
-) -> Tensor:
+def _watched(weight: Tensor, main_grad: Tensor | None, accumulate: bool, weight_grad: str) -> Tensor:
     if main_grad is None:
         return weight
     watched: Tensor = _IntoMainGrad.apply(weight, main_grad, accumulate, weight_grad)
     return watched
 
 
-def watched_weight(
-    weight: Tensors, main_grad: Tensors | None, accumulate: bool, weight_grad: str
-) -> Tensor:
+def watched_weight(weight: Tensors, main_grad: Tensors | None, accumulate: bool, weight_grad: str) -> Tensor:
     """The weight of a grouped layer as one tensor, whose gradient goes into its main_grad, if it has one."""
     weights = listed(weight, "reference", "weight")
     if main_grad is None:
@@ -317,9 +311,7 @@ def watched_weight(
         return _watched(weights[0], buffers[0], accumulate, weight_grad)
     each = weights[0].unbind() if is_stack(weights) else weights
     into = buffers[0].unbind() if is_stack(buffers) else buffers
-    return torch.stack(
-        [_watched(w, b, accumulate, weight_grad) for w, b in zip(each, into, strict=True)]
-    )
+    return torch.stack([_watched(w, b, accumulate, weight_grad) for w, b in zip(each, into, strict=True)])
 
 
 def linear(
