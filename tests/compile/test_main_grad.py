@@ -1,4 +1,4 @@
-"""Compiled layers add weight gradients to buffers with the bits of eager."""
+"""Compiled layers add weight gradients to buffers, and take separate weights, with the bits of eager."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.main_grad_runs import BUFFERS, FORMATS, buffers, layer_of, separate
+from tests.ops.main_grad_runs import BUFFERS, FORMATS, buffers, layer_of, run, separate, stacked
 from transformer_plugin import ops
 from transformer_plugin.testing.gemm_cases import normals
 from transformer_plugin.testing.numerics import assert_same_bits
@@ -164,3 +164,16 @@ def test_script() -> None:
     ops.grouped_linear(x, weight, sizes, main_grad=other).sum().backward()
     assert buffer.any() and weight.grad is None
     assert_same_bits(buffer, other)
+
+
+@pytest.mark.parametrize("name", LAYERS[1:])
+@pytest.mark.parametrize("formats", [FORMATS[key] for key in ("none", "bf16", "block", "mx", "nv")])
+def test_separate_weights(name: str, formats: tuple[str, str, str], device: torch.device) -> None:
+    layer = layer_of(name, formats, torch.bfloat16, device)
+    lists = tuple(layer.weights)
+    expected = run(layer, formats, lists=lists)
+    got = run(layer, formats, lists=lists, function=compiled(layer.function, "aot_eager"))
+    assert_same_bits(got.output, expected.output)
+    for place in range(len(layer.arguments)):
+        if expected.gradients[place] is not None:
+            assert_same_bits(stacked(got.gradients[place]), stacked(expected.gradients[place]), str(place))

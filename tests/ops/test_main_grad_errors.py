@@ -102,6 +102,15 @@ def test_wrong_lists(name: str, formats: tuple[str, str, str], device: torch.dev
         refuses(layer, formats, {**right, argument: wrong}, error, match)
 
 
+@by_layer
+def test_a_view_of_negatives(name: str, device: torch.device) -> None:
+    """Ops get a copy of such a view, which the caller would not see."""
+    layer = layer_of(name, FORMATS["none"], torch.float32, device)
+    given = {k: torch._neg_view(b) for k, b in buffers(name, layer, torch.float32, 0.25).items()}
+    text = f"{name}: argument '{BUFFERS[name][1]}': expected a buffer whose numbers are those in its memory"
+    refuses(layer, FORMATS["none"], given, ValueError, text)
+
+
 @by_some_formats
 def test_buffers_of_both_products_are_apart(formats: tuple[str, str, str], device: torch.device) -> None:
     layer = layer_of("grouped_mlp", formats, torch.float32, device)
