@@ -29,8 +29,13 @@ bool takes_tensor(const c10::Argument& argument) {
 bool takes_list(const c10::Argument& argument) {
   return argument.type()->isSubtypeOf(*c10::ListType::ofTensors());
 }
+// By the op, or by its backward: of a resolved copy the caller would see nothing.
 bool is_written(const c10::Argument& argument) {
-  return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+  constexpr std::string_view main_grad = "main_grad";
+  const std::string_view name = argument.name();
+  const bool by_backward =
+      name.size() >= main_grad.size() && name.substr(name.size() - main_grad.size()) == main_grad;
+  return by_backward || (argument.alias_info() != nullptr && argument.alias_info()->isWrite());
 }
 bool is_resolved(const at::Tensor& tensor) { return !tensor.is_neg() && !tensor.is_conj(); }
 

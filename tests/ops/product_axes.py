@@ -314,7 +314,7 @@ def reached(
         half = (
             arguments_by_name["b"].shape[1] // 2
             if "b" in arguments_by_name
-            else arguments_by_name["fc1_weight"].shape[1] // 2
+            else whole(arguments_by_name["fc1_weight"]).shape[1] // 2
         )
         at = known["l"]
         known["j"] = at // (2 * interleave) * interleave + at % interleave if interleave > 1 else at % half

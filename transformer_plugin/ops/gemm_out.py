@@ -145,9 +145,9 @@ def grouped_gemm_wgrad_out(
     Args:
         grad, input, group_sizes, alpha, input_rows, grad_scale, input_scale, grad_format, input_format: as for
             :func:`~transformer_plugin.ops.grouped_gemm_wgrad`.
-        out: float32 or bfloat16 (float64 with float64 operands) ``[G, N, K]``, a ``main_grad`` for example; or 1 to 1024 matrices ``[N, K]``, the
-            ``main_grad`` of each expert, all of one dtype, whose rows may be strided with one stride for all. Added in
-            FP32 and rounded once.
+        out: float32 or bfloat16 (float64 with float64 operands) ``[G, N, K]``, a ``main_grad`` for example; or 1 to
+            1024 matrices ``[N, K]``, the ``main_grad`` of each expert, all of one dtype, whose rows may be strided with
+            one stride for all. Added in FP32 and rounded once.
         accumulate: an empty group leaves its matrix unchanged.
         beta: float32 ``[G]``, with ``accumulate=False``: ``beta[g] * out[g]`` is added, also for an empty group.
 

@@ -74,7 +74,7 @@ def grouped_mlp(
         fc1_main_grad, fc2_main_grad, accumulate, weight_grad: likewise, with both buffers, either or none.
 
     Returns:
-        ``[T, H]`` in the dtype of ``input``, tail rows zero. Differentiable in ``input``, weights, ``probs`` and biases.
+        ``[T, H]`` in the dtype of ``input``, tail rows zero. Differentiable in input, weights, probs and biases.
 
     Raises:
         TypeError, ValueError: as for :func:`~transformer_plugin.ops.grouped_linear`.

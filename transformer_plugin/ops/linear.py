@@ -22,9 +22,9 @@ each matrix of a list that needs none. A backward with a ``main_grad`` cannot be
 On CUDA, :func:`linear` without formats adds in one GEMM of torch if ``main_grad`` has the dtype of the operands or is
 float32, otherwise through a float32 temporary; grouped products and those of quantized operands add in the epilogue of
 the kernels of this package. ``torch.compile`` gives the bits of eager. The code that Inductor makes does not change
-autograd versions either; the backend ``aot_eager`` copies a new tensor into the buffer, which does, so there each forward
-must be followed by its backward. A buffer that begins later in its memory, as a view of a bucket does, is compiled with
-a temporary of its size.
+autograd versions either; the backend ``aot_eager`` copies a new tensor into the buffer, which does, so there each
+forward must be followed by its backward. A buffer that begins later in its memory, as a view of a bucket does, is
+compiled with a temporary of its size.
 """
 
 from __future__ import annotations
@@ -84,14 +84,10 @@ def linear(
         formats of different families, a quantized weight that does not fit the weight and the formats; a ``main_grad``
         that does not fit, shares memory with an argument or requires a gradient; its options without it.
     """
-    if (
-        input_format == weight_format == grad_format == "none"
-        and quantized_weight is None
-        and main_grad is None
-    ):
+    has_no_options = quantized_weight is None and main_grad is None and accumulate and weight_grad == "none"
+    if input_format == weight_format == grad_format == "none" and has_no_options:
         # Strings that are not passed need not be parsed: 0.5 us.
-        if accumulate and weight_grad == "none":
-            return _ops.linear.default(input, weight, bias)
+        return _ops.linear.default(input, weight, bias)
     formats = layer_keys("linear", input_format, weight_format, grad_format)
     return _ops.linear.default(
         input, weight, bias, *formats, quantized_weight, main_grad, accumulate, weight_grad
@@ -126,7 +122,7 @@ def grouped_linear(
         quantized_weight: as for :func:`linear`.
         max_sms, expected_rows: as for :func:`~transformer_plugin.ops.grouped_gemm`, for all products of forward and
             backward.
-        main_grad, accumulate, weight_grad: where the gradient of the weight goes, see above; ``[G, N, K]``, or G matrices.
+        main_grad, accumulate, weight_grad: see above; ``[G, N, K]`` or G matrices.
 
     On Hopper pass :func:`transformer_plugin.formats.resolve` of the formats of input and gradient: weight gradients of
     groups that begin at any row then need no copy.
@@ -163,9 +159,9 @@ def quantize_weight(
     Make it once after an optimizer step and pass it as ``quantized_weight`` to every call until the next.
 
     Args:
-        weight: ``[N, K]`` or ``[G, N, K]``, float32, bfloat16 or float16, any strides; or G matrices ``[N, K]``, quantized
-            into the tensors that their stack would give, without making it. For ``mxfp8`` K is a multiple of 32, for
-            ``nvfp4`` of 16; along columns N of 16 for ``nvfp4``.
+        weight: ``[N, K]`` or ``[G, N, K]``, float32, bfloat16 or float16, any strides; or G matrices ``[N, K]``,
+            quantized into the tensors that their stack would give, without making it. For ``mxfp8`` K is a multiple of
+            32, for ``nvfp4`` of 16; along columns N of 16 for ``nvfp4``.
         input_format, weight_format, grad_format: as the layer takes them, of any family but ``none``.
 
     Returns:
@@ -200,8 +196,8 @@ def quantize_weight_out(
     Args:
         weight, input_format, weight_format, grad_format: as in :func:`quantize_weight`.
         out: what that returns, of an earlier call for example: as many contiguous tensors of these sizes and dtypes on
-            the device of ``weight``. They must not share memory with each other or with ``weight``. Several matrices are
-            quantized first, and copied.
+            the device of ``weight``. They must not share memory with each other or with ``weight``. Of several matrices
+            the quantized data is made first, and copied.
         noop: float32 ``[1]`` on the device of ``weight``, read when the kernels run: with 1 every byte stays.
 
     The tensors' autograd versions change: the backward of an earlier forward that used them raises.

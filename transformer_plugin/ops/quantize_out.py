@@ -112,7 +112,7 @@ def quantize_list(
             one size, which is not made.
 
     Returns:
-        For each matrix what :func:`~transformer_plugin.ops.quantize` returns; stacked, once, for all. Not differentiable.
+        For each matrix what :func:`~transformer_plugin.ops.quantize` returns; once if stacked. Not differentiable.
 
     Raises:
         TypeError: another dtype. ValueError: an empty list, other dimensions or devices, a width or an amax that does

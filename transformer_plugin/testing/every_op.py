@@ -190,23 +190,15 @@ def _layer_calls(draw: Draw) -> Calls:
             kept = {"quantized_weight": fresh}
             fresh = ops.quantize_weight([weights], **roles)
             if G > 1:
-                yield "quantize_weight", f"{keys[0]}, a list", {"weight": list(weights), **roles}
-                yield (
-                    "quantize_weight_out",
-                    f"{keys[0]}, a list",
-                    {"weight": list(weights), **roles, "out": fresh},
-                )
+                of_list, name = {"weight": list(weights), **roles}, f"{keys[0]}, a list"
+                yield "quantize_weight", name, of_list
+                yield "quantize_weight_out", name, {**of_list, "out": fresh}
             quantized, kept_fc1 = {"quantized_weight": fresh}, {"quantized_fc1_weight": fresh}
             kept_fc2 = {"quantized_fc2_weight": ops.quantize_weight([fc2], **roles)}
         input, bias = draw(T, K, dtype=BFLOAT16), draw(N, dtype=BFLOAT16)
         yield "linear", keys[0], {"input": input, "weight": weight, "bias": bias, **roles, **kept}
-        into = {"accumulate": False, "weight_grad": "zeros"}
-        main_grad = {"main_grad": draw.zeros(N, K)}
-        yield (
-            "linear",
-            f"{keys[0]}, main_grad",
-            {"input": input, "weight": weight, **roles, **main_grad, **into},
-        )
+        into = {"main_grad": draw.zeros(N, K), "accumulate": False, "weight_grad": "zeros"}
+        yield "linear", f"{keys[0]}, main_grad", {"input": input, "weight": weight, **roles, **into}
         biases = {"bias": draw(G, N, dtype=BFLOAT16), "bias_scale": draw(T)}
         yield (
             "grouped_linear",
