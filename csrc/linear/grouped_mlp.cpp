@@ -103,8 +103,8 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
     ctx->saved_data["grad_format"] = std::string(grad_key);
     if (interleave != 0) ctx->saved_data["interleave"] = interleave;
     save_options(ctx, options);
-    ctx->saved_data["fc1_columns"] = !formats.native() && quantizes_weight_columnwise(fc1_weight[0], formats);
-    ctx->saved_data["fc2_columns"] = !formats.native() && quantizes_weight_columnwise(fc2_weight[0], formats);
+    ctx->saved_data["fc1_columns"] = kept.fc1.transposed;
+    ctx->saved_data["fc2_columns"] = kept.fc2.transposed;
     if (quantized_fc1) ctx->saved_data["fc1_given"] = true;
     if (quantized_fc2) ctx->saved_data["fc2_given"] = true;
     ctx->saved_data["has_fc1_bias"] = fc1_bias.has_value();

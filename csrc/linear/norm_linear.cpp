@@ -243,7 +243,7 @@ class NormLinearFunction : public DifferentiableOnce<NormLinearFunction> {
     ctx->saved_data["input_format"] = std::string(input_key);
     ctx->saved_data["weight_format"] = std::string(weight_key);
     ctx->saved_data["grad_format"] = std::string(grad_key);
-    ctx->saved_data["weight_columns"] = !formats.native() && quantizes_weight_columnwise(weight, formats);
+    ctx->saved_data["weight_columns"] = kept.weight.transposed;
     ctx->saved_data["has_norm_weight"] = norm_weight.has_value();
     ctx->saved_data["has_norm_bias"] = norm_bias.has_value();
     ctx->saved_data["has_bias"] = bias.has_value();

@@ -310,11 +310,16 @@ void quantize_weight_operand_out(at::TensorList list, const OperandFormats& form
   if (formats.weight.family == FormatFamily::kBFloat16) {
     return bfloat16_weight_out(list, formats.weight_key, row.data, noop);
   }
-  const bool both = quantizes_weight_columnwise(list[0], formats);
+  const bool both = column.transposed, marks = marks_nonfinite(formats.weight_key);
   if (list.size() > 1) {
-    const QuantizedWeight made = quantize_weight_operand(list, formats, true);
-    copy_unless(noop, made.forward, row);
-    if (both) copy_unless(noop, made.backward, column);
+    const QuantizedOperand made = quantize_matrices(list, formats.weight, formats.weight_key, both);
+    if (marks) {
+      const Tensor mark = nonfinite_factor(list);
+      mark_nonfinite_scales(made.rowwise, mark);
+      mark_nonfinite_scales(made.columnwise, mark);
+    }
+    copy_unless(noop, made.rowwise, row);
+    if (both) copy_unless(noop, made.columnwise, column);
     return;
   }
   const Tensor& weight = list[0];
@@ -326,7 +331,7 @@ void quantize_weight_operand_out(at::TensorList list, const OperandFormats& form
       as_optional(given.amax), as_optional(given.amax_t), as_optional(given.seed), noop);
   copy_unless(noop, given.amax, row.amax);
   copy_unless(noop, given.amax_t, column.amax);
-  if (!marks_nonfinite(formats.weight_key)) return;
+  if (!marks) return;
   const Tensor mark = factor_unless(noop, list);
   mark_nonfinite_scales(row, mark);
   if (both) mark_nonfinite_scales(column, mark);

@@ -66,7 +66,7 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
     const QuantizedOperand x =
         quantize_operand(input, column_sizes, formats.input, input_key, true, wants_weight);
     const QuantizedWeight w = weight_operand(weight, quantized_weight, formats, wants_input);
-    ctx->saved_data["weight_columns"] = !formats.native() && quantizes_weight_columnwise(weight[0], formats);
+    ctx->saved_data["weight_columns"] = w.backward.transposed;
     // The backward needs the columnwise input only.
     const Quantized columns = wants_weight ? x.columnwise : Quantized{};
     variable_list saved{columns.data,

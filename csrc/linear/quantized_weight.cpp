@@ -66,12 +66,12 @@ void check_unquantized_weight(const WeightArgument& weight, const OperandFormats
 void check_quantized_weight(const char* name, at::TensorList list, const WeightArgument& weight,
                             const OperandFormats& formats) {
   const size_t one = tensors_along_one(formats.weight);
-  const bool columns = quantizes_weight_columnwise(weight.first(), formats),
-             either = weight.first().is_meta() && list.size() == 2 * one;
-  const size_t count = columns ? 2 * one : one;
-  TP_CHECK_VALUE(list.size() == count || either, weight.op, name,
+  // Where both directions have the same values, one of them serves every product. The other is for kernels that need it.
+  const bool either = formats.symmetric_weight();
+  const std::string count = (either ? std::to_string(one) + " or " : "") + std::to_string(2 * one);
+  TP_CHECK_VALUE(list.size() == 2 * one || (either && list.size() == one), weight.op, name,
                  count << " tensors, those of '" << formats.weight_key << "' along rows"
-                       << (columns ? " and along columns" : " alone"),
+                       << (either ? ", and along columns or not" : " and along columns"),
                  list.size(), kAdvice);
   for (size_t i = 0; i < list.size(); i += one) {
     const std::vector<Expected> expected = expected_along(weight, formats.weight, i > 0);

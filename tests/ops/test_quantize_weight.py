@@ -367,3 +367,26 @@ def test_noop_keeps_every_byte(formats: Formats, listed: bool, device: torch.dev
     for wrong in (torch.ones(2, device=device), torch.ones(1, device=device, dtype=torch.int32)):
         with pytest.raises((TypeError, ValueError), match="argument 'noop'"):
             ops.quantize_weight_out(given[0], *formats, out, wrong)
+
+
+@pytest.mark.parametrize("name", ["fp8_tensor", "fp8_block"])
+def test_both_directions_of_a_symmetric_weight(name: str, device: torch.device) -> None:
+    """A layer takes rows alone or both, whatever its kernels need; a refresh writes what is there."""
+    recipe = recipe_from_name(name)
+    formats = (recipe.input_format, recipe.weight_format, recipe.grad_format)
+    weight = torch.randn(96, 128, device=device, dtype=torch.bfloat16)
+    other = torch.randn_like(weight)
+    both = list(ops.quantize(weight, formats[1], rowwise=True, columnwise=True))
+    x = torch.randn(40, 128, device=device, dtype=torch.bfloat16, requires_grad=True)
+    results = []
+    for given in (both, both[:2]):
+        output = ops.linear(x, weight, None, *formats, given)
+        (grad,) = torch.autograd.grad(output, x, torch.ones_like(output))
+        results.append((output, grad))
+    assert_same_bits(results[0][0], results[1][0])
+    torch.testing.assert_close(results[0][1], results[1][1], atol=0.05, rtol=0.02)
+    ops.quantize_weight_out(other, *formats, both)
+    expected = ops.quantize(other, formats[1], rowwise=True, columnwise=True)
+    assert all(
+        torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(both, expected, strict=True)
+    )

@@ -30,9 +30,11 @@ def quantized_ones(formats: tuple[str, str, str], **changes: Tensor) -> list[Ten
 
 FP8 = torch.float8_e4m3fn
 CASES: list[tuple[tuple[str, str, str], list[Tensor], type[Exception], str]] = [
-    (BLOCK, [], ValueError, f"': expected 2 tensors, those of '{BLOCK[1]}' along rows alone, got 0. {ADVICE}"),
-    (BLOCK, quantized_ones(MX), ValueError,
-     f"': expected 2 tensors, those of '{BLOCK[1]}' along rows alone, got 4. {ADVICE}"),
+    (BLOCK, [], ValueError,
+     f"': expected 2 or 4 tensors, those of '{BLOCK[1]}' along rows, and along columns or not, got 0. {ADVICE}"),
+    (BLOCK, quantized_ones(BLOCK) + quantized_ones(BLOCK)[:1], ValueError,
+     f"': expected 2 or 4 tensors, those of '{BLOCK[1]}' along rows, and along columns or not, got 3. {ADVICE}"),
+    (BLOCK, quantized_ones(MX), TypeError, "[1]': expected one of the dtypes float32, got float8_e8m0fnu. "),
     (MX, quantized_ones(MX)[:2], ValueError,
      f"': expected 4 tensors, those of '{MX[1]}' along rows and along columns, got 2. {ADVICE}"),
     (BLOCK, quantized_ones(MX)[:2], TypeError,

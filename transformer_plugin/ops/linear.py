@@ -169,7 +169,8 @@ def quantize_weight(
         :func:`~transformer_plugin.ops.quantize` gives them. Where the data gradient needs the weight column-wise, those
         of :func:`~transformer_plugin.ops.quantize` columnwise follow: with blocks that are not square, and on Hopper,
         whose kernels need the reduction dimension contiguous, in all formats but ``bf16``. Fresh, contiguous, and not
-        differentiable. The number depends on the device: make them on the device of the layer.
+        differentiable. The number depends on the device. Where both directions have the same values
+        (``fp8_tensor``, square blocks), layers take rows alone or both on every device.
 
     Under ``torch.inference_mode()`` a tracer cannot know the device: compile calls under ``torch.no_grad()``.
 
