@@ -18,8 +18,13 @@ from transformer_plugin.testing.every_op import Call, calls, registered
 
 CALLS = [call for call in calls() if call.arguments and call.op not in ("all_gather_text", "release_group")]
 IDS = [f"{call.op}-{call.name}" for call in CALLS]
+#: What an op writes, or its backward.
 BUFFERS = {
-    op: [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    op: [
+        a.name
+        for a in schema.arguments
+        if (a.alias_info is not None and a.alias_info.is_write) or a.name.endswith("main_grad")
+    ]
     for op, schema in registered().items()
 }
 ops = torch.ops.transformer_plugin
