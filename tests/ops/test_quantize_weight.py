@@ -16,7 +16,7 @@ from tests.ops.test_grouped_mlp import capture
 from tests.ops.test_linear_ops import OPCHECKED, OTHERS, RECIPES, by_recipe, keys
 from transformer_plugin import ops, reference
 from transformer_plugin.formats import Format
-from transformer_plugin.recipes import Float8BlockScaling, NVFP4BlockScaling, Recipe
+from transformer_plugin.recipes import Float8BlockScaling, NVFP4BlockScaling, Recipe, recipe_from_name
 from transformer_plugin.testing.gemm_cases import normals, poison_tail
 from transformer_plugin.testing.numerics import assert_rounded_sum, assert_same_bits
 from transformer_plugin.testing.quantize_cases import rows_for, width_for
