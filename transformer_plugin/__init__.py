@@ -21,6 +21,7 @@ from transformer_plugin.functional import _compiled  # noqa: E402
 from transformer_plugin.launch import LaunchOptions  # noqa: E402
 from transformer_plugin.nn.checkpoint import checkpoint  # noqa: E402
 from transformer_plugin.nn.convert import convert  # noqa: E402
+from transformer_plugin.nn.quantized_parameters import quantized_init  # noqa: E402
 from transformer_plugin.parallel import _sharding, clip_grad_norm_  # noqa: E402
 from transformer_plugin.support import explain_support  # noqa: E402
 from transformer_plugin.tensor import GroupedTensor, QuantizedTensor  # noqa: E402
@@ -46,6 +47,7 @@ __all__ = [
     "ops",
     "optim",
     "parallel",
+    "quantized_init",
     "recipes",
     *functional.__all__,
 ]

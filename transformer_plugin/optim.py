@@ -1,15 +1,19 @@
-"""Optimizers and quantized weights."""
+"""Optimizers of quantized weights."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from transformer_plugin.nn.quantized_weight import copies_of
+from transformer_plugin.tensor._base import FormatTensor
 
-__all__ = ["refresh_after"]
+__all__ = ["MasterWeights", "refresh_after"]
 
 
 def refresh_after(optimizer: Optimizer) -> RemovableHandle:
@@ -47,3 +51,74 @@ def _refresh(optimizer: Optimizer, *_: Any) -> None:
                 if id(weight) not in seen:  # one copy may be of several parameters
                     seen.add(id(weight))
                     weight.refresh()
+
+
+class MasterWeights:
+    """Trains parameters, quantized ones too, through an optimizer of float32 copies.
+
+    Each step gives the gradients to the copies, the master weights, steps them, and writes them into the parameters:
+    ``copy_`` rounds to the dtype of a plain parameter, and quantizes into the memory of a quantized one.
+
+    Args:
+        parameters: plain tensors, :class:`~transformer_plugin.tensor.QuantizedTensor` s or
+            :class:`~transformer_plugin.tensor.GroupedTensor` s. Master weights start at
+            ``get_high_precision_init_val()`` where a parameter has it, else at its present values.
+        make: makes the optimizer from the list of the master weights, for example
+            ``lambda weights: torch.optim.AdamW(weights, lr=1e-3)``.
+
+    Attributes:
+        optimizer: the optimizer.
+        master_weights: float32, in the order of the parameters.
+
+    A gradient is ``parameter.grad``, or ``parameter.main_grad`` where there is none.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], make: Callable[[list[Tensor]], Optimizer]) -> None:
+        self.parameters = [p for p in parameters if p.requires_grad]
+        self.master_weights = [_master_of(p) for p in self.parameters]
+        self.optimizer = make(self.master_weights)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One step of the optimizer, and its result in the parameters."""
+        for parameter, master in zip(self.parameters, self.master_weights, strict=True):
+            grad = parameter.grad if parameter.grad is not None else getattr(parameter, "main_grad", None)
+            master.grad = None if grad is None else grad.to(master.dtype)
+        self.optimizer.step()
+        for parameter, master in zip(self.parameters, self.master_weights, strict=True):
+            if master.grad is not None:
+                parameter.copy_(master.detach())
+        self.optimizer.zero_grad()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of the parameters."""
+        for parameter in self.parameters:
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the optimizer and the master weights."""
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "master_weights": [m.detach() for m in self.master_weights],
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores both, and writes the master weights into the parameters."""
+        for master, saved in zip(self.master_weights, state["master_weights"], strict=True):
+            master.copy_(saved)
+        self.optimizer.load_state_dict(state["optimizer"])
+        for parameter, master in zip(self.parameters, self.master_weights, strict=True):
+            parameter.copy_(master.detach())
+
+
+def _master_of(parameter: Tensor) -> Tensor:
+    """A float32 copy of a parameter."""
+    value = parameter.detach()
+    if isinstance(value, FormatTensor):
+        kept = parameter.get_high_precision_init_val()  # type: ignore[attr-defined]
+        value = value.dequantize(torch.float32) if kept is None else kept.to(value.device)
+    return value.to(torch.float32, copy=True).requires_grad_()

@@ -10,6 +10,7 @@ from transformer_plugin.nn.layer_norm_linear import LayerNormLinear
 from transformer_plugin.nn.linear import Linear
 from transformer_plugin.nn.moe import MoE, MoEOutput
 from transformer_plugin.nn.norms import LayerNorm, RMSNorm
+from transformer_plugin.nn.quantized_parameters import quantized_init
 from transformer_plugin.nn.quantized_weight import QuantizedWeight
 from transformer_plugin.nn.router import RouterConfig, Routing, TopKRouter
 
@@ -29,5 +30,6 @@ __all__ = [
     "Routing",
     "TopKRouter",
     "convert",
+    "quantized_init",
     "reduce_amax",
 ]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from transformer_plugin.functional._values import is_quantized
+
 
 def operands(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Casts a layer's operands as autocast does for ``aten::linear``. Outside of autocast, returns them unchanged."""
@@ -49,7 +51,9 @@ def _dtype(input: Tensor) -> torch.dtype | None:
 
 
 def _cast(tensor: Tensor, input: Tensor, dtype: torch.dtype) -> Tensor:
-    """Casts floating-point tensors on the input's device, except float64."""
+    """Casts floating-point tensors on the input's device, except float64 and what is quantized."""
+    if is_quantized(tensor):
+        return tensor
     if tensor.device.type != input.device.type or tensor.dtype == torch.float64:
         return tensor
     return tensor.to(dtype) if tensor.is_floating_point() else tensor

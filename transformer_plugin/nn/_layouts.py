@@ -79,8 +79,10 @@ def _convert_members(
 
 
 def _plain(tensor: Any) -> Any:
-    """A tensor of a state dict without its type."""
-    return tensor.view(-1).view(tensor.shape).detach() if isinstance(tensor, GroupedTensor) else tensor
+    """A tensor of a state dict without its type; quantized ones as they are."""
+    if not isinstance(tensor, GroupedTensor) or tensor.format.is_quantized:
+        return tensor
+    return tensor.view(-1).view(tensor.shape).detach()
 
 
 def plain_state(destination: dict[str, Any], key: str) -> None:

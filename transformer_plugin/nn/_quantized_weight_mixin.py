@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from transformer_plugin.functional._values import is_quantized
 from transformer_plugin.nn._module import PluginModule
+from transformer_plugin.nn.quantized_parameters import tensors_of
 from transformer_plugin.nn.quantized_weight import QuantizedWeight
 from transformer_plugin.parallel._shard_experts import ExpertShardMixin
 from transformer_plugin.recipes import DelayedScaling, Recipe
@@ -47,6 +49,8 @@ class QuantizedWeightMixin(ExpertShardMixin, PluginModule):
                 change in each forward.
         """
         self._check_recipe()
+        if is_quantized(self._source_weight()):
+            return  # the parameter itself, which quantized_init made
         weight, kept = self._source_weight(), self.quantized_weight
         if kept is not None and kept.is_like(weight, self._formats):
             if not torch.compiler.is_compiling():
@@ -67,7 +71,8 @@ class QuantizedWeightMixin(ExpertShardMixin, PluginModule):
         """Returns the quantized weight for the ops of a forward, or None."""
         kept = self.quantized_weight
         if kept is None:
-            return None
+            weight = self._source_weight()
+            return tensors_of(weight) if is_quantized(weight) else None
         if not torch.compiler.is_compiling():  # checking in a graph would recompile for every version
             kept.check(self._source_weight(), type(self).__name__)
         return kept.tensors

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from transformer_plugin import ops
+from transformer_plugin.functional._values import is_quantized
 from transformer_plugin.launch import LaunchOptions, checked
 from transformer_plugin.nn._attributes import fixed
 from transformer_plugin.nn._autocast import as_float32, operands
@@ -25,6 +26,7 @@ from transformer_plugin.nn._layouts import (
 )
 from transformer_plugin.nn._module import layer_forward
 from transformer_plugin.nn._recipe import RecipeModule
+from transformer_plugin.nn.quantized_parameters import chosen_recipe, in_high_precision, quantize_parameter
 from transformer_plugin.parallel._shard_experts import draw_uniform
 from transformer_plugin.recipes import DelayedScaling, Recipe
 
@@ -118,8 +120,19 @@ class GroupedLinear(RecipeModule):
             register(self, "bias", parameters, torch.empty(num_groups, out_features, **options))
         else:
             self.register_parameter("bias", None)
-        self.recipe = recipe
+        self.recipe = chosen_recipe(recipe)
         self.reset_parameters()
+        if chosen_recipe(None) is not None:
+            self._check_quantizable_layout()
+            quantize_parameter(self, "weight", self._formats[1])
+
+    def _check_quantizable_layout(self) -> None:
+        if self.parameter_layout != "list":
+            return
+        raise ValueError(
+            "transformer_plugin::GroupedLinear: argument 'parameters': expected 'packed' or 'grouped' in "
+            "quantized_init, got 'list'. Products read the quantized weights of all groups from one tensor."
+        )
 
     def _parameters_named(self, names: tuple[str, ...]) -> list[Tensor]:
         """The parameters of these names; those that are computed (parametrizations) are attributes only."""
@@ -158,7 +171,8 @@ class GroupedLinear(RecipeModule):
             bias = torch.stack(biases) if self.parameter_layout == "list" else packed(biases)
         weights = self._parameters_named(self._weight_names)
         if self.parameter_layout == "grouped":
-            return operands(input, packed(weights[0]), bias)
+            weight = weights[0]
+            return operands(input, weight if is_quantized(weight) else packed(weight), bias)
         cast = [operands(input, weight, None)[1] for weight in weights]
         input, _, bias = operands(input, cast[0], bias)
         return input, cast, bias
@@ -175,7 +189,7 @@ class GroupedLinear(RecipeModule):
     def reset_parameters(self) -> None:
         """Uniform within ``1 / sqrt(K)``, as in ``torch.nn.Linear``. Also resets the state of delayed scaling."""
         bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0.0
-        with torch.no_grad():
+        with torch.no_grad(), in_high_precision(self, *self._weight_names):
             for parameter in self._parameters_named((*self._weight_names, *self._bias_names)):
                 if parameter is not None:
                     draw_uniform(self, packed(parameter), bound)

@@ -14,6 +14,7 @@ from transformer_plugin.nn._attributes import fixed
 from transformer_plugin.nn._autocast import operands
 from transformer_plugin.nn._module import layer_forward
 from transformer_plugin.nn._recipe import RecipeModule
+from transformer_plugin.nn.quantized_parameters import chosen_recipe, in_high_precision, quantize_parameter
 from transformer_plugin.recipes import DelayedScaling, Recipe
 
 #: The names of the norms, and what the ops call them.
@@ -103,15 +104,17 @@ class LayerNormLinear(RecipeModule):
         self.register_parameter("norm_bias", parameter(in_features) if normalization == "LayerNorm" else None)
         self.weight = parameter(out_features, in_features)
         self.register_parameter("bias", parameter(out_features) if bias else None)
-        self.recipe = recipe
+        self.recipe = chosen_recipe(recipe)
         self.reset_parameters()
+        quantize_parameter(self, "weight", self._formats[1])
 
     def reset_parameters(self) -> None:
         """Gamma 1, the norm's bias 0, weight and bias as in ``torch.nn.Linear``. Also resets delayed scaling."""
         torch.nn.init.constant_(self.norm_weight, 0.0 if self.zero_centered else 1.0)
         if self.norm_bias is not None:
             torch.nn.init.zeros_(self.norm_bias)
-        torch.nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        with in_high_precision(self, "weight"):
+            torch.nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
         if self.bias is not None:
             bound = 1 / math.sqrt(self.in_features)
             torch.nn.init.uniform_(self.bias, -bound, bound)

@@ -11,6 +11,7 @@ from transformer_plugin import ops
 from transformer_plugin.nn._autocast import operands
 from transformer_plugin.nn._module import layer_forward
 from transformer_plugin.nn._recipe import RecipeModule
+from transformer_plugin.nn.quantized_parameters import chosen_recipe, in_high_precision, quantize_parameter
 from transformer_plugin.recipes import DelayedScaling, Recipe
 
 
@@ -54,11 +55,13 @@ class Linear(RecipeModule, torch.nn.Linear):
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self.fuse_wgrad_accumulation, self.return_bias = fuse_wgrad_accumulation, return_bias
-        self.recipe = recipe
+        self.recipe = chosen_recipe(recipe)
+        quantize_parameter(self, "weight", self._formats[1])
 
     def reset_parameters(self) -> None:
         """Fresh initial values, as in :class:`torch.nn.Linear`. Also resets the state of delayed scaling."""
-        super().reset_parameters()
+        with in_high_precision(self, "weight"):
+            super().reset_parameters()
         self._reset_state()
 
     @layer_forward

@@ -209,6 +209,15 @@ class FormatTensor(Tensor):
         """The address of the rowwise data, or of the columnwise data where there is no other."""
         return next(self._buffers.of_values())[1].data_ptr()
 
+    def get_high_precision_init_val(self) -> Tensor | None:
+        """The initial values before they were quantized, on the CPU; None without them
+        (:func:`transformer_plugin.nn.quantized_init`)."""
+        return self.__dict__.get("high_precision_init_val")
+
+    def clear_high_precision_init_val(self) -> None:
+        """Frees the initial values."""
+        self.__dict__.pop("high_precision_init_val", None)
+
     def _described(self) -> str:
         return f"{type(self).__name__} {_layout.sizes(self)} in {self._key}"
 

@@ -138,6 +138,29 @@ handles(*_IN_PLACE, *(f"_foreach_{name}_" for name in _FOREACH_IN_PLACE), *_FUSE
 handles(*_READ)(_read)
 
 
+def _in_layer(argument: Any) -> Any:
+    """A quantized weight of a layer as the op below autograd takes it: the op reads its data from another argument."""
+    if isinstance(argument, list | tuple):
+        return type(argument)(_in_layer(a) for a in argument)
+    if not isinstance(argument, FormatTensor):
+        return argument
+    if argument.format.is_quantized:
+        return torch.empty((), dtype=argument.dtype, device=argument.device).expand(argument.shape)
+    return argument.rowwise_data
+
+
+def _layer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(*_in_layer(args), **{name: _in_layer(value) for name, value in kwargs.items()})
+
+
+HANDLERS.update(
+    {
+        f"transformer_plugin::{name}": _layer
+        for name in ("linear", "norm_linear", "grouped_linear", "grouped_mlp")
+    }
+)
+
+
 def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """On the storage of unquantized values: what torch.distributed does to parameters."""
     return func(*unwrapped(args, func), **{name: unwrapped(value, func) for name, value in kwargs.items()})

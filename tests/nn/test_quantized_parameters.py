@@ -1,0 +1,208 @@
+"""Layers whose weights are quantized parameters, and their training through master weights."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import transformer_plugin as tp
+from tests.nn.common import RECIPES, rows_of, width_of
+from transformer_plugin.nn import GroupedLinear, GroupedMLP, LayerNormLinear, Linear, MoE
+from transformer_plugin.recipes import BFloat16, DelayedScaling, Float8BlockScaling, MXFP8BlockScaling
+from transformer_plugin.testing.numerics import assert_same_bits
+
+NAMES = [name for name in RECIPES if name not in ("none", "bf16")]
+by_recipe = pytest.mark.parametrize("name", NAMES)
+MAKERS: dict[str, Any] = {
+    "Linear": lambda k, **o: Linear(k, 96, **o),
+    "LayerNormLinear": lambda k, **o: LayerNormLinear(k, 96, **o),
+    "GroupedLinear": lambda k, **o: GroupedLinear(3, k, 96, **o),
+    "GroupedMLP": lambda k, **o: GroupedMLP(3, k, 128, True, **o),
+}
+by_module = pytest.mark.parametrize("kind", list(MAKERS))
+
+
+def make(kind: str, name: str, device: torch.device, **options: Any) -> tuple[Any, Any]:
+    """A layer with quantized parameters, and the same layer that quantizes its weight in each forward."""
+    k, recipe = width_of(name, 48), RECIPES[name][0]
+    torch.manual_seed(0)
+    plain = MAKERS[kind](k, recipe=recipe, device=device)
+    torch.manual_seed(0)
+    with tp.quantized_init(recipe, **options):
+        quantized = MAKERS[kind](k, device=device)
+    return quantized, plain
+
+
+def weights(module: torch.nn.Module) -> list[Any]:
+    return [p for n, p in module.named_parameters() if n.endswith("weight") and "norm" not in n]
+
+
+def run(module: Any, name: str, seed: int = 3) -> list[Tensor]:
+    """The output and the gradients of input and parameters."""
+    device, generator = next(module.parameters()).device, torch.Generator().manual_seed(seed)
+    counts = [rows_of(name, size) for size in (40, 0, 50)]
+    rows = sum(counts) + rows_of(name, 8)
+    x = torch.randn(rows, width_of(name, 48), generator=generator).to(device).requires_grad_()
+    arguments: list[Tensor] = [x]
+    if isinstance(module, GroupedLinear | GroupedMLP):
+        arguments.append(torch.tensor(counts, device=device))
+    if isinstance(module, GroupedMLP):
+        arguments.append(torch.rand(rows, generator=generator).to(device))
+    torch.manual_seed(9)
+    output = module(*arguments)
+    grad = torch.randn(output.shape, generator=generator).to(device)
+    with torch.no_grad():
+        torch.manual_seed(9)
+        assert_same_bits(module(*arguments), output.detach())
+    return [output.detach(), *torch.autograd.grad(output, [x, *module.parameters()], grad)]
+
+
+@by_recipe
+@by_module
+def test_same_bits_as_weights_quantized_in_each_forward(kind: str, name: str, device: torch.device) -> None:
+    quantized, plain = make(kind, name, device)
+    assert [n for n, _ in quantized.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    for p, q in zip(weights(quantized), weights(plain), strict=True):
+        assert (
+            isinstance(p, tp.QuantizedTensor | tp.GroupedTensor) and p.shape == q.shape and p.dtype == q.dtype
+        )
+        assert p.columnwise_data is not None and p.get_high_precision_init_val() is None
+    results = [run(module, name) for module in (quantized, plain)]
+    for i, (got, expected) in enumerate(zip(*results, strict=True)):
+        if i == 1:  # a CPU multiplies the columnwise weight, or the rowwise one, in another order
+            torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+        else:
+            torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4, msg=str(i))
+    assert_same_bits(results[0][0], results[1][0])
+
+
+@by_module
+def test_trained_through_master_weights(kind: str, device: torch.device) -> None:
+    """The parameters are what the master weights are when quantized; masters follow the gradients."""
+    name = "fp8_block"
+    quantized, plain = make(kind, name, device, preserve_high_precision_init_val=True)
+    for p, q in zip(weights(quantized), weights(plain), strict=True):
+        assert torch.equal(p.get_high_precision_init_val(), q.detach().cpu())
+    optimizer = tp.optim.MasterWeights(quantized.parameters(), lambda p: torch.optim.AdamW(p, lr=0.02))
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.02)
+    addresses = [p.data_ptr() for p in quantized.parameters()]
+    for seed in range(3):
+        for module in (quantized, plain):
+            gradients = run(module, name, seed)[2:]
+            for p, gradient in zip(module.parameters(), gradients, strict=True):
+                p.grad = gradient.clone()
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.step()
+        reference.zero_grad()
+    for master, q in zip(optimizer.master_weights, plain.parameters(), strict=True):
+        torch.testing.assert_close(master.detach(), q.detach(), atol=2e-3, rtol=1e-2)
+    for p, master in zip(quantized.parameters(), optimizer.master_weights, strict=True):
+        if isinstance(p, tp.QuantizedTensor | tp.GroupedTensor):
+            expected = tp.quantize(master.detach(), p.format, columnwise=True)
+            assert torch.equal(p.rowwise_data.view(torch.uint8), expected.rowwise_data.view(torch.uint8))
+            p.clear_high_precision_init_val()
+            assert p.get_high_precision_init_val() is None
+    assert addresses == [p.data_ptr() for p in quantized.parameters()]
+    twin, _ = make(kind, name, device)
+    other = tp.optim.MasterWeights(twin.parameters(), lambda p: torch.optim.AdamW(p, lr=0.02))
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for got, wanted in zip(run(twin, name), run(quantized, name), strict=True):
+        torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
+
+
+@by_module
+def test_main_grad_of_quantized_parameters(kind: str, device: torch.device) -> None:
+    quantized, plain = make(kind, "mxfp8", device)
+    for module in quantized.modules():
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True
+    for p in weights(quantized):
+        p.main_grad = torch.zeros(p.shape, device=device)
+    rows = rows_of("mxfp8", 40)
+    x = torch.randn(rows, width_of("mxfp8", 48), device=device)
+    arguments: list[Tensor] = [x]
+    if "Grouped" in kind:
+        arguments.append(torch.tensor([rows, 0, 0], device=device))
+    if kind == "GroupedMLP":
+        arguments.append(torch.rand(rows, device=device))
+    for module in (quantized, plain):
+        module(*arguments).square().sum().backward()
+    for p, q in zip(weights(quantized), weights(plain), strict=True):
+        assert p.grad is None
+        torch.testing.assert_close(p.main_grad, q.grad, atol=1e-2, rtol=1e-3)
+
+
+@by_module
+def test_compiled(kind: str, device: torch.device) -> None:
+    torch._dynamo.reset()
+    quantized, _ = make(kind, "fp8_block", device)
+    expected = run(quantized, "fp8_block")
+    device, generator = expected[0].device, torch.Generator().manual_seed(3)
+    x = torch.randn(98, width_of("fp8_block", 48), generator=generator).to(device).requires_grad_()
+    arguments: list[Tensor] = [x]
+    if "Grouped" in kind:
+        arguments.append(torch.tensor([40, 0, 50], device=device))
+    if kind == "GroupedMLP":
+        arguments.append(torch.rand(98, generator=generator).to(device))
+    results = []
+    for call in (quantized, torch.compile(quantized, fullgraph=True, backend="aot_eager")):
+        output = call(*arguments)
+        gradients = torch.autograd.grad(output.sum(), [x, *quantized.parameters()])
+        results.append([output.detach(), *gradients])
+    for got, wanted in zip(*results, strict=True):
+        assert_same_bits(got, wanted)
+
+
+@by_module
+def test_files_and_resets(kind: str, device: torch.device) -> None:
+    quantized, plain = make(kind, "fp8_block", device)
+    file = io.BytesIO()
+    torch.save(quantized.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    twin, _ = make(kind, "fp8_block", device)
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.copy_(torch.zeros(p.shape, device=device))
+    twin.load_state_dict(state)
+    for got, wanted in zip(run(twin, "fp8_block"), run(quantized, "fp8_block"), strict=True):
+        assert_same_bits(got, wanted)
+    twin.load_state_dict(plain.state_dict())  # high precision is quantized
+    assert_same_bits(run(twin, "fp8_block")[0], run(quantized, "fp8_block")[0])
+    torch.manual_seed(1)
+    twin.reset_parameters()
+    torch.manual_seed(1)
+    plain.reset_parameters()
+    assert_same_bits(run(twin, "fp8_block")[0], run(plain, "fp8_block")[0])
+    copied = copy.deepcopy(quantized)
+    assert_same_bits(run(copied, "fp8_block")[0], run(quantized, "fp8_block")[0])
+
+
+def test_mixtures(device: torch.device) -> None:
+    with tp.quantized_init(Float8BlockScaling()):
+        moe: Any = MoE(32, 64, 4, 2, device=device)
+    assert type(moe.experts.fc1.weight) is tp.GroupedTensor and type(moe.router.weight) is torch.nn.Parameter
+    moe(torch.randn(10, 32, device=device)).output.sum().backward()
+    assert moe.experts.fc1.weight.grad.shape == moe.experts.fc1.weight.shape
+
+
+def test_refused() -> None:
+    for wrong, error in ((None, TypeError), (DelayedScaling(), ValueError), (BFloat16(), ValueError)):
+        with pytest.raises(error, match="transformer_plugin::quantized_init: argument 'recipe': expected"):
+            tp.quantized_init(wrong).__enter__()  # type: ignore[arg-type]
+    with tp.quantized_init(Float8BlockScaling()):
+        with pytest.raises(ValueError, match="argument 'recipe': expected None"):
+            Linear(32, 32, recipe=MXFP8BlockScaling())
+        with pytest.raises(ValueError, match="argument 'parameters': expected 'packed' or 'grouped'"):
+            GroupedLinear(3, 32, 32, parameters="list")
+        layer = Linear(32, 32)
+    assert type(Linear(32, 32).weight) is torch.nn.Parameter
+    layer.weight.grad = torch.ones(32, 32)
+    with pytest.raises(ValueError, match="values in high precision"):
+        torch.optim.SGD([layer.weight], lr=0.1).step()

@@ -1,0 +1,105 @@
+"""quantized_init: layers whose weights are parameters in low precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from transformer_plugin.functional._values import is_quantized
+from transformer_plugin.functional.quantize import quantize
+from transformer_plugin.recipes import DelayedScaling, Recipe
+
+
+class _Choice(NamedTuple):
+    recipe: Recipe
+    keeps_values: bool
+
+
+_choice: ContextVar[_Choice | None] = ContextVar("quantized_init", default=None)
+
+
+@contextmanager
+def quantized_init(recipe: Recipe, *, preserve_high_precision_init_val: bool = False) -> Iterator[None]:
+    """Layers of this package that are made in this context have quantized weights as parameters.
+
+    ``Linear``, ``LayerNormLinear``, ``GroupedLinear``, ``GroupedMLP`` and ``MoE`` get the recipe. Their weights are
+    :class:`~transformer_plugin.tensor.QuantizedTensor` s, of grouped layers
+    :class:`~transformer_plugin.tensor.GroupedTensor` s, in the recipe's weight format, quantized in both directions;
+    their nominal dtype is the one that the layer was made with. Forward and backward read them as they are. A gradient
+    has the nominal dtype. ``weight.copy_(values)`` quantizes new values into the same memory;
+    :class:`transformer_plugin.optim.MasterWeights` trains them.
+
+    Args:
+        recipe: whose weight format has scales; not ``DelayedScaling``.
+        preserve_high_precision_init_val: whether each weight keeps its initial values before they are quantized, on the
+            CPU, for the master weights of an optimizer: ``weight.get_high_precision_init_val()``, and
+            ``weight.clear_high_precision_init_val()`` when they are not needed any more.
+
+    Raises:
+        TypeError: no recipe. ValueError: a recipe whose weights have no scales, or ``DelayedScaling``.
+    """
+    if not isinstance(recipe, Recipe):
+        raise TypeError(_error("a recipe of transformer_plugin.recipes", repr(recipe), "Make one"))
+    if isinstance(recipe, DelayedScaling) or recipe.weight_format in ("none", "bf16", "bf16:nan"):
+        expected = "a recipe that quantizes weights from their current values"
+        raise ValueError(_error(expected, str(recipe), "Use for example Float8BlockScaling()"))
+    token = _choice.set(_Choice(recipe, preserve_high_precision_init_val))
+    try:
+        yield
+    finally:
+        _choice.reset(token)
+
+
+def chosen_recipe(recipe: Recipe | None) -> Recipe | None:
+    """The recipe of a layer that is being made: that of the context, if there is one."""
+    choice = _choice.get()
+    if choice is None:
+        return recipe
+    if recipe is not None and recipe != choice.recipe:
+        expected = f"None, or {choice.recipe} as quantized_init has it"
+        raise ValueError(_error(expected, str(recipe), "Leave out the recipe of the layer"))
+    return choice.recipe
+
+
+def quantize_parameter(module: torch.nn.Module, name: str, key: str) -> None:
+    """Replaces a parameter of a layer that was just made by a quantized one, in the context."""
+    choice = _choice.get()
+    weight = module._parameters[name]
+    if choice is None or weight is None:
+        return
+    quantized = Parameter(quantize(weight.detach(), key, columnwise=True), weight.requires_grad)
+    if choice.keeps_values:
+        quantized.high_precision_init_val = weight.detach().cpu()  # type: ignore[attr-defined]
+    setattr(module, name, quantized)
+
+
+@contextmanager
+def in_high_precision(module: torch.nn.Module, *names: str) -> Iterator[None]:
+    """Quantized parameters of these names are unquantized inside, with any values, and quantized again afterwards."""
+    quantized = {name: p for name in names if is_quantized(p := module._parameters.get(name))}
+    for name, parameter in quantized.items():
+        values = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)  # type: ignore[union-attr]
+        module._parameters[name] = Parameter(values)
+    yield
+    for name, parameter in quantized.items():
+        values = module._parameters[name].detach()  # type: ignore[union-attr]
+        module._parameters[name] = parameter
+        with torch.no_grad():
+            parameter.copy_(values)  # type: ignore[union-attr]
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors of a quantized weight as the ops take them."""
+    rows = (value.rowwise_data, value.scale_inv, value.amax)
+    columns = (value.columnwise_data, value.columnwise_scale_inv, value.columnwise_amax)
+    return [tensor for tensor in (*rows, *columns) if tensor is not None]
+
+
+def _error(expected: str, got: str, advice: str) -> str:
+    return f"transformer_plugin::quantized_init: argument 'recipe': expected {expected}, got {got}. {advice}."
