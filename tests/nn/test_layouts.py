@@ -121,8 +121,8 @@ def test_wrong_checkpoints_are_refused(layout: str) -> None:
 def with_main_grad(layer: Any, dtype: torch.dtype, fill: float, marked: bool = False) -> Tensor:
     """Gives each weight a view of one flat buffer, as Megatron does, and returns the buffer."""
     weights = [p for n, p in layer.named_parameters() if "weight" in n]
-    flat = torch.full((sum(p.numel() for p in weights) + 7,), fill, dtype=dtype, device=weights[0].device)
-    begin = 7
+    flat = torch.full((sum(p.numel() for p in weights) + 64,), fill, dtype=dtype, device=weights[0].device)
+    begin = 64  # aligned, as frameworks align it
     for p in weights:
         p.main_grad = flat[begin : begin + p.numel()].view(p.shape)
         if marked:
@@ -147,7 +147,7 @@ def test_main_grad(kind: str, name: str, layout: str, device: torch.device) -> N
         for key, gradient in gradients(reference).items():
             total[key] = total.get(key, torch.full_like(gradient, 0.25)) + gradient
         reference.zero_grad()
-    assert bool((flat[:7] == 0.25).all())
+    assert bool((flat[:64] == 0.25).all())
     got_gradients = gradients_of_main(layer)
     assert got_gradients.keys() == {key for key in total if "weight" in key}
     for key, value in got_gradients.items():

@@ -92,8 +92,11 @@ def test_sums_of_two_backwards_are_rounded_once_each(
         gradient = plain.gradients[place].double()
         once = (gradient.float() + 0.25).bfloat16()
         twice = (gradient.float() + once.float()).bfloat16().double()
-        error = (given[argument].double() - twice).abs() / twice.abs().clamp_min(1e-3)
-        assert error.max() <= 2**-6  # one unit, where the order of float32 sums changes a rounding
+        # One unit of each rounding, where the order of float32 sums changes it. FP8 tensor cores keep 14 bits of a sum.
+        bound = 2**-7 * (twice.abs() + once.double().abs() + gradient.abs())
+        if device.type == "cuda" and formats[0].startswith("fp8"):
+            bound = bound + 2**-12 * gradient.abs().max()
+        assert bool(((given[argument].double() - twice).abs() <= bound).all())
 
 
 @by_layer
@@ -325,12 +328,20 @@ def test_the_backward_allocates_nothing_of_the_size_of_a_weight(
         argument: torch.zeros(arguments[place].shape, device=device)
         for place, argument in BUFFERS[name].items()
     }
-    for _ in range(2):  # the first backward also allocates the workspace of torch's products
-        output = getattr(ops, name)(*arguments, *formats, **into)
+    peaks: dict[bool, int] = {}
+    for fused in (
+        False,
+        True,
+        False,
+        True,
+    ):  # the first backward also allocates the workspace of torch's products
+        output = getattr(ops, name)(*arguments, *formats, **(into if fused else {}))
         grad = torch.ones_like(output)
+        weight.grad = second.grad = None
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         output.backward(grad)
-        allocated = torch.cuda.max_memory_allocated() - before
-    assert allocated < min(buffer.numel() for buffer in into.values()) * 2 // (1 if name == "linear" else 2)
+        peaks[fused] = torch.cuda.max_memory_allocated() - before
+    gradient = min(buffer.numel() for buffer in into.values()) * weight.element_size()
+    assert peaks[True] <= peaks[False] - 0.9 * gradient
     assert all(buffer.any() for buffer in into.values())

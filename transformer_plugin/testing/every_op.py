@@ -268,7 +268,7 @@ def _norm_linear_calls(draw: Draw) -> Calls:
                 **(norm if i % 2 else {"normalization": "rms_norm", "norm_bias": None}),
                 **{"weight": weight, "bias": draw(N, dtype=BFLOAT16), "eps": 1e-5, **roles},
                 **{"zero_centered": True, "return_normalized": i % 3 == 0},
-                "quantized_weight": None if keys[0] == "none" else ops.quantize_weight(weight, **roles),
+                "quantized_weight": None if keys[0] == "none" else ops.quantize_weight([weight], **roles),
                 **({"main_grad": draw.zeros(N, K), "weight_grad": "empty"} if i % 2 else {}),
             },
         )
