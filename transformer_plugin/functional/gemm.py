@@ -99,8 +99,8 @@ def gemm_wgrad(
         result = dtype or grad.dtype
         return _ops.gemm.default(first, right.data, None, transpose, result, None, *arguments)
     written = _check_out(out, dtype, op)
-    beta = torch.ones(1, device=written.device) if accumulate else None
-    _ops.gemm_out.default(first, right.data, written, None, transpose, None, beta, *arguments)
+    options = arguments or (None, None, UNQUANTIZED, UNQUANTIZED)
+    _ops.gemm_out.default(first, right.data, written, None, transpose, None, None, *options, accumulate)
     return out
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from transformer_plugin.functional._values import is_quantized
 from transformer_plugin.nn._module import PluginModule
@@ -71,8 +72,10 @@ class QuantizedWeightMixin(ExpertShardMixin, PluginModule):
         """Returns the quantized weight for the ops of a forward, or None."""
         kept = self.quantized_weight
         if kept is None:
-            weight = self._source_weight()
-            return tensors_of(weight) if is_quantized(weight) else None
+            weight = self._parameters.get("weight")
+            if type(weight) is Parameter or not is_quantized(weight):  # the first is the common case
+                return None
+            return tensors_of(weight)
         if not torch.compiler.is_compiling():  # checking in a graph would recompile for every version
             kept.check(self._source_weight(), type(self).__name__)
         return kept.tensors

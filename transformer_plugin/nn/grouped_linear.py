@@ -161,10 +161,17 @@ class GroupedLinear(RecipeModule):
         """Whether each group has a bias."""
         return bool(self._bias_names) if self.parameter_layout == "list" else self.bias is not None
 
+    def _packed_parameters(self) -> tuple[Tensor, Tensor | None]:
+        """This rank's part of the packed weight and bias."""
+        weight, bias = self._parameters_named(("weight", "bias"))
+        if self._expert_ranks is None:
+            return weight, bias
+        return self._local(weight), None if bias is None else self._local(bias)
+
     def _operands(self, input: Tensor) -> tuple[Tensor, Tensor | list[Tensor], Tensor | None]:
         """Input, weight and bias as the ops take them, cast as ``torch.autocast`` casts those of a linear layer."""
         if self.parameter_layout == "packed":
-            return operands(input, self.local_weight, self.local_bias)
+            return operands(input, *self._packed_parameters())
         bias: Tensor | None = None
         if self.has_bias:
             biases = self._biases()

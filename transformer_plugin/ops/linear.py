@@ -135,9 +135,20 @@ def grouped_linear(
         TypeError: another dtype. ValueError: as :func:`~transformer_plugin.ops.grouped_gemm` and :func:`linear`; square
         blocks for the input or the gradient.
     """
+    weights_of_groups = listed(weight, "grouped_linear", "weight")
+    has_no_options = (
+        input_format == weight_format == grad_format == "none"
+        and quantized_weight is main_grad is None
+        and max_sms == 0
+        and expected_rows == -1
+        and accumulate
+        and weight_grad == "none"
+    )
+    if has_no_options:  # what is not passed need not be parsed
+        return _ops.grouped_linear.default(input, weights_of_groups, group_sizes, bias, bias_scale)
     return _ops.grouped_linear.default(
         input,
-        listed(weight, "grouped_linear", "weight"),
+        weights_of_groups,
         group_sizes,
         bias,
         bias_scale,
