@@ -71,6 +71,15 @@ def _check_types(router: Any, dispatch: Any, recipe: Any, dtype: torch.dtype | N
         )
 
 
+def _check_layout(parameters: Any, dtensor: bool, group: Any, mesh: Any) -> None:
+    """Refuses layouts that are no DTensors where experts are."""
+    if dtensor and parameters != "packed" and not (group in ("local", None) and mesh is None):
+        raise ValueError(
+            "transformer_plugin::MoE: argument 'parameters': expected 'packed' with experts that are DTensors, "
+            f"got {parameters!r}. Pass dtensor=False, and reduce each rank's parameters yourself."
+        )
+
+
 class MoE(LaunchedModule):
     """A mixture of E SwiGLU experts: each token goes to ``topk`` of them and gets the weighted sum of their outputs.
 
@@ -142,6 +151,7 @@ class MoE(LaunchedModule):
     ) -> None:
         super().__init__()
         _check_types(router, dispatch, recipe, dtype)
+        _check_layout(parameters, dtensor, group, mesh)
         self.hidden, self.ffn_hidden, self.num_experts, self.bias = hidden, ffn_hidden, num_experts, bias
         self.dispatch, self.mesh, self.glu_interleave = dispatch, mesh, glu_interleave
         self.exchange: LocalExchange | GroupExchange
@@ -172,11 +182,6 @@ class MoE(LaunchedModule):
         )
         self._exchange_rules = RowRules(alignment, multiple)
         if found is not None and isinstance(self.exchange, GroupExchange):
-            if dtensor and parameters != "packed":
-                raise ValueError(
-                    "transformer_plugin::MoE: argument 'parameters': expected 'packed' with experts that are DTensors, "
-                    f"got {parameters!r}. Pass dtensor=False, and reduce each rank's parameters yourself."
-                )
             self.experts.to_empty(device=torch.get_default_device() if device is None else device)
             over = expert_mesh or mesh_of(found, self.exchange.context.device)
             shard_experts(self.experts, self.router, found, over if dtensor else None)
