@@ -113,7 +113,9 @@ def reference(setting: Setting, rank: int, device: torch.device) -> Result:
         parts = []
         for each in range(RANKS):
             for p in named.values():
-                p.main_grad = torch.zeros_like(p, dtype=torch.float32 if setting.grads_in_float32 else p.dtype)
+                p.main_grad = torch.zeros_like(
+                    p, dtype=torch.float32 if setting.grads_in_float32 else p.dtype
+                )
             for micro in range(MICRO_BATCHES):
                 loss = loss_of(model, each, step, micro, setting.dtype, device)
                 loss.backward()
@@ -192,7 +194,10 @@ def assert_views(setting: Setting, ddp: Any) -> None:
         for name, p in ddp.module.named_parameters():
             assert storage_of(p) in values, name
     if setting.layout == "grouped":
-        assert all(type(layer.weight) is tp.GroupedTensor for layer in (ddp.module.experts.fc1, ddp.module.experts.fc2))
+        assert all(
+            type(layer.weight) is tp.GroupedTensor
+            for layer in (ddp.module.experts.fc1, ddp.module.experts.fc2)
+        )
 
 
 def packed(named: dict[str, Any]) -> dict[str, Tensor]:
@@ -289,7 +294,9 @@ def assert_all_change(steps: list[dict[str, Tensor]]) -> None:
     """Every parameter, and every expert of it, has other values after each step."""
     for before, after in itertools.pairwise(steps):
         for name, p in after.items():
-            members = zip(before[name], p, strict=True) if name.startswith("experts.") else [(before[name], p)]
+            members = (
+                zip(before[name], p, strict=True) if name.startswith("experts.") else [(before[name], p)]
+            )
             assert all(not torch.equal(old, new) for old, new in members), name
 
 
@@ -327,7 +334,9 @@ OPTIONS = [(), (OVERLAP,), (SHARDED,), (OVERLAP, SHARDED), (OVERLAP, SHARDED, GA
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("fused", [False, True], ids=["grad", "main_grad"])
 @pytest.mark.parametrize("layout", ["packed", "list", "grouped"])
-def test_training(ranks: RankPool, layout: str, fused: bool, dtype: torch.dtype, options: tuple[str, ...]) -> None:
+def test_training(
+    ranks: RankPool, layout: str, fused: bool, dtype: torch.dtype, options: tuple[str, ...]
+) -> None:
     ranks.run(check, Setting(layout, fused, dtype, options))
 
 
