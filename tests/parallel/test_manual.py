@@ -17,6 +17,8 @@ from transformer_plugin.testing.numerics import assert_same_bits
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = DOCS / "experts-over-ranks.md"
+#: Other pages and the numbers of their blocks.
+HOWTOS = [("howto/fsdp2.md", 3), ("howto/checkpoints.md", 3), ("training-frameworks.md", 3)]
 
 
 def run_blocks(page: Path, count: int, folder: str) -> dict[str, Any]:
@@ -53,7 +55,7 @@ def test_page_runs(make_pool: Any, ranks: int, tmp_path: Path) -> None:
 
 
 def run_howto(rank: Rank, name: str, count: int, folder: str) -> None:
-    namespace = run_blocks(DOCS / "howto" / name, count, folder)
+    namespace = run_blocks(DOCS / name, count, folder)
     for parameter in namespace["model"].parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         assert local.isfinite().all()
@@ -61,7 +63,7 @@ def run_howto(rank: Rank, name: str, count: int, folder: str) -> None:
 
 @pytest.mark.skipif(not PAGE.exists(), reason="needs the source tree")
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize(("name", "count"), [("fsdp2.md", 3), ("checkpoints.md", 3)])
+@pytest.mark.parametrize(("name", "count"), HOWTOS)
 def test_howto_runs(make_pool: Any, name: str, count: int, ranks: int, tmp_path: Path) -> None:
     pool: RankPool = make_pool(ranks, "gloo")
     pool.run(run_howto, name, count, str(tmp_path), timeout=240)
