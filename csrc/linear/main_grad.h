@@ -47,8 +47,8 @@ class CallMemory {
   std::vector<Use> uses_;
 };
 
-// In the forward: keeps the buffers for the backward, untracked, because two forwards may come before two backwards. `name`: of
-// the argument. Nothing without buffers.
+// In the forward: keeps the buffers and the queue for the backward, untracked, because two forwards may come before two
+// backwards. `name`: of the argument. Nothing without either.
 void save_main_grad(torch::autograd::AutogradContext* ctx, const char* name, const MainGrad& main_grad);
 
 // In the backward: what becomes of the gradient of one weight.
@@ -60,8 +60,8 @@ class WeightGradient {
 
   bool is_wanted() const { return is_wanted_; }
   // Whether compute() allocates a tensor of the weight's size.
-  bool allocates() const { return buffers_.empty(); }
-  // What autograd gets for each tensor of the weight, of `dtype`. The gradients of several matrices are views of one tensor. A
+  bool allocates() const { return buffers_.empty() && !queue_; }
+  // What autograd gets for each tensor of the weight, of `dtype`. With a queue nothing is computed. The gradients of several matrices are views of one tensor. A
   // dense layer may have group sizes, of one group of all its rows.
   torch::autograd::variable_list compute(const Quantized& grad, const Quantized& input,
                                          const std::optional<at::Tensor>& group_sizes, at::ScalarType dtype,
@@ -69,7 +69,7 @@ class WeightGradient {
 
  private:
   bool wants(size_t i) const { return ctx_->needs_input_grad(place_ + i); }
-  std::vector<at::Tensor> targets() const;
+  std::vector<int64_t> skipped() const;
   void copy_to_buffers(const std::vector<at::Tensor>& results) const;
   torch::autograd::variable_list placeholders(at::ScalarType dtype) const;
 
@@ -77,6 +77,7 @@ class WeightGradient {
   size_t place_, count_;
   bool is_grouped_, is_wanted_ = false;
   std::vector<at::Tensor> buffers_;
+  std::optional<at::Tensor> queue_;
 };
 
 }  // namespace transformer_plugin::linear

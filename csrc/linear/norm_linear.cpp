@@ -11,6 +11,7 @@
 #include "gemm/dispatch/checks.h"
 #include "gemm/ops/calls.h"
 #include "gemm/ops/leading_dims.h"
+#include "linear/deferred_wgrad.h"
 #include "linear/main_grad.h"
 #include "linear/nonfinite.h"
 #include "linear/quantized_weight.h"
@@ -59,6 +60,7 @@ void check_norm_linear(const NormLinear& layer, const OperandFormats& formats) {
   check_layer_widths(input, weights, formats);
   check_quantized_weight("quantized_weight", layer.quantized_weight, weights, formats);
   check_main_grad_options(kOp, layer.main_grad.buffers.has_value(), layer.main_grad);
+  check_wgrad_queue(kOp, "wgrad_queue", layer.main_grad.queue);
   if (!layer.main_grad.buffers) return;
   check_main_grad("main_grad", layer.main_grad, weights, false);
   CallMemory memory(kOp);
@@ -338,7 +340,7 @@ Two redispatch(const NormLinear& layer, std::string_view normalization, std::str
   using Signature =
       Two(const Tensor&, const OptionalTensor&, const OptionalTensor&, const Tensor&, const OptionalTensor&,
           double, std::string_view, bool, bool, std::string_view, std::string_view, std::string_view,
-          OptionalList, const OptionalTensor&, bool, std::string_view);
+          OptionalList, const OptionalTensor&, bool, std::string_view, const OptionalTensor&);
   static const auto op = find_op<Signature>(kOp);
   const BelowAutograd guard;
   const NormCall& norm = layer.norm;
@@ -347,7 +349,7 @@ Two redispatch(const NormLinear& layer, std::string_view normalization, std::str
                  norm.zero_centered, layer.return_normalized, input_format, weight_format, grad_format,
                  layer.quantized_weight,
                  main_grad.buffers ? OptionalTensor((*main_grad.buffers)[0]) : std::nullopt,
-                 main_grad.accumulate, main_grad.weight_grad);
+                 main_grad.accumulate, main_grad.weight_grad, main_grad.queue);
 }
 
 enum class Kernel { kCompute, kMeta, kAutograd };
@@ -357,9 +359,10 @@ Two norm_linear(const Tensor& input, const OptionalTensor& norm_weight, const Op
                 const Tensor& weight, const OptionalTensor& bias, double eps, std::string_view normalization,
                 bool zero_centered, bool return_normalized, std::string_view input_format,
                 std::string_view weight_format, std::string_view grad_format, OptionalList quantized_weight,
-                const OptionalTensor& main_grad, bool accumulate, std::string_view weight_grad) {
+                const OptionalTensor& main_grad, bool accumulate, std::string_view weight_grad,
+                const OptionalTensor& wgrad_queue) {
   const bool centered = is_centered(normalization);
-  MainGrad target{{}, accumulate, weight_grad};
+  MainGrad target{{}, accumulate, weight_grad, wgrad_queue};
   if (main_grad) target.buffers = at::TensorList(*main_grad);
   const auto layer_of = [&](const Tensor& x) {
     return NormLinear{{kOp, centered, x, norm_weight, norm_bias, eps, zero_centered},

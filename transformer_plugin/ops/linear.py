@@ -58,6 +58,7 @@ def linear(
     main_grad: Tensor | None = None,
     accumulate: bool = True,
     weight_grad: str = "none",
+    wgrad_queue: Tensor | None = None,
 ) -> Tensor:
     """``input @ weight.T + bias`` with operands in the given formats; ``torch.nn.functional.linear`` by default.
 
@@ -75,6 +76,8 @@ def linear(
         quantized_weight: what :func:`quantize_weight` made of ``weight`` with these formats: the same bits, without
             quantizing the weight again. ``weight`` is then not read; its gradient is the usual one.
         main_grad, accumulate, weight_grad: where the gradient of the weight goes, see above; ``[N, K]``.
+        wgrad_queue: a queue of :mod:`transformer_plugin.ops.deferred_wgrad`: the backward leaves the operands of the
+            weight gradient there, and computes none.
 
     Returns:
         ``[..., N]`` in the dtype of ``input``. Differentiable in ``input``, ``weight`` and ``bias``.
@@ -88,13 +91,14 @@ def linear(
         input_format == weight_format == grad_format == "none"
         and quantized_weight is None
         and main_grad is None
+        and wgrad_queue is None
     ):
         # Strings that are not passed need not be parsed: 0.5 us.
         if accumulate and weight_grad == "none":
             return _ops.linear.default(input, weight, bias)
     formats = layer_keys("linear", input_format, weight_format, grad_format)
     return _ops.linear.default(
-        input, weight, bias, *formats, quantized_weight, main_grad, accumulate, weight_grad
+        input, weight, bias, *formats, quantized_weight, main_grad, accumulate, weight_grad, wgrad_queue
     )
 
 
@@ -113,6 +117,7 @@ def grouped_linear(
     main_grad: Tensors | None = None,
     accumulate: bool = True,
     weight_grad: str = "none",
+    wgrad_queue: Tensor | None = None,
 ) -> Tensor:
     """:func:`linear` for each group of rows with the group's own weight and bias.
 
@@ -127,6 +132,7 @@ def grouped_linear(
         max_sms, expected_rows: as for :func:`~transformer_plugin.ops.grouped_gemm`, for all products of forward and
             backward.
         main_grad, accumulate, weight_grad: where the gradient of the weight goes, see above; ``[G, N, K]``, or G matrices.
+        wgrad_queue: as for :func:`linear`.
 
     On Hopper pass :func:`transformer_plugin.formats.resolve` of the formats of input and gradient: weight gradients of
     groups that begin at any row then need no copy.
@@ -152,6 +158,7 @@ def grouped_linear(
         listed_or_none(main_grad, "grouped_linear", "main_grad"),
         accumulate,
         weight_grad,
+        wgrad_queue,
     )
 
 
