@@ -1,4 +1,5 @@
-// defer_wgrad keeps the operands of a weight gradient, run_deferred_wgrads computes the gradients of all that are kept.
+// defer_wgrad keeps the operands of a weight gradient, run_deferred_wgrads computes the gradients of all that
+// are kept.
 #include "linear/deferred_wgrad.h"
 
 #include <ATen/ops/empty_strided.h>
@@ -25,11 +26,12 @@ constexpr const char *kDefer = "defer_wgrad", *kRun = "run_deferred_wgrads";
 
 int64_t id_of(const Tensor& queue) { return *queue.const_data_ptr<int64_t>(); }
 
-// Without its value, which a tracer's tensor has not.
-void check_queue_tensor(const Argument& queue) {
+// Without its value, which a tracer's tensor has not: in Meta kernels that is on meta, as the data.
+void check_queue_tensor(const Argument& queue, const Tensor& data) {
   check_dtype(queue, {at::kLong});
   check_dim(queue, 0);
-  TP_CHECK_VALUE(queue.tensor.device().is_cpu(), queue.op, queue.name, "a tensor on the CPU",
+  const bool is_traced = queue.tensor.is_meta() && data.defined() && data.is_meta();
+  TP_CHECK_VALUE(queue.tensor.is_cpu() || is_traced, queue.op, queue.name, "a tensor on the CPU",
                  describe(queue.tensor), "Pass what new_wgrad_queue() returned");
 }
 
@@ -39,9 +41,9 @@ bool contains(at::IntArrayRef values, size_t value) {
 
 }  // namespace
 
-void check_wgrad_queue(const char* op, const char* name, const OptionalTensor& queue) {
+void check_wgrad_queue(const char* op, const char* name, const OptionalTensor& queue, const Tensor& data) {
   if (!queue) return;
-  check_queue_tensor({op, name, *queue});
+  check_queue_tensor({op, name, *queue}, data);
   if (!has_memory(*queue)) return;
   TP_CHECK_VALUE(WgradQueues::instance().contains(id_of(*queue)), op, name,
                  "the id of a queue that new_wgrad_queue() made and nobody released", id_of(*queue),
@@ -110,7 +112,7 @@ struct Deferred {
 
 void check_deferred(const Deferred& call) {
   const Argument grad{kDefer, "grad", call.grad}, input{kDefer, "input", call.input};
-  check_queue_tensor({kDefer, "queue", call.queue});
+  check_queue_tensor({kDefer, "queue", call.queue}, call.grad);
   check_strided(grad);
   check_strided(input);
   check_dim(grad, 2);
@@ -130,7 +132,10 @@ void check_deferred(const Deferred& call) {
   if (call.group_sizes) check_group_sizes({kDefer, "group_sizes", *call.group_sizes}, grad);
   for (const auto& [name, scales] :
        {std::pair{"grad_scale", call.grad_scale}, std::pair{"input_scale", call.input_scale}}) {
-    for (const Tensor& scale : list_or_none(scales)) check_same_device({kDefer, name, scale}, grad);
+    for (const Tensor& scale : list_or_none(scales)) {
+      check_strided({kDefer, name, scale});
+      check_same_device({kDefer, name, scale}, grad);
+    }
   }
   CallMemory memory(kDefer);
   memory.written("queue", at::TensorList(call.queue));
@@ -250,7 +255,7 @@ void compute(const DeferredWgrad& wgrad, at::TensorList out, bool accumulate) {
 }
 
 void check_run(const Tensor& queue, at::TensorList out) {
-  check_queue_tensor({kRun, "queue", queue});
+  check_queue_tensor({kRun, "queue", queue}, out.empty() ? Tensor() : out[0]);
   TP_CHECK_VALUE(!out.empty(), kRun, "out", "one tensor, or a matrix for each group", "an empty list",
                  "Pass the buffers of the weight's gradient");
   for (size_t i = 0; i < out.size(); ++i) {

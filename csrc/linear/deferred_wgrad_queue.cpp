@@ -20,10 +20,8 @@ int64_t WgradQueues::create() {
 void WgradQueues::release(int64_t id) {
   std::deque<DeferredWgrad> dropped;
   const std::lock_guard lock(mutex_);
-  const auto found = queues_.find(id);
-  if (found == queues_.end()) return;
-  dropped.swap(found->second);
-  queues_.erase(found);
+  dropped.swap(find("release_wgrad_queue", id));
+  queues_.erase(id);
 }
 
 bool WgradQueues::contains(int64_t id) {

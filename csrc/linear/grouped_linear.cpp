@@ -6,7 +6,6 @@
 #include "common/tensor.h"
 #include "gemm/dispatch/checks.h"
 #include "gemm/ops/calls.h"
-#include "linear/deferred_wgrad.h"
 #include "linear/main_grad.h"
 #include "linear/quantized_linear.h"
 #include "linear/quantized_weight.h"
@@ -73,9 +72,7 @@ OperandFormats check_grouped_linear(const Call& call) {
   check_launch_options(kOp, call.options);
   check_ragged_formats(kOp, formats);
   check_quantized_weight("quantized_weight", call.quantized_weight, weight, formats);
-  check_main_grad_options(kOp, call.main_grad.buffers.has_value(), call.main_grad);
-  check_wgrad_queue(kOp, "wgrad_queue", call.main_grad.queue);
-  check_main_grad("main_grad", call.main_grad, weight, true);
+  check_weight_gradient(call.main_grad, weight, true, call.input);
   check_memory(call);
   return formats;
 }

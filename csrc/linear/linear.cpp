@@ -8,7 +8,6 @@
 #include "gemm/generic/dense_gemm.h"
 #include "gemm/ops/calls.h"
 #include "gemm/ops/leading_dims.h"
-#include "linear/deferred_wgrad.h"
 #include "linear/main_grad.h"
 #include "linear/quantized_linear.h"
 #include "linear/quantized_weight.h"
@@ -53,10 +52,8 @@ OperandFormats check_linear(const Call& call) {
   if (call.bias) check_bias({kOp, "bias", *call.bias}, input, std::nullopt, call.weight.sym_size(0));
   check_quantized_weight("quantized_weight", call.quantized_weight, weights, formats);
   const MainGrad& main_grad = call.main_grad;
-  check_main_grad_options(kOp, main_grad.buffers.has_value(), main_grad);
-  check_wgrad_queue(kOp, "wgrad_queue", main_grad.queue);
+  check_weight_gradient(main_grad, weights, false, call.input);
   if (!main_grad.buffers) return formats;
-  check_main_grad("main_grad", main_grad, weights, false);
   CallMemory memory(kOp);
   memory.written("main_grad", main_grad.buffers);
   memory.read("input", call.input);

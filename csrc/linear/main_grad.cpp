@@ -115,6 +115,13 @@ void check_main_grad(const char* name, const MainGrad& main_grad, const WeightAr
   }
 }
 
+void check_weight_gradient(const MainGrad& main_grad, const WeightArgument& weight, bool is_grouped,
+                           const Tensor& data) {
+  check_main_grad_options(weight.op, main_grad.buffers.has_value(), main_grad);
+  check_wgrad_queue(weight.op, "wgrad_queue", main_grad.queue, data);
+  check_main_grad("main_grad", main_grad, weight, is_grouped);
+}
+
 void CallMemory::add(const char* name, const Tensor& tensor, bool is_written, int64_t index) {
   if (tensor.defined()) uses_.push_back({name, index, &tensor, is_written});
 }

@@ -1,6 +1,5 @@
-// norm_linear: linear of an RMSNorm or LayerNorm, as one op with one autograd node and the bits of the two
-// ops. In formats with block scales the norm is quantized in the pass that computes it, so its values are
-// never in memory.
+// norm_linear: linear of an RMSNorm or LayerNorm, as one op with one autograd node and the bits of both ops.
+// In formats with block scales one pass computes and quantizes the norm, whose values are never in memory.
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
@@ -11,7 +10,6 @@
 #include "gemm/dispatch/checks.h"
 #include "gemm/ops/calls.h"
 #include "gemm/ops/leading_dims.h"
-#include "linear/deferred_wgrad.h"
 #include "linear/main_grad.h"
 #include "linear/nonfinite.h"
 #include "linear/quantized_weight.h"
@@ -59,10 +57,8 @@ void check_norm_linear(const NormLinear& layer, const OperandFormats& formats) {
   if (layer.bias) check_bias({kOp, "bias", *layer.bias}, input, std::nullopt, layer.weight.sym_size(0));
   check_layer_widths(input, weights, formats);
   check_quantized_weight("quantized_weight", layer.quantized_weight, weights, formats);
-  check_main_grad_options(kOp, layer.main_grad.buffers.has_value(), layer.main_grad);
-  check_wgrad_queue(kOp, "wgrad_queue", layer.main_grad.queue);
+  check_weight_gradient(layer.main_grad, weights, false, norm.input);
   if (!layer.main_grad.buffers) return;
-  check_main_grad("main_grad", layer.main_grad, weights, false);
   CallMemory memory(kOp);
   memory.written("main_grad", layer.main_grad.buffers);
   memory.read("input", norm.input);
@@ -93,8 +89,7 @@ bool fuses_quantize(const NormLinear& layer, const OperandFormats& formats) {
 // again from the input, which the gradient of the norm needs in any case, and quantizes it columnwise. With K
 // columns that saves K bytes per row in FP8, and 2 K where the operand has 16 bits, while the layer waits for
 // its backward. It costs a pass over the input, which is little beside the product, and the fused forward has
-// no 16-bit values to quantize columnwise. Only stochastic rounding keeps the operand, because both
-// directions draw from one seed in one call.
+// no 16-bit values to quantize columnwise. Stochastic rounding keeps it, as one seed serves both directions.
 bool keeps_columns(const OperandFormats& formats) { return formats.input.stochastic_rounding; }
 
 // Columnwise only.
@@ -327,7 +322,6 @@ class NormLinearFunction : public DifferentiableOnce<NormLinearFunction> {
 };
 
 using Two = std::tuple<Tensor, Tensor>;
-
 // `like`: the input, [..., K]. The Autograd kernel calls this, where a tracer must see the empty tensor made.
 Two shaped(const Tensor& output, const Tensor& normalized, const Tensor& like) {
   return {from_matrix(output, like),

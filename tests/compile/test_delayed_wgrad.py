@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.nn.common import RECIPES, by_recipe
-from tests.nn.test_delayed_wgrad import (
+from tests.nn.delayed_layers import (
     GROUPS,
     LAYERS,
     assert_same_gradients,

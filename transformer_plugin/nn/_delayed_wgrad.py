@@ -176,9 +176,9 @@ class DelayedWgradContainer(WgradHooks):
 
     @property
     def delay_wgrad_compute(self) -> bool:
-        """Whether the backward leaves the weights' gradients to :meth:`backward_dw`; setting it sets that of each layer.
+        """Whether the backward leaves the weights' gradients to :meth:`backward_dw`.
 
-        Reading it raises a ValueError if the layers differ.
+        Setting it sets that of each layer. Reading it raises a ValueError if the layers differ.
         """
         found = {layer.delay_wgrad_compute for layer in self._delaying()}
         if len(found) > 1:

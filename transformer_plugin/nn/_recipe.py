@@ -116,6 +116,12 @@ class RecipeModule(QuantizedWeightMixin, DelayedWgradMixin):
             return buffers, *rest
         return buffers if buffers is None else buffers[0], *rest
 
+    def _weight_gradient(self) -> dict[str, Any]:
+        """The arguments of a layer's op that say where and when the weight's gradient is computed."""
+        queue, names = self._wgrad_queue(), ("main_grad", "accumulate", "weight_grad")
+        arguments: dict[str, Any] = dict(zip(names, self._main_grad(), strict=False))
+        return arguments if queue is None else {**arguments, "wgrad_queue": queue}
+
     def _extra_options(self) -> str:
         """What ``extra_repr`` says of the weight's gradient and of the bias."""
         text = ", fuse_wgrad_accumulation=True" if self.fuse_wgrad_accumulation else ""

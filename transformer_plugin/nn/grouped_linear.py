@@ -219,7 +219,7 @@ class GroupedLinear(RecipeModule):
         kept_bias = self._biases() if self.return_bias and self.has_bias else None
         if self.return_bias:
             bias = bias_scale = None
-        queue, into = self._wgrad_queue(), self._main_grad()
+        into = self._weight_gradient()
         if isinstance(self.recipe, DelayedScaling):
             weight = self._single_weight(weight)
             takes = self._op_accepts(input, weight, bias) and self._op_accepts_rows(
@@ -230,8 +230,8 @@ class GroupedLinear(RecipeModule):
             layer: tuple[Any, ...] = (scale, amax, bias, bias_scale, *self._formats, *self.launch_options)
             output = ops.grouped_linear_scaled(input, weight, group_sizes, *layer)
         else:
-            layer = (bias, bias_scale, *self._formats, quantized_weight, *self.launch_options, *into)
-            output = ops.grouped_linear(input, weight, group_sizes, *layer, wgrad_queue=queue)
+            layer = (bias, bias_scale, *self._formats, quantized_weight, *self.launch_options)
+            output = ops.grouped_linear(input, weight, group_sizes, *layer, **into)
         return (output, kept_bias) if self.return_bias else output
 
     def _single_weight(self, weight: Tensor | list[Tensor]) -> Tensor:

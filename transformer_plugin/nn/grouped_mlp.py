@@ -167,7 +167,8 @@ class GroupedMLP(LaunchedModule):
         if first and second:
             self._check_same_flags(first, second)
             rest += (first[0], second[0], *(first if first[0] is not None else second)[1:])
-        queues = {"fc1_wgrad_queue": fc1._wgrad_queue(), "fc2_wgrad_queue": fc2._wgrad_queue()}
+        names = ("fc1_wgrad_queue", "fc2_wgrad_queue")
+        queues: dict[str, Any] = dict(zip(names, (fc1._wgrad_queue(), fc2._wgrad_queue()), strict=True))
         return ops.grouped_mlp(input, fc1_weight, fc2_weight, group_sizes, probs, *rest, **queues)
 
     @staticmethod

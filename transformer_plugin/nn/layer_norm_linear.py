@@ -130,7 +130,7 @@ class LayerNormLinear(RecipeModule):
         quantized_weight = self._quantized_weight()
         input, norm_weight, norm_bias = operands(input, self.norm_weight, self.norm_bias)
         _, weight, bias = operands(input, self.weight, None if self.return_bias else self.bias)
-        queue, into = self._wgrad_queue(), self._main_grad()
+        into = self._weight_gradient()
         if isinstance(self.recipe, DelayedScaling):
             normalized = self._norm(input, norm_weight, norm_bias)
             scale = self._delayed_scales(self.recipe, self._op_accepts(normalized, weight, bias))
@@ -149,8 +149,7 @@ class LayerNormLinear(RecipeModule):
                 self.return_normalized,
                 *self._formats,
                 quantized_weight,
-                *into,
-                wgrad_queue=queue,
+                **into,
             )
         results: list[Any] = [output]
         results += [self.bias] if self.return_bias else []

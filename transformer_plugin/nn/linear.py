@@ -74,13 +74,13 @@ class Linear(RecipeModule, torch.nn.Linear):
         """
         quantized_weight = self._quantized_weight()
         input, weight, bias = operands(input, self.weight, None if self.return_bias else self.bias)
-        queue, into = self._wgrad_queue(), self._main_grad()
+        into = self._weight_gradient()
         if isinstance(self.recipe, DelayedScaling):
             scale = self._delayed_scales(self.recipe, self._op_accepts(input, weight, bias))
             amax = self._current_amax if self.training else None
             output = ops.linear_scaled(input, weight, scale, amax, bias, *self._formats)
         else:
-            output = ops.linear(input, weight, bias, *self._formats, quantized_weight, *into, wgrad_queue=queue)
+            output = ops.linear(input, weight, bias, *self._formats, quantized_weight, **into)
         return (output, self.bias) if self.return_bias else output
 
     def extra_repr(self) -> str:

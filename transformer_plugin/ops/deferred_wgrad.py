@@ -43,10 +43,13 @@ def new_wgrad_queue() -> Tensor:
 
 
 def release_wgrad_queue(queue: Tensor | int) -> None:
-    """Frees a queue with what it holds. Does nothing if that was done before.
+    """Frees a queue with what it holds.
 
     Args:
         queue: what :func:`new_wgrad_queue` returned, or its value.
+
+    Raises:
+        ValueError: there is no such queue, or no longer.
     """
     _ops.release_wgrad_queue.default(int(queue))
 
