@@ -122,7 +122,8 @@ TORCH_LIBRARY(transformer_plugin, m) {
   m.def(
       "linear(Tensor input, Tensor weight, Tensor? bias=None, str input_format=\"none\", "
       "str weight_format=\"none\", str grad_format=\"none\", Tensor[]? quantized_weight=None, "
-      "Tensor? main_grad=None, bool accumulate=True, str weight_grad=\"none\") -> Tensor");
+      "Tensor? main_grad=None, bool accumulate=True, str weight_grad=\"none\", Tensor? wgrad_queue=None) -> "
+      "Tensor");
   // linear of rms_norm or layer_norm of the input. normalized is that norm, or an empty tensor without
   // return_normalized.
   m.def(
@@ -130,19 +131,34 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "str normalization=\"rms_norm\", bool zero_centered=False, bool return_normalized=False, "
       "str input_format=\"none\", str weight_format=\"none\", str grad_format=\"none\", "
       "Tensor[]? quantized_weight=None, Tensor? main_grad=None, bool accumulate=True, "
-      "str weight_grad=\"none\") -> (Tensor output, Tensor normalized)");
+      "str weight_grad=\"none\", Tensor? wgrad_queue=None) -> (Tensor output, Tensor normalized)");
   m.def(
       "grouped_linear(Tensor input, Tensor[] weight, Tensor group_sizes, Tensor? bias=None, "
       "Tensor? bias_scale=None, str input_format=\"none\", str weight_format=\"none\", "
       "str grad_format=\"none\", Tensor[]? quantized_weight=None, int max_sms=0, int expected_rows=-1, "
-      "Tensor[]? main_grad=None, bool accumulate=True, str weight_grad=\"none\") -> Tensor");
+      "Tensor[]? main_grad=None, bool accumulate=True, str weight_grad=\"none\", Tensor? wgrad_queue=None) -> "
+      "Tensor");
   // Two grouped_linears with swiglu between them, `probs` scaling it and the second bias.
   m.def(
       "grouped_mlp(Tensor input, Tensor[] fc1_weight, Tensor[] fc2_weight, Tensor group_sizes, Tensor probs, "
       "Tensor? fc1_bias=None, Tensor? fc2_bias=None, str input_format=\"none\", str weight_format=\"none\", "
       "str grad_format=\"none\", Tensor[]? quantized_fc1_weight=None, Tensor[]? quantized_fc2_weight=None, "
       "int interleave=0, int max_sms=0, int expected_rows=-1, Tensor[]? fc1_main_grad=None, "
-      "Tensor[]? fc2_main_grad=None, bool accumulate=True, str weight_grad=\"none\") -> Tensor");
+      "Tensor[]? fc2_main_grad=None, bool accumulate=True, str weight_grad=\"none\", "
+      "Tensor? fc1_wgrad_queue=None, Tensor? fc2_wgrad_queue=None) -> Tensor");
+  // Delayed weight gradients. "queue" is an id; the ops have it in an int64 scalar on the CPU, which they "write" so that
+  // compiled code calls them, and in order. With a "wgrad_queue" the backward of a layer calls defer_wgrad, which keeps
+  // the operands of the weight gradient, those of grouped_gemm_wgrad or gemm. With a "dtype" the gradient is rounded to
+  // it before it is added, as autograd does, otherwise added in the epilogue or written ("accumulate"); "skipped"
+  // matrices want none. run_deferred_wgrads computes all and frees the operands.
+  m.def("new_wgrad_queue() -> int");
+  m.def("release_wgrad_queue(int queue) -> ()");
+  m.def("count_deferred_wgrads(int queue) -> int");
+  m.def(
+      "defer_wgrad(Tensor(a!) queue, Tensor grad, Tensor input, Tensor? group_sizes=None, Tensor[]? grad_scale=None, "
+      "Tensor[]? input_scale=None, str grad_format=\"none\", str input_format=\"none\", ScalarType? dtype=None, "
+      "bool accumulate=True, int[] skipped=[], int max_sms=0, int expected_rows=-1, bool copy=False) -> ()");
+  m.def("run_deferred_wgrads(Tensor(a!) queue, Tensor(b!)[] out, bool accumulate=True) -> ()");
   // A weight in its format, once for many calls of the four above: data, scale_inv and, of nvfp4, amax, along rows;
   // then along columns, if the data gradient takes those. bf16 has data alone. Several matrices give what their stack would.
   m.def("quantize_weight(Tensor[] weight, str input_format, str weight_format, str grad_format) -> Tensor[]");

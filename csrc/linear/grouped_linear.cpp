@@ -72,8 +72,7 @@ OperandFormats check_grouped_linear(const Call& call) {
   check_launch_options(kOp, call.options);
   check_ragged_formats(kOp, formats);
   check_quantized_weight("quantized_weight", call.quantized_weight, weight, formats);
-  check_main_grad_options(kOp, call.main_grad.buffers.has_value(), call.main_grad);
-  check_main_grad("main_grad", call.main_grad, weight, true);
+  check_weight_gradient(call.main_grad, weight, true, call.input);
   check_memory(call);
   return formats;
 }
@@ -98,16 +97,17 @@ Tensor grouped_linear(const Call& call) {
 }
 
 Tensor redispatch(const Call& call) {
-  using Signature = Tensor(const Tensor&, at::TensorList, const Tensor&, const OptionalTensor&,
-                           const OptionalTensor&, std::string_view, std::string_view, std::string_view,
-                           OptionalList, int64_t, int64_t, OptionalList, bool, std::string_view);
+  using Signature =
+      Tensor(const Tensor&, at::TensorList, const Tensor&, const OptionalTensor&, const OptionalTensor&,
+             std::string_view, std::string_view, std::string_view, OptionalList, int64_t, int64_t,
+             OptionalList, bool, std::string_view, const OptionalTensor&);
   static const auto op = find_op<Signature>(kOp);
   const BelowAutograd guard;
   const auto& [max_sms, expected_rows] = call.options;
-  const auto& [buffers, accumulate, weight_grad] = call.main_grad;
+  const auto& [buffers, accumulate, weight_grad, queue] = call.main_grad;
   return op.call(call.input, call.weight, *call.group_sizes, call.bias, call.bias_scale, call.input_format,
                  call.weight_format, call.grad_format, call.quantized_weight, max_sms, expected_rows, buffers,
-                 accumulate, weight_grad);
+                 accumulate, weight_grad, queue);
 }
 
 Tensor grouped_linear_autograd(const Call& call) {
@@ -115,7 +115,8 @@ Tensor grouped_linear_autograd(const Call& call) {
   const OperandFormats formats = check_grouped_linear(call);
   const LinearArguments layer = call.layer();
   check_quantizable(kOp, layer, formats, wants_grad(call.weight));
-  if (formats.native() && !call.main_grad.buffers) return native_product(call);
+  const bool is_plain = !call.main_grad.buffers && !call.main_grad.queue;
+  if (formats.native() && is_plain) return native_product(call);
   return quantized_linear_autograd(layer, formats);
 }
 
@@ -124,7 +125,7 @@ Tensor entry_of(const Tensor& input, at::TensorList weight, const Tensor& group_
                 const OptionalTensor& bias, const OptionalTensor& bias_scale, std::string_view input_format,
                 std::string_view weight_format, std::string_view grad_format, OptionalList quantized_weight,
                 int64_t max_sms, int64_t expected_rows, OptionalList main_grad, bool accumulate,
-                std::string_view weight_grad) {
+                std::string_view weight_grad, const OptionalTensor& wgrad_queue) {
   const GroupedWeight given(weight);
   return run({input,
               given.get(),
@@ -136,7 +137,7 @@ Tensor entry_of(const Tensor& input, at::TensorList weight, const Tensor& group_
               grad_format,
               quantized_weight,
               {max_sms, expected_rows},
-              {main_grad, accumulate, weight_grad}});
+              {main_grad, accumulate, weight_grad, wgrad_queue}});
 }
 
 }  // namespace

@@ -270,17 +270,19 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
 
 // Calls the op below autograd.
 Tensor redispatch(const MlpArguments& mlp, const OperandFormats& formats) {
-  using Signature = Tensor(const Tensor&, at::TensorList, at::TensorList, const Tensor&, const Tensor&,
-                           const OptionalTensor&, const OptionalTensor&, std::string_view, std::string_view,
-                           std::string_view, OptionalList, OptionalList, int64_t, int64_t, int64_t,
-                           OptionalList, OptionalList, bool, std::string_view);
+  using Signature =
+      Tensor(const Tensor&, at::TensorList, at::TensorList, const Tensor&, const Tensor&,
+             const OptionalTensor&, const OptionalTensor&, std::string_view, std::string_view,
+             std::string_view, OptionalList, OptionalList, int64_t, int64_t, int64_t, OptionalList,
+             OptionalList, bool, std::string_view, const OptionalTensor&, const OptionalTensor&);
   static const auto op = find_op<Signature>(kMlpOp);
   const BelowAutograd guard;
   const MainGrad& main_grad = mlp.fc1_main_grad;
   return op.call(mlp.input, mlp.fc1_weight, mlp.fc2_weight, mlp.group_sizes, mlp.probs, mlp.fc1_bias,
                  mlp.fc2_bias, formats.input_key, formats.weight_key, formats.grad_key, mlp.quantized_fc1,
                  mlp.quantized_fc2, mlp.interleave, mlp.options.max_sms, mlp.options.expected_rows,
-                 main_grad.buffers, mlp.fc2_main_grad.buffers, main_grad.accumulate, main_grad.weight_grad);
+                 main_grad.buffers, mlp.fc2_main_grad.buffers, main_grad.accumulate, main_grad.weight_grad,
+                 main_grad.queue, mlp.fc2_main_grad.queue);
 }
 
 enum class Kernel { kCompute, kMeta, kAutograd };
@@ -292,7 +294,8 @@ Tensor grouped_mlp(const Tensor& input, at::TensorList fc1_weight, at::TensorLis
                    std::string_view weight_format, std::string_view grad_format, OptionalList quantized_fc1,
                    OptionalList quantized_fc2, int64_t interleave, int64_t max_sms, int64_t expected_rows,
                    OptionalList fc1_main_grad, OptionalList fc2_main_grad, bool accumulate,
-                   std::string_view weight_grad) {
+                   std::string_view weight_grad, const OptionalTensor& fc1_wgrad_queue,
+                   const OptionalTensor& fc2_wgrad_queue) {
   const GroupedWeight fc1(fc1_weight), fc2(fc2_weight);
   const MlpArguments mlp{input,
                          fc1.get(),
@@ -305,8 +308,8 @@ Tensor grouped_mlp(const Tensor& input, at::TensorList fc1_weight, at::TensorLis
                          quantized_fc2,
                          interleave,
                          {max_sms, expected_rows},
-                         {fc1_main_grad, accumulate, weight_grad},
-                         {fc2_main_grad, accumulate, weight_grad}};
+                         {fc1_main_grad, accumulate, weight_grad, fc1_wgrad_queue},
+                         {fc2_main_grad, accumulate, weight_grad, fc2_wgrad_queue}};
   if constexpr (kernel == Kernel::kAutograd) {
     if (any_wants_grad(input, mlp.fc1_weight, mlp.fc2_weight, probs, fc1_bias, fc2_bias)) {
       check_grouped_mlp(mlp, input_format, weight_format, grad_format);

@@ -2,6 +2,7 @@
 
 #include "gemm/dispatch/checks.h"
 #include "gemm/dispatch/swiglu_gemm.h"
+#include "linear/deferred_wgrad.h"
 #include "linear/main_grad.h"
 #include "linear/quantized_weight.h"
 #include "quantize/ops/checks.h"
@@ -40,6 +41,8 @@ void check_main_grads(const MlpArguments& mlp, const WeightArgument& fc1_weight,
                       const WeightArgument& fc2_weight) {
   const bool given = mlp.fc1_main_grad.buffers || mlp.fc2_main_grad.buffers;
   check_main_grad_options(kMlpOp, given, mlp.fc1_main_grad);
+  check_wgrad_queue(kMlpOp, "fc1_wgrad_queue", mlp.fc1_main_grad.queue, mlp.input);
+  check_wgrad_queue(kMlpOp, "fc2_wgrad_queue", mlp.fc2_main_grad.queue, mlp.input);
   check_main_grad("fc1_main_grad", mlp.fc1_main_grad, fc1_weight, true);
   check_main_grad("fc2_main_grad", mlp.fc2_main_grad, fc2_weight, true);
   check_memory(mlp);

@@ -52,9 +52,8 @@ OperandFormats check_linear(const Call& call) {
   if (call.bias) check_bias({kOp, "bias", *call.bias}, input, std::nullopt, call.weight.sym_size(0));
   check_quantized_weight("quantized_weight", call.quantized_weight, weights, formats);
   const MainGrad& main_grad = call.main_grad;
-  check_main_grad_options(kOp, main_grad.buffers.has_value(), main_grad);
+  check_weight_gradient(main_grad, weights, false, call.input);
   if (!main_grad.buffers) return formats;
-  check_main_grad("main_grad", main_grad, weights, false);
   CallMemory memory(kOp);
   memory.written("main_grad", main_grad.buffers);
   memory.read("input", call.input);
@@ -83,14 +82,14 @@ Tensor linear(const Call& call) {
 }
 
 Tensor redispatch(const Call& call) {
-  using Signature =
-      Tensor(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view, std::string_view,
-             std::string_view, OptionalList, const OptionalTensor&, bool, std::string_view);
+  using Signature = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view,
+                           std::string_view, std::string_view, OptionalList, const OptionalTensor&, bool,
+                           std::string_view, const OptionalTensor&);
   static const auto op = find_op<Signature>(kOp);
   const OptionalList& buffers = call.main_grad.buffers;
   return op.call(call.input, call.weight, call.bias, call.input_format, call.weight_format, call.grad_format,
                  call.quantized_weight, buffers ? OptionalTensor((*buffers)[0]) : std::nullopt,
-                 call.main_grad.accumulate, call.main_grad.weight_grad);
+                 call.main_grad.accumulate, call.main_grad.weight_grad, call.main_grad.queue);
 }
 
 Tensor plain_forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
@@ -126,7 +125,7 @@ class LinearFunction : public DifferentiableTwice<LinearFunction<has_bias>> {
   }
 };
 
-// The same with a main_grad. The gradients of input and bias have the bits of those above.
+// The same with a main_grad or a queue. The gradients of input and bias have the bits of those above.
 template <bool has_bias>
 class LinearMainGradFunction : public DifferentiableOnce<LinearMainGradFunction<has_bias>> {
  public:
@@ -168,7 +167,7 @@ Tensor linear_autograd(const Call& call) {
   }
   const bool is_native = input_format == "none" && weight_format == "none" && grad_format == "none";
   const bool is_plain = is_native && !quantized && main_grad.accumulate && main_grad.weight_grad == "none";
-  if (is_plain && !main_grad.buffers) {
+  if (is_plain && !main_grad.buffers && !main_grad.queue) {
     return bias ? LinearFunction<true>::apply(input, weight, bias)
                 : LinearFunction<false>::apply(input, weight, bias);
   }
@@ -187,7 +186,7 @@ template <Tensor (*run)(const Call&)>
 Tensor entry_of(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                 std::string_view input_format, std::string_view weight_format, std::string_view grad_format,
                 OptionalList quantized_weight, const OptionalTensor& main_grad, bool accumulate,
-                std::string_view weight_grad) {
+                std::string_view weight_grad, const OptionalTensor& wgrad_queue) {
   const OptionalList buffers = main_grad ? OptionalList(at::TensorList(*main_grad)) : std::nullopt;
   return run({input,
               weight,
@@ -196,7 +195,7 @@ Tensor entry_of(const Tensor& input, const Tensor& weight, const OptionalTensor&
               weight_format,
               grad_format,
               quantized_weight,
-              {buffers, accumulate, weight_grad}});
+              {buffers, accumulate, weight_grad, wgrad_queue}});
 }
 
 }  // namespace

@@ -2,7 +2,6 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
@@ -10,6 +9,7 @@
 #include "common/overlap.h"
 #include "common/tensor.h"
 #include "gemm/dispatch/checks.h"
+#include "linear/deferred_wgrad.h"
 
 namespace transformer_plugin::linear {
 
@@ -115,6 +115,13 @@ void check_main_grad(const char* name, const MainGrad& main_grad, const WeightAr
   }
 }
 
+void check_weight_gradient(const MainGrad& main_grad, const WeightArgument& weight, bool is_grouped,
+                           const Tensor& data) {
+  check_main_grad_options(weight.op, main_grad.buffers.has_value(), main_grad);
+  check_wgrad_queue(weight.op, "wgrad_queue", main_grad.queue, data);
+  check_main_grad("main_grad", main_grad, weight, is_grouped);
+}
+
 void CallMemory::add(const char* name, const Tensor& tensor, bool is_written, int64_t index) {
   if (tensor.defined()) uses_.push_back({name, index, &tensor, is_written});
 }
@@ -154,7 +161,14 @@ void CallMemory::check() const {
   }
 }
 
+namespace {
+
+std::string queue_of(const char* name) { return std::string(name) + "_queue"; }
+
+}  // namespace
+
 void save_main_grad(AutogradContext* ctx, const char* name, const MainGrad& main_grad) {
+  if (main_grad.queue) ctx->saved_data[queue_of(name)] = *main_grad.queue;
   if (!main_grad.buffers) return;
   const at::TensorList buffers = *main_grad.buffers;
   // One by one: compiled autograd does not see tensors inside a list.
@@ -172,6 +186,8 @@ WeightGradient::WeightGradient(AutogradContext* ctx, const char* name, size_t pl
   for (auto next = buffer(); next != ctx->saved_data.end(); next = buffer()) {
     buffers_.push_back(next->second.toTensor());
   }
+  const auto queue = ctx->saved_data.find(queue_of(name));
+  if (queue != ctx->saved_data.end()) queue_ = queue->second.toTensor();
 }
 
 // Those of matrices that want no gradient stay.
@@ -184,16 +200,11 @@ void WeightGradient::copy_to_buffers(const std::vector<Tensor>& results) const {
   }
 }
 
-// The buffers. Those of matrices that want no gradient are replaced, so that they keep what they hold.
-std::vector<Tensor> WeightGradient::targets() const {
-  bool all = true;
-  for (size_t i = 0; i < count_; ++i) all = all && wants(i);
-  if (all) return buffers_;
-  std::vector<Tensor> result = buffers_.size() == 1 ? buffers_[0].unbind() : buffers_;
+// The matrices that want no gradient.
+std::vector<int64_t> WeightGradient::skipped() const {
+  std::vector<int64_t> result;
   for (size_t i = 0; i < count_; ++i) {
-    if (wants(i)) continue;
-    const Tensor& kept = result[i];
-    result[i] = at::empty_strided_symint(kept.sym_sizes(), kept.sym_strides(), kept.options());
+    if (!wants(i)) result.push_back(static_cast<int64_t>(i));
   }
   return result;
 }
@@ -234,9 +245,14 @@ bool needs_temporaries(const std::vector<Tensor>& buffers) {
 variable_list WeightGradient::compute(const Quantized& grad, const Quantized& input,
                                       const std::optional<Tensor>& group_sizes, at::ScalarType dtype,
                                       const gemm::LaunchOptions& options) const {
+  const bool accumulates = ctx_->saved_data.find("overwrites") == ctx_->saved_data.end();
+  if (queue_) {
+    const auto rounded = buffers_.empty() ? std::optional(dtype) : std::nullopt;
+    call_defer_wgrad(*queue_, grad, input, group_sizes, {rounded, accumulates, skipped(), options});
+    return placeholders(dtype);
+  }
   if (!buffers_.empty()) {
-    const bool accumulates = ctx_->saved_data.find("overwrites") == ctx_->saved_data.end();
-    std::vector<Tensor> written = targets();
+    std::vector<Tensor> written = replaced_buffers(buffers_, skipped());
     const bool is_copied = needs_temporaries(buffers_);
     if (is_copied) {
       for (Tensor& buffer : written) {

@@ -18,6 +18,10 @@ void check_main_grad_options(const char* op, bool has_buffers, const MainGrad& m
 void check_main_grad(const char* name, const MainGrad& main_grad, const WeightArgument& weight,
                      bool is_grouped);
 
+// All of it for a layer with one weight and arguments of the usual names. `data`: any tensor of the layer.
+void check_weight_gradient(const MainGrad& main_grad, const WeightArgument& weight, bool is_grouped,
+                           const at::Tensor& data);
+
 // Tensors of a call by the names of their arguments, to find those that share memory.
 class CallMemory {
  public:
@@ -47,8 +51,8 @@ class CallMemory {
   std::vector<Use> uses_;
 };
 
-// In the forward: keeps the buffers for the backward, untracked, because two forwards may come before two backwards. `name`: of
-// the argument. Nothing without buffers.
+// In the forward: keeps the buffers and the queue for the backward, untracked, because two forwards may come
+// before two backwards. `name`: of the argument. Nothing without either.
 void save_main_grad(torch::autograd::AutogradContext* ctx, const char* name, const MainGrad& main_grad);
 
 // In the backward: what becomes of the gradient of one weight.
@@ -60,16 +64,16 @@ class WeightGradient {
 
   bool is_wanted() const { return is_wanted_; }
   // Whether compute() allocates a tensor of the weight's size.
-  bool allocates() const { return buffers_.empty(); }
-  // What autograd gets for each tensor of the weight, of `dtype`. The gradients of several matrices are views of one tensor. A
-  // dense layer may have group sizes, of one group of all its rows.
+  bool allocates() const { return buffers_.empty() && !queue_; }
+  // What autograd gets for each tensor of the weight, of `dtype`. With a queue nothing is computed. The gradients
+  // of several matrices are views of one tensor. A dense layer may have group sizes, of one group of all its rows.
   torch::autograd::variable_list compute(const Quantized& grad, const Quantized& input,
                                          const std::optional<at::Tensor>& group_sizes, at::ScalarType dtype,
                                          const gemm::LaunchOptions& options = {}) const;
 
  private:
   bool wants(size_t i) const { return ctx_->needs_input_grad(place_ + i); }
-  std::vector<at::Tensor> targets() const;
+  std::vector<int64_t> skipped() const;
   void copy_to_buffers(const std::vector<at::Tensor>& results) const;
   torch::autograd::variable_list placeholders(at::ScalarType dtype) const;
 
@@ -77,6 +81,7 @@ class WeightGradient {
   size_t place_, count_;
   bool is_grouped_, is_wanted_ = false;
   std::vector<at::Tensor> buffers_;
+  std::optional<at::Tensor> queue_;
 };
 
 }  // namespace transformer_plugin::linear

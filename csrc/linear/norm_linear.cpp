@@ -1,6 +1,5 @@
-// norm_linear: linear of an RMSNorm or LayerNorm, as one op with one autograd node and the bits of the two
-// ops. In formats with block scales the norm is quantized in the pass that computes it, so its values are
-// never in memory.
+// norm_linear: linear of an RMSNorm or LayerNorm, as one op with one autograd node and the bits of both ops.
+// In formats with block scales one pass computes and quantizes the norm, whose values are never in memory.
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
@@ -58,9 +57,8 @@ void check_norm_linear(const NormLinear& layer, const OperandFormats& formats) {
   if (layer.bias) check_bias({kOp, "bias", *layer.bias}, input, std::nullopt, layer.weight.sym_size(0));
   check_layer_widths(input, weights, formats);
   check_quantized_weight("quantized_weight", layer.quantized_weight, weights, formats);
-  check_main_grad_options(kOp, layer.main_grad.buffers.has_value(), layer.main_grad);
+  check_weight_gradient(layer.main_grad, weights, false, norm.input);
   if (!layer.main_grad.buffers) return;
-  check_main_grad("main_grad", layer.main_grad, weights, false);
   CallMemory memory(kOp);
   memory.written("main_grad", layer.main_grad.buffers);
   memory.read("input", norm.input);
@@ -91,8 +89,7 @@ bool fuses_quantize(const NormLinear& layer, const OperandFormats& formats) {
 // again from the input, which the gradient of the norm needs in any case, and quantizes it columnwise. With K
 // columns that saves K bytes per row in FP8, and 2 K where the operand has 16 bits, while the layer waits for
 // its backward. It costs a pass over the input, which is little beside the product, and the fused forward has
-// no 16-bit values to quantize columnwise. Only stochastic rounding keeps the operand, because both
-// directions draw from one seed in one call.
+// no 16-bit values to quantize columnwise. Stochastic rounding keeps it, as one seed serves both directions.
 bool keeps_columns(const OperandFormats& formats) { return formats.input.stochastic_rounding; }
 
 // Columnwise only.
@@ -325,7 +322,6 @@ class NormLinearFunction : public DifferentiableOnce<NormLinearFunction> {
 };
 
 using Two = std::tuple<Tensor, Tensor>;
-
 // `like`: the input, [..., K]. The Autograd kernel calls this, where a tracer must see the empty tensor made.
 Two shaped(const Tensor& output, const Tensor& normalized, const Tensor& like) {
   return {from_matrix(output, like),
@@ -338,7 +334,7 @@ Two redispatch(const NormLinear& layer, std::string_view normalization, std::str
   using Signature =
       Two(const Tensor&, const OptionalTensor&, const OptionalTensor&, const Tensor&, const OptionalTensor&,
           double, std::string_view, bool, bool, std::string_view, std::string_view, std::string_view,
-          OptionalList, const OptionalTensor&, bool, std::string_view);
+          OptionalList, const OptionalTensor&, bool, std::string_view, const OptionalTensor&);
   static const auto op = find_op<Signature>(kOp);
   const BelowAutograd guard;
   const NormCall& norm = layer.norm;
@@ -347,7 +343,7 @@ Two redispatch(const NormLinear& layer, std::string_view normalization, std::str
                  norm.zero_centered, layer.return_normalized, input_format, weight_format, grad_format,
                  layer.quantized_weight,
                  main_grad.buffers ? OptionalTensor((*main_grad.buffers)[0]) : std::nullopt,
-                 main_grad.accumulate, main_grad.weight_grad);
+                 main_grad.accumulate, main_grad.weight_grad, main_grad.queue);
 }
 
 enum class Kernel { kCompute, kMeta, kAutograd };
@@ -357,9 +353,10 @@ Two norm_linear(const Tensor& input, const OptionalTensor& norm_weight, const Op
                 const Tensor& weight, const OptionalTensor& bias, double eps, std::string_view normalization,
                 bool zero_centered, bool return_normalized, std::string_view input_format,
                 std::string_view weight_format, std::string_view grad_format, OptionalList quantized_weight,
-                const OptionalTensor& main_grad, bool accumulate, std::string_view weight_grad) {
+                const OptionalTensor& main_grad, bool accumulate, std::string_view weight_grad,
+                const OptionalTensor& wgrad_queue) {
   const bool centered = is_centered(normalization);
-  MainGrad target{{}, accumulate, weight_grad};
+  MainGrad target{{}, accumulate, weight_grad, wgrad_queue};
   if (main_grad) target.buffers = at::TensorList(*main_grad);
   const auto layer_of = [&](const Tensor& x) {
     return NormLinear{{kOp, centered, x, norm_weight, norm_bias, eps, zero_centered},

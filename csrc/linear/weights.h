@@ -33,6 +33,7 @@ struct MainGrad {
   OptionalList buffers = {};              // one tensor of the weight's sizes, or a matrix for each group
   bool accumulate = true;                 // or write over what the buffers hold
   std::string_view weight_grad = "none";  // what autograd gets in place of the gradient
+  std::optional<at::Tensor> queue = {};   // where the backward leaves the operands (linear/deferred_wgrad.h)
 };
 
 // The weight of a grouped layer. A single matrix becomes a stack of one, so that several tensors are always a list.

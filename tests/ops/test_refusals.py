@@ -16,7 +16,9 @@ from torch import Tensor
 
 from transformer_plugin.testing.every_op import Call, calls, registered
 
-CALLS = [call for call in calls() if call.arguments and call.op not in ("all_gather_text", "release_group")]
+#: Calls that are not repeated.
+ONCE = ("all_gather_text", "release_group", "release_wgrad_queue")
+CALLS = [call for call in calls() if call.arguments and call.op not in ONCE]
 IDS = [f"{call.op}-{call.name}" for call in CALLS]
 #: What an op writes, or its backward.
 BUFFERS = {

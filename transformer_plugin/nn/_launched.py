@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from transformer_plugin.launch import LaunchOptions, checked
 from transformer_plugin.nn._attributes import SharedRecipeModule
+from transformer_plugin.nn._delayed_wgrad import DelayedWgradContainer
 from transformer_plugin.nn.grouped_linear import GroupedLinear
 
 
-class LaunchedModule(SharedRecipeModule):
+class LaunchedModule(DelayedWgradContainer, SharedRecipeModule):
     """A module whose ``launch_options`` get and set those of all its grouped layers."""
 
     @property

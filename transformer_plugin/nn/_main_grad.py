@@ -25,7 +25,7 @@ def main_grads(layer: str, parameters: Sequence[Tensor]) -> tuple[list[Tensor] |
     """
     if not torch.is_grad_enabled() or not any(parameter.requires_grad for parameter in parameters):
         return None, True, "none"
-    buffers = [_buffer(layer, parameter) for parameter in parameters]
+    buffers = main_grad_buffers(layer, parameters)
     overwrite = _same(layer, parameters, "overwrite_main_grad")
     marked = _same(layer, parameters, "grad_added_to_main_grad", exists=True)
     if not marked:
@@ -34,6 +34,11 @@ def main_grads(layer: str, parameters: Sequence[Tensor]) -> tuple[list[Tensor] |
         parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     zeros = _same(layer, parameters, "zero_out_wgrad")
     return buffers, not overwrite, "zeros" if zeros else "empty"
+
+
+def main_grad_buffers(layer: str, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """The buffers alone."""
+    return [_buffer(layer, parameter) for parameter in parameters]
 
 
 def _buffer(layer: str, parameter: Any) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformer_plugin import ops
 from transformer_plugin.formats import Format, resolve
 from transformer_plugin.nn import _tracing
+from transformer_plugin.nn._delayed_wgrad import DelayedWgradMixin
 from transformer_plugin.nn._main_grad import main_grads
 from transformer_plugin.nn._quantized_weight_mixin import QuantizedWeightMixin
 from transformer_plugin.nn.checkpoint import scales_of
@@ -43,7 +44,7 @@ class RoleFormats(NamedTuple):
     grad: str = "none"
 
 
-class RecipeModule(QuantizedWeightMixin):
+class RecipeModule(QuantizedWeightMixin, DelayedWgradMixin):
     """A module with a weight and a recipe. The format keys are computed when the recipe is set, not in every forward.
 
     With :class:`~transformer_plugin.recipes.DelayedScaling` it has the buffers ``delayed_scale [n]``,
@@ -110,15 +111,21 @@ class RecipeModule(QuantizedWeightMixin):
                 f"transformer_plugin::{type(self).__name__}: argument 'recipe': expected fuse_wgrad_accumulation=False "
                 "with DelayedScaling, got True. Use another recipe, for example Float8CurrentScaling()."
             )
-        weight = self._source_weight()
-        if not isinstance(weight, Tensor):
-            return main_grads(type(self).__name__, weight)
-        buffers, *rest = main_grads(type(self).__name__, [weight])
+        buffers, *rest = main_grads(type(self).__name__, self._weights())
+        if not isinstance(self._source_weight(), Tensor):
+            return buffers, *rest
         return buffers if buffers is None else buffers[0], *rest
+
+    def _weight_gradient(self) -> dict[str, Any]:
+        """The arguments of a layer's op that say where and when the weight's gradient is computed."""
+        queue, names = self._wgrad_queue(), ("main_grad", "accumulate", "weight_grad")
+        arguments: dict[str, Any] = dict(zip(names, self._main_grad(), strict=False))
+        return arguments if queue is None else {**arguments, "wgrad_queue": queue}
 
     def _extra_options(self) -> str:
         """What ``extra_repr`` says of the weight's gradient and of the bias."""
         text = ", fuse_wgrad_accumulation=True" if self.fuse_wgrad_accumulation else ""
+        text += ", delay_wgrad_compute=True" if self.delay_wgrad_compute else ""
         return text + (", return_bias=True" if self.return_bias else "")
 
     def _any_weight(self) -> Tensor:

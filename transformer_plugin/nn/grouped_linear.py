@@ -67,6 +67,8 @@ class GroupedLinear(RecipeModule):
             See :func:`transformer_plugin.ops.grouped_linear` for the buffers. Attributes of a weight as Megatron-LM has
             them: with ``overwrite_main_grad`` the buffer is written over; where ``grad_added_to_main_grad`` exists, it
             is set to True and autograd gets an uninitialized gradient, zeros with ``zero_out_wgrad``.
+        delay_wgrad_compute: whether the backward leaves the weight's gradient to :meth:`backward_dw`, and keeps its
+            operands until then; an attribute that may be set later. Not with ``DelayedScaling``.
         return_bias: whether ``forward`` leaves out the bias and returns it beside the output.
 
     Initial values are those of G layers ``torch.nn.Linear(K, N)``.
@@ -98,6 +100,7 @@ class GroupedLinear(RecipeModule):
         parameters: Layout = "packed",
         fuse_wgrad_accumulation: bool = False,
         return_bias: bool = False,
+        delay_wgrad_compute: bool = False,
     ) -> None:
         super().__init__()
         if scale_bias and not bias:
@@ -112,6 +115,7 @@ class GroupedLinear(RecipeModule):
         self.launch_options = launch_options
         self.parameter_layout = checked_layout(parameters, type(self).__name__)
         self.fuse_wgrad_accumulation, self.return_bias = fuse_wgrad_accumulation, return_bias
+        self.delay_wgrad_compute = delay_wgrad_compute
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         register(self, "weight", parameters, torch.empty(num_groups, out_features, in_features, **options))
         self._weight_names = names_of("weight", parameters, num_groups)
@@ -235,7 +239,7 @@ class GroupedLinear(RecipeModule):
         kept_bias = self._biases() if self.return_bias and self.has_bias else None
         if self.return_bias:
             bias = bias_scale = None
-        into = self._main_grad()
+        into = self._weight_gradient()
         if isinstance(self.recipe, DelayedScaling):
             weight = self._single_weight(weight)
             takes = self._op_accepts(input, weight, bias) and self._op_accepts_rows(
@@ -246,8 +250,8 @@ class GroupedLinear(RecipeModule):
             layer: tuple[Any, ...] = (scale, amax, bias, bias_scale, *self._formats, *self.launch_options)
             output = ops.grouped_linear_scaled(input, weight, group_sizes, *layer)
         else:
-            layer = (bias, bias_scale, *self._formats, quantized_weight, *self.launch_options, *into)
-            output = ops.grouped_linear(input, weight, group_sizes, *layer)
+            layer = (bias, bias_scale, *self._formats, quantized_weight, *self.launch_options)
+            output = ops.grouped_linear(input, weight, group_sizes, *layer, **into)
         return (output, kept_bias) if self.return_bias else output
 
     def _single_weight(self, weight: Tensor | list[Tensor]) -> Tensor:

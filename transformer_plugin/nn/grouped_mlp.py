@@ -67,7 +67,7 @@ class GroupedMLP(LaunchedModule):
             blocks of 32 rows of gate and linear part alternate, as some checkpoints store them; F is then a multiple of
             32. With a recipe each forward and backward copies the output of ``fc1`` into the other order.
         launch_options: of the GEMMs of both layers; an attribute that may be set later.
-        parameters, fuse_wgrad_accumulation: of both layers, as in :class:`GroupedLinear`.
+        parameters, fuse_wgrad_accumulation, delay_wgrad_compute: of both layers, as in :class:`GroupedLinear`.
 
     Parameters, packed: ``fc1.weight [G, 2F, H]``, ``fc2.weight [G, H, F]``, and with bias ``fc1.bias [G, 2F]``,
     ``fc2.bias [G, H]``.
@@ -100,6 +100,7 @@ class GroupedMLP(LaunchedModule):
         launch_options: LaunchOptions = LaunchOptions(),  # noqa: B008 immutable
         parameters: Layout = "packed",
         fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
     ) -> None:
         super().__init__()
         checked(launch_options, type(self).__name__)
@@ -109,6 +110,7 @@ class GroupedMLP(LaunchedModule):
         of_layers: dict[str, Any] = {"device": device, "dtype": dtype, "recipe": recipe}
         of_layers["launch_options"] = launch_options
         of_layers.update(parameters=parameters, fuse_wgrad_accumulation=fuse_wgrad_accumulation)
+        of_layers["delay_wgrad_compute"] = delay_wgrad_compute
         self.fc1 = GroupedLinear(num_groups, hidden, 2 * ffn_hidden, bias, **of_layers)
         self.fc2 = GroupedLinear(num_groups, ffn_hidden, hidden, bias, scale_bias=bias, **of_layers)
 
@@ -165,7 +167,9 @@ class GroupedMLP(LaunchedModule):
         if first and second:
             self._check_same_flags(first, second)
             rest += (first[0], second[0], *(first if first[0] is not None else second)[1:])
-        return ops.grouped_mlp(input, fc1_weight, fc2_weight, group_sizes, probs, *rest)
+        names = ("fc1_wgrad_queue", "fc2_wgrad_queue")
+        queues: dict[str, Any] = dict(zip(names, (fc1._wgrad_queue(), fc2._wgrad_queue()), strict=True))
+        return ops.grouped_mlp(input, fc1_weight, fc2_weight, group_sizes, probs, *rest, **queues)
 
     @staticmethod
     def _check_same_flags(first: tuple[Any, ...], second: tuple[Any, ...]) -> None:

@@ -41,7 +41,7 @@ class LayerNormLinear(RecipeModule):
         eps: what is added to the variance, or to the mean of the squares.
         zero_centered: whether gamma is 1 + ``norm_weight``, which then starts at 0.
         return_normalized: whether ``forward`` returns the norm, too.
-        fuse_wgrad_accumulation, return_bias: as in :class:`Linear`.
+        fuse_wgrad_accumulation, delay_wgrad_compute, return_bias: as in :class:`Linear`.
         recipe: the formats of the normalized input, the weight and the gradient; None multiplies in the dtype of the
             parameters.
         device, dtype: of the parameters; ``device="meta"`` defers the initial values to ``reset_parameters()``.
@@ -79,9 +79,11 @@ class LayerNormLinear(RecipeModule):
         dtype: torch.dtype | None = None,
         fuse_wgrad_accumulation: bool = False,
         return_bias: bool = False,
+        delay_wgrad_compute: bool = False,
     ) -> None:
         super().__init__()
         self.fuse_wgrad_accumulation, self.return_bias = fuse_wgrad_accumulation, return_bias
+        self.delay_wgrad_compute = delay_wgrad_compute
         if normalization not in _NORMS:
             raise self._error(
                 "normalization", "'LayerNorm' or 'RMSNorm'", repr(normalization), "Use one of the two"
@@ -131,7 +133,7 @@ class LayerNormLinear(RecipeModule):
         quantized_weight = self._quantized_weight()
         input, norm_weight, norm_bias = operands(input, self.norm_weight, self.norm_bias)
         _, weight, bias = operands(input, self.weight, None if self.return_bias else self.bias)
-        into = self._main_grad()
+        into = self._weight_gradient()
         if isinstance(self.recipe, DelayedScaling):
             normalized = self._norm(input, norm_weight, norm_bias)
             scale = self._delayed_scales(self.recipe, self._op_accepts(normalized, weight, bias))
@@ -150,7 +152,7 @@ class LayerNormLinear(RecipeModule):
                 self.return_normalized,
                 *self._formats,
                 quantized_weight,
-                *into,
+                **into,
             )
         results: list[Any] = [output]
         results += [self.bias] if self.return_bias else []

@@ -31,6 +31,8 @@ class Linear(RecipeModule, torch.nn.Linear):
         recipe: the formats of input, weight and gradient; None multiplies in the dtype of the parameters.
         fuse_wgrad_accumulation: whether the backward adds the weight's gradient to ``weight.main_grad`` in place of
             ``.grad``, as in :class:`GroupedLinear`; an attribute that may be set later. Not with ``DelayedScaling``.
+        delay_wgrad_compute: whether the backward leaves the weight's gradient to :meth:`backward_dw`, as in
+            :class:`GroupedLinear`; an attribute that may be set later. Not with ``DelayedScaling``.
         return_bias: whether ``forward`` leaves out the bias and returns it beside the output.
 
     Buffers: with ``DelayedScaling`` ``delayed_history [H, 3]``, ``delayed_scale [3]`` and ``delayed_amax [3]``,
@@ -52,9 +54,11 @@ class Linear(RecipeModule, torch.nn.Linear):
         recipe: Recipe | None = None,
         fuse_wgrad_accumulation: bool = False,
         return_bias: bool = False,
+        delay_wgrad_compute: bool = False,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self.fuse_wgrad_accumulation, self.return_bias = fuse_wgrad_accumulation, return_bias
+        self.delay_wgrad_compute = delay_wgrad_compute
         self.recipe = chosen_recipe(recipe)
         quantize_parameter(self, "weight", self._formats[1])
 
@@ -73,13 +77,13 @@ class Linear(RecipeModule, torch.nn.Linear):
         """
         quantized_weight = self._quantized_weight()
         input, weight, bias = operands(input, self.weight, None if self.return_bias else self.bias)
-        into = self._main_grad()
+        into = self._weight_gradient()
         if isinstance(self.recipe, DelayedScaling):
             scale = self._delayed_scales(self.recipe, self._op_accepts(input, weight, bias))
             amax = self._current_amax if self.training else None
             output = ops.linear_scaled(input, weight, scale, amax, bias, *self._formats)
         else:
-            output = ops.linear(input, weight, bias, *self._formats, quantized_weight, *into)
+            output = ops.linear(input, weight, bias, *self._formats, quantized_weight, **into)
         return (output, self.bias) if self.return_bias else output
 
     def extra_repr(self) -> str:

@@ -105,7 +105,7 @@ class MoE(LaunchedModule):
             ``reset_parameters()``.
         recipe: the formats of the experts' linear layers. Setting it later sets it in each layer, and changes the
             padding of the experts' rows as the recipe requires.
-        glu_interleave, launch_options, parameters, fuse_wgrad_accumulation: of the experts, as in
+        glu_interleave, launch_options, parameters, fuse_wgrad_accumulation, delay_wgrad_compute: of the experts, as in
             :class:`GroupedMLP`. With several ranks the layouts ``"list"`` and ``"grouped"`` need ``dtensor=False``.
 
     Parameters: ``router.weight [E, H]``, the same on every rank; reduce its gradient as for any replicated parameter.
@@ -148,6 +148,7 @@ class MoE(LaunchedModule):
         launch_options: LaunchOptions = LaunchOptions(),  # noqa: B008 immutable
         parameters: Layout = "packed",
         fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
     ) -> None:
         super().__init__()
         _check_types(router, dispatch, recipe, dtype)
@@ -161,9 +162,8 @@ class MoE(LaunchedModule):
             self.exchange = LocalExchange(num_experts, dispatch, alignment, multiple)
         else:
             ranks = found.size()
-            self.exchange = GroupExchange(
-                found, num_experts, hidden, topk, dispatch, alignment, multiple, device
-            )
+            place = (dispatch, alignment, multiple, device)
+            self.exchange = GroupExchange(found, num_experts, hidden, topk, *place)
         self.router = TopKRouter(hidden, num_experts, topk, router, device=device, dtype=dtype)
         # Sharded experts are initialized below, when it is known which experts this rank holds.
         first = device if ranks == 1 else "meta"
@@ -179,6 +179,7 @@ class MoE(LaunchedModule):
             launch_options=launch_options,
             parameters=parameters,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            delay_wgrad_compute=delay_wgrad_compute,
         )
         self._exchange_rules = RowRules(alignment, multiple)
         if found is not None and isinstance(self.exchange, GroupExchange):

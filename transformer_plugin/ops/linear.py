@@ -45,6 +45,7 @@ __all__ = [
 ]
 
 _ops = torch.ops.transformer_plugin
+_NO_FORMATS = ("none", "none", "none")
 
 
 def linear(
@@ -58,6 +59,7 @@ def linear(
     main_grad: Tensor | None = None,
     accumulate: bool = True,
     weight_grad: str = "none",
+    wgrad_queue: Tensor | None = None,
 ) -> Tensor:
     """``input @ weight.T + bias`` with operands in the given formats; ``torch.nn.functional.linear`` by default.
 
@@ -75,6 +77,8 @@ def linear(
         quantized_weight: what :func:`quantize_weight` made of ``weight`` with these formats: the same bits, without
             quantizing the weight again. ``weight`` is then not read; its gradient is the usual one.
         main_grad, accumulate, weight_grad: where the gradient of the weight goes, see above; ``[N, K]``.
+        wgrad_queue: a queue of :mod:`transformer_plugin.ops.deferred_wgrad`: the backward leaves the operands of the
+            weight gradient there, and computes none.
 
     Returns:
         ``[..., N]`` in the dtype of ``input``. Differentiable in ``input``, ``weight`` and ``bias``.
@@ -84,13 +88,15 @@ def linear(
         formats of different families, a quantized weight that does not fit the weight and the formats; a ``main_grad``
         that does not fit, shares memory with an argument or requires a gradient; its options without it.
     """
-    has_no_options = quantized_weight is None and main_grad is None and accumulate and weight_grad == "none"
+    has_no_options = (
+        quantized_weight is main_grad is wgrad_queue is None and accumulate and weight_grad == "none"
+    )
     if input_format == weight_format == grad_format == "none" and has_no_options:
         # Strings that are not passed need not be parsed: 0.5 us.
         return _ops.linear.default(input, weight, bias)
     formats = layer_keys("linear", input_format, weight_format, grad_format)
     return _ops.linear.default(
-        input, weight, bias, *formats, quantized_weight, main_grad, accumulate, weight_grad
+        input, weight, bias, *formats, quantized_weight, main_grad, accumulate, weight_grad, wgrad_queue
     )
 
 
@@ -109,6 +115,7 @@ def grouped_linear(
     main_grad: Tensors | None = None,
     accumulate: bool = True,
     weight_grad: str = "none",
+    wgrad_queue: Tensor | None = None,
 ) -> Tensor:
     """:func:`linear` for each group of rows with the group's own weight and bias.
 
@@ -123,6 +130,7 @@ def grouped_linear(
         max_sms, expected_rows: as for :func:`~transformer_plugin.ops.grouped_gemm`, for all products of forward and
             backward.
         main_grad, accumulate, weight_grad: see above; ``[G, N, K]`` or G matrices.
+        wgrad_queue: as for :func:`linear`.
 
     On Hopper pass :func:`transformer_plugin.formats.resolve` of the formats of input and gradient: weight gradients of
     groups that begin at any row then need no copy.
@@ -135,30 +143,20 @@ def grouped_linear(
         TypeError: another dtype. ValueError: as :func:`~transformer_plugin.ops.grouped_gemm` and :func:`linear`; square
         blocks for the input or the gradient.
     """
-    weights_of_groups = listed(weight, "grouped_linear", "weight")
-    has_no_options = (
-        input_format == weight_format == grad_format == "none"
-        and quantized_weight is main_grad is None
-        and max_sms == 0
-        and expected_rows == -1
-        and accumulate
-        and weight_grad == "none"
-    )
-    if has_no_options:  # what is not passed need not be parsed
-        return _ops.grouped_linear.default(input, weights_of_groups, group_sizes, bias, bias_scale)
-    return _ops.grouped_linear.default(
-        input,
-        weights_of_groups,
-        group_sizes,
-        bias,
-        bias_scale,
-        *layer_keys("grouped_linear", input_format, weight_format, grad_format),
-        quantized_weight,
-        max_sms,
-        expected_rows,
+    matrices = listed(weight, "grouped_linear", "weight")
+    required = (input, matrices, group_sizes, bias, bias_scale)
+    gradient = (
         listed_or_none(main_grad, "grouped_linear", "main_grad"),
         accumulate,
         weight_grad,
+        wgrad_queue,
+    )
+    formats = layer_keys("grouped_linear", input_format, weight_format, grad_format)
+    if formats == _NO_FORMATS and quantized_weight is None and (max_sms, expected_rows) == (0, -1):
+        if main_grad is None and wgrad_queue is None and accumulate and weight_grad == "none":
+            return _ops.grouped_linear.default(*required)  # what is not passed need not be parsed
+    return _ops.grouped_linear.default(
+        *required, *formats, quantized_weight, max_sms, expected_rows, *gradient
     )
 
 

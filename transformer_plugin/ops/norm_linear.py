@@ -38,6 +38,7 @@ def norm_linear(
     main_grad: Tensor | None = None,
     accumulate: bool = True,
     weight_grad: str = "none",
+    wgrad_queue: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`~transformer_plugin.ops.linear` of a norm of the input, bit for bit those two ops.
 
@@ -61,7 +62,7 @@ def norm_linear(
         return_normalized: whether to return the norm too, for example for a residual connection after it.
         input_format, weight_format, grad_format, quantized_weight: as for :func:`~transformer_plugin.ops.linear`; the
             input's format is that of the norm.
-        main_grad, accumulate, weight_grad: where the gradient of ``weight`` goes, as for
+        main_grad, accumulate, weight_grad, wgrad_queue: where the gradient of ``weight`` goes, as for
             :func:`~transformer_plugin.ops.linear`.
 
     Returns:
@@ -73,19 +74,7 @@ def norm_linear(
         ValueError: another ``normalization``, a ``norm_bias`` with ``"rms_norm"``.
     """
     formats = layer_keys("norm_linear", input_format, weight_format, grad_format)
-    return _ops.norm_linear.default(
-        input,
-        norm_weight,
-        norm_bias,
-        weight,
-        bias,
-        eps,
-        normalization,
-        zero_centered,
-        return_normalized,
-        *formats,
-        quantized_weight,
-        main_grad,
-        accumulate,
-        weight_grad,
-    )
+    parameters = (norm_weight, norm_bias, weight, bias)
+    options = (eps, normalization, zero_centered, return_normalized, *formats)
+    gradient = (main_grad, accumulate, weight_grad, wgrad_queue)
+    return _ops.norm_linear.default(input, *parameters, *options, quantized_weight, *gradient)

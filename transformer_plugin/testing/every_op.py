@@ -231,6 +231,36 @@ def _layer_calls(draw: Draw) -> Calls:
     yield "swiglu_backward", "", {"grad": draw(T, K // 2), "input": draw(T, K), **probs}
 
 
+def _deferred_wgrad_calls(draw: Draw) -> Calls:
+    T, N, K, G = draw.TNKG
+    sizes, queue = draw.group_sizes(), {"queue": torch.tensor(ops.new_wgrad_queue())}
+    options: dict[str, Any] = {"dtype": BFLOAT16, "max_sms": 0, "expected_rows": -1, "copy": True}
+    yield "defer_wgrad", "", {**queue, "grad": draw(T, N), "input": draw(T, K), **options}
+    for key in ("fp8_block", "nvfp4"):
+        grad = _operand("grad", draw(T, N), key, sizes, transposed=True)
+        input = _operand("input", draw(T, K), key, sizes, transposed=True)
+        yield "defer_wgrad", key, {**queue, **grad, **input, "group_sizes": sizes, **options}
+    queue = {"queue": torch.tensor(ops.new_wgrad_queue())}
+    for accumulate in (False, True):
+        yield (
+            "run_deferred_wgrads",
+            f"{accumulate}",
+            {
+                **queue,
+                "out": [draw.zeros(G, N, K)],
+                "accumulate": accumulate,
+            },
+        )
+    number = int(queue["queue"])
+    yield "new_wgrad_queue", "", {}
+    yield "count_deferred_wgrads", "", {"queue": number}
+    layer = {"input": draw(T, K, dtype=BFLOAT16), "wgrad_queue": queue["queue"]}
+    yield "linear", "a queue", {**layer, "weight": draw(N, K, dtype=BFLOAT16)}
+    weights = [draw(G, N, K, dtype=BFLOAT16)]
+    yield "grouped_linear", "a queue", {**layer, "weight": weights, "group_sizes": sizes}
+    yield "release_wgrad_queue", "", {"queue": ops.new_wgrad_queue()}
+
+
 def _norm_calls(draw: Draw) -> Calls:
     T, _, K, _ = draw.TNKG
     if K == 0:
@@ -336,7 +366,7 @@ def _families(draw: Draw) -> Iterator[Calls]:
     for key in GROUPED:
         yield quantize_calls(draw, key, True)
     families = (list_calls, scaled_calls, _gemm_calls, _layer_calls, _norm_calls, _norm_linear_calls)
-    for family in (*families, _routing_calls):
+    for family in (*families, _deferred_wgrad_calls, _routing_calls):
         yield family(draw)
 
 

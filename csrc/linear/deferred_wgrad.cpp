@@ -1,0 +1,308 @@
+// defer_wgrad keeps the operands of a weight gradient, run_deferred_wgrads computes the gradients of all that
+// are kept.
+#include "linear/deferred_wgrad.h"
+
+#include <ATen/ops/empty_strided.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+
+#include "common/autograd.h"
+#include "common/buffers.h"
+#include "common/register.h"
+#include "common/tensor.h"
+#include "gemm/dispatch/checks.h"
+#include "linear/deferred_wgrad_queue.h"
+#include "linear/main_grad.h"
+
+namespace transformer_plugin::linear {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+namespace {
+
+constexpr const char *kDefer = "defer_wgrad", *kRun = "run_deferred_wgrads";
+
+int64_t id_of(const Tensor& queue) { return *queue.const_data_ptr<int64_t>(); }
+
+// Without its value, which a tracer's tensor has not: in Meta kernels that is on meta, as the data.
+void check_queue_tensor(const Argument& queue, const Tensor& data) {
+  check_dtype(queue, {at::kLong});
+  check_dim(queue, 0);
+  const bool is_traced = queue.tensor.is_meta() && data.defined() && data.is_meta();
+  TP_CHECK_VALUE(queue.tensor.is_cpu() || is_traced, queue.op, queue.name, "a tensor on the CPU",
+                 describe(queue.tensor), "Pass what new_wgrad_queue() returned");
+}
+
+bool contains(at::IntArrayRef values, size_t value) {
+  return std::find(values.begin(), values.end(), static_cast<int64_t>(value)) != values.end();
+}
+
+}  // namespace
+
+void check_wgrad_queue(const char* op, const char* name, const OptionalTensor& queue, const Tensor& data) {
+  if (!queue) return;
+  check_queue_tensor({op, name, *queue}, data);
+  if (!has_memory(*queue)) return;
+  TP_CHECK_VALUE(WgradQueues::instance().contains(id_of(*queue)), op, name,
+                 "the id of a queue that new_wgrad_queue() made and nobody released", id_of(*queue),
+                 "Make a queue, and keep it while a layer uses it");
+}
+
+std::vector<Tensor> replaced_buffers(at::TensorList buffers, at::IntArrayRef skipped) {
+  if (skipped.empty()) return buffers.vec();
+  std::vector<Tensor> result = buffers.size() == 1 ? buffers[0].unbind() : buffers.vec();
+  for (size_t i = 0; i < result.size(); ++i) {
+    if (!contains(skipped, i)) continue;
+    const Tensor& kept = result[i];
+    result[i] = at::empty_strided_symint(kept.sym_sizes(), kept.sym_strides(), kept.options());
+  }
+  return result;
+}
+
+namespace {
+
+using DeferSignature = void(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, OptionalList,
+                            OptionalList, std::string_view, std::string_view, std::optional<at::ScalarType>,
+                            bool, at::IntArrayRef, int64_t, int64_t, bool);
+
+std::vector<Tensor> scales_of(const Quantized& operand) {
+  std::vector<Tensor> scales;
+  if (operand.scale.defined()) scales.push_back(operand.scale);
+  if (operand.amax.defined()) scales.push_back(operand.amax);
+  return scales;
+}
+
+}  // namespace
+
+// Inductor reuses the memory of a tensor after the last op that it sees read it, so what it makes is copied.
+void call_defer_wgrad(const Tensor& queue, const Quantized& grad, const Quantized& input,
+                      const OptionalTensor& group_sizes, const DeferOptions& options) {
+  static const auto op = find_op<DeferSignature>(kDefer);
+  constexpr c10::DispatchKeySet kTraced({c10::DispatchKey::Python, c10::DispatchKey::Functionalize});
+  const std::vector<Tensor> grad_scale = scales_of(grad), input_scale = scales_of(input);
+  const bool scaled = !grad_scale.empty();
+  const auto list = [&](const std::vector<Tensor>& scales) {
+    return scaled ? OptionalList(at::TensorList(scales)) : std::nullopt;
+  };
+  op.call(queue, grad.data, input.data, group_sizes, list(grad_scale), list(input_scale),
+          scaled ? grad.key : "none", scaled ? input.key : "none", options.dtype, options.accumulate,
+          options.skipped, options.launch.max_sms, options.launch.expected_rows,
+          queue.key_set().has_any(kTraced));
+}
+
+namespace {
+
+// An operand's scales, as many as its format has.
+void check_scales(const char* name, std::string_view key, OptionalList scales, const char* key_name) {
+  const Format format = key == "none" ? Format{} : parse_format(kDefer, key_name, key);
+  const size_t expected = key == "none" ? 0 : format.is_nv() ? 2 : 1;
+  TP_CHECK_VALUE(list_or_none(scales).size() == expected, kDefer, name,
+                 expected << " tensors with the format '" << key << "'", list_or_none(scales).size(),
+                 "Pass the scales of the operand, and of nvfp4 its amax");
+}
+
+struct Deferred {
+  const Tensor &queue, &grad, &input;
+  const OptionalTensor& group_sizes;
+  OptionalList grad_scale, input_scale;
+  std::string_view grad_format, input_format;
+};
+
+void check_deferred(const Deferred& call) {
+  const Argument grad{kDefer, "grad", call.grad}, input{kDefer, "input", call.input};
+  check_queue_tensor({kDefer, "queue", call.queue}, call.grad);
+  check_strided(grad);
+  check_strided(input);
+  check_dim(grad, 2);
+  check_dim(input, 2);
+  check_same_device(input, grad);
+  check_scales("grad_scale", call.grad_format, call.grad_scale, "grad_format");
+  check_scales("input_scale", call.input_format, call.input_scale, "input_format");
+  TP_CHECK_VALUE((call.grad_format == "none") == (call.input_format == "none"), kDefer, "input_format",
+                 "a format if and only if 'grad' has one", "'" << call.input_format << "'",
+                 "Quantize both operands, or none");
+  const bool scaled = call.grad_format != "none";
+  if (!scaled) {
+    check_dtype(grad, {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble});
+    check_same_dtype(input, grad);
+    check_size(input, 0, call.grad.sym_size(0), "the rows of 'grad'");
+  }
+  if (call.group_sizes) check_group_sizes({kDefer, "group_sizes", *call.group_sizes}, grad);
+  for (const auto& [name, scales] :
+       {std::pair{"grad_scale", call.grad_scale}, std::pair{"input_scale", call.input_scale}}) {
+    for (const Tensor& scale : list_or_none(scales)) {
+      check_strided({kDefer, name, scale});
+      check_same_device({kDefer, name, scale}, grad);
+    }
+  }
+  CallMemory memory(kDefer);
+  memory.written("queue", at::TensorList(call.queue));
+  memory.read("grad", call.grad);
+  memory.read("input", call.input);
+  memory.read("group_sizes", call.group_sizes);
+  memory.read("grad_scale", call.grad_scale);
+  memory.read("input_scale", call.input_scale);
+  memory.check();
+}
+
+// The tensor of the caller, who may empty his own (linear/saved_tensor_release.h) but not change the values.
+Tensor shared(const Tensor& tensor) {
+  if (!tensor.defined()) return {};
+  const auto& impl = tensor.unsafeGetTensorImpl();
+  return Tensor(impl->shallow_copy_and_detach(impl->version_counter(), false));
+}
+
+KeptTensor kept(const Tensor& tensor, bool copy) {
+  return KeptTensor(copy ? tensor.clone() : shared(tensor));
+}
+
+KeptOperand kept_operand(const Tensor& data, OptionalList scales, std::string_view key, bool copy) {
+  const auto keep = [&](const Tensor& tensor) { return kept(tensor, copy); };
+  const at::TensorList list = list_or_none(scales);
+  return {keep(data), list.empty() ? KeptTensor() : keep(list[0]),
+          list.size() < 2 ? KeptTensor() : keep(list[1]), std::string(key)};
+}
+
+template <bool is_meta>
+void defer_wgrad(const Tensor& queue, const Tensor& grad, const Tensor& input,
+                 const OptionalTensor& group_sizes, OptionalList grad_scale, OptionalList input_scale,
+                 std::string_view grad_format, std::string_view input_format,
+                 std::optional<at::ScalarType> dtype, bool accumulate, at::IntArrayRef skipped,
+                 int64_t max_sms, int64_t expected_rows, bool copy) {
+  check_deferred({queue, grad, input, group_sizes, grad_scale, input_scale, grad_format, input_format});
+  const gemm::LaunchOptions launch{max_sms, expected_rows};
+  gemm::check_launch_options(kDefer, launch);
+  if constexpr (!is_meta) {
+    const BelowAutograd guard;
+    DeferredWgrad wgrad{kept_operand(grad, grad_scale, grad_format, copy),
+                        kept_operand(input, input_scale, input_format, copy),
+                        KeptTensor(),
+                        {dtype, accumulate, skipped.vec(), launch}};
+    // The tensor itself: autograd makes a .grad of a gradient that nobody else has, and adds to it later.
+    if (!copy) wgrad.grad.data = KeptTensor(grad);
+    if (group_sizes) wgrad.group_sizes = kept(*group_sizes, copy);
+    WgradQueues::instance().push(kDefer, id_of(queue), std::move(wgrad));
+  }
+}
+
+// Refuses what does not fit, before anything is written.
+void check_fits(const DeferredWgrad& wgrad, at::TensorList out) {
+  const Tensor& sizes = wgrad.group_sizes.get();
+  const int64_t groups = sizes.defined() ? sizes.size(0) : 1;
+  const std::vector<int64_t> matrix{wgrad.grad.columns(), wgrad.input.columns()};
+  std::vector<int64_t> stack = matrix;
+  stack.insert(stack.begin(), groups);
+  const bool fits_alone = out.size() == 1 && (out[0].sizes() == at::IntArrayRef(stack) ||
+                                              (groups == 1 && out[0].sizes() == at::IntArrayRef(matrix)));
+  const bool fits_each = static_cast<int64_t>(out.size()) == groups &&
+                         std::all_of(out.begin(), out.end(), [&](const Tensor& buffer) {
+                           return buffer.sizes() == at::IntArrayRef(matrix);
+                         });
+  TP_CHECK_VALUE(fits_alone || fits_each, kRun, "out",
+                 "one tensor of the sizes " << at::IntArrayRef(stack) << ", or " << groups << " of the sizes "
+                                            << at::IntArrayRef(matrix),
+                 out.size() << " tensors, the first " << describe(out[0]),
+                 "Pass buffers of the sizes of the weight");
+  const at::Device device = wgrad.grad.data.get().device();
+  TP_CHECK_VALUE(out[0].device() == device, kRun, "out", "tensors on " << device << ", as the operands",
+                 describe(out[0]), "Call it before the layer moves");
+  TP_CHECK_VALUE(
+      wgrad.grad.is_unchanged() && wgrad.input.is_unchanged() && wgrad.group_sizes.is_unchanged(), kRun,
+      "queue", "operands as they were in the backward",
+      "one that was changed in place since (the input of the layer, the gradient of its output or the "
+      "group sizes)",
+      "Change a copy of it, or compute the weight gradients first");
+}
+
+// The allocator must not reuse the operands while another stream than theirs reads them.
+void record_stream(const KeptTensor& kept) {
+  const Tensor& tensor = kept.get();
+  if (!tensor.defined() || !tensor.is_cuda()) return;
+  Tensor(tensor).record_stream(
+      c10::impl::VirtualGuardImpl(tensor.device().type()).getStream(tensor.device()));
+}
+
+void add_rounded(const Tensor& wgrad, at::TensorList out, bool accumulate, at::IntArrayRef skipped) {
+  const bool alone = out.size() == 1 && skipped.empty();
+  const std::vector<Tensor> buffers = out.size() > 1 ? out.vec() : out[0].unbind();
+  const std::vector<Tensor> parts = alone ? std::vector<Tensor>{wgrad.view(out[0].sizes())}
+                                          : wgrad.view({-1, wgrad.size(-2), wgrad.size(-1)}).unbind();
+  for (size_t i = 0; i < parts.size(); ++i) {
+    if (contains(skipped, i)) continue;
+    Tensor buffer = alone ? out[0] : buffers[i];
+    accumulate ? buffer.add_(parts[i]) : buffer.copy_(parts[i]);
+  }
+}
+
+void compute(const DeferredWgrad& wgrad, at::TensorList out, bool accumulate) {
+  for (const KeptOperand* operand : {&wgrad.grad, &wgrad.input}) {
+    record_stream(operand->data);
+    record_stream(operand->scale);
+    record_stream(operand->amax);
+  }
+  record_stream(wgrad.group_sizes);
+  const Quantized grad = wgrad.grad.get(), input = wgrad.input.get();
+  const OptionalTensor group_sizes = as_optional(wgrad.group_sizes.get());
+  const DeferOptions& options = wgrad.options;
+  if (options.dtype) {
+    add_rounded(wgrad_of(grad, input, group_sizes, *options.dtype, options.launch), out, accumulate,
+                options.skipped);
+  } else {
+    wgrad_into(grad, input, group_sizes, replaced_buffers(out, options.skipped), accumulate, options.launch);
+  }
+}
+
+void check_run(const Tensor& queue, at::TensorList out) {
+  check_queue_tensor({kRun, "queue", queue}, out.empty() ? Tensor() : out[0]);
+  TP_CHECK_VALUE(!out.empty(), kRun, "out", "one tensor, or a matrix for each group", "an empty list",
+                 "Pass the buffers of the weight's gradient");
+  for (size_t i = 0; i < out.size(); ++i) {
+    const std::string name = entry("out", i);
+    const Argument buffer{kRun, name.c_str(), out[i]};
+    check_defined(buffer);
+    check_dtype(buffer, {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble});
+    check_same_dtype(buffer, {kRun, "out[0]", out[0]});
+    check_same_device(buffer, {kRun, "out[0]", out[0]});
+    TP_CHECK_VALUE(out[i].dim() == 2 || (out[i].dim() == 3 && out.size() == 1), kRun, name,
+                   "a matrix, or one tensor [G, N, K]", describe(out[i]),
+                   "Pass buffers of the sizes of the weight");
+  }
+  check_written(kRun, "out", out);
+  CallMemory memory(kRun);
+  memory.written("queue", at::TensorList(queue));
+  memory.written("out", out);
+  memory.check();
+}
+
+void run_deferred_wgrads_meta(const Tensor& queue, at::TensorList out, bool) { check_run(queue, out); }
+
+// A gradient leaves the queue when it is in `out`; after an error the rest is still there.
+void run_deferred_wgrads(const Tensor& queue, at::TensorList out, bool accumulate) {
+  check_run(queue, out);
+  const BelowAutograd guard;
+  const int64_t id = id_of(queue);
+  std::deque<DeferredWgrad> wgrads = WgradQueues::instance().take_all(kRun, id);
+  try {
+    for (const DeferredWgrad& wgrad : wgrads) check_fits(wgrad, out);
+    if (!accumulate && (wgrads.empty() || !wgrads.front().options.skipped.empty())) {
+      for (Tensor buffer : out) buffer.zero_();
+      accumulate = true;
+    }
+    for (; !wgrads.empty(); wgrads.pop_front()) {
+      compute(wgrads.front(), out, accumulate && wgrads.front().options.accumulate);
+      accumulate = true;
+    }
+  } catch (...) {
+    WgradQueues::instance().put_back(id, std::move(wgrads));
+    throw;
+  }
+}
+
+}  // namespace
+
+TP_IMPL_NO_GRADIENT(kDefer, defer_wgrad<false>, defer_wgrad<true>);
+TP_IMPL_NO_GRADIENT(kRun, run_deferred_wgrads, run_deferred_wgrads_meta);
+
+}  // namespace transformer_plugin::linear
