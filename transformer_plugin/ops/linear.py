@@ -88,16 +88,13 @@ def linear(
         formats of different families, a quantized weight that does not fit the weight and the formats; a ``main_grad``
         that does not fit, shares memory with an argument or requires a gradient; its options without it.
     """
-    has_no_options = (
-        quantized_weight is main_grad is wgrad_queue is None and accumulate and weight_grad == "none"
-    )
-    if input_format == weight_format == grad_format == "none" and has_no_options:
+    gradient = (main_grad, accumulate, weight_grad, wgrad_queue)
+    is_plain = input_format == weight_format == grad_format == "none" and quantized_weight is None
+    if is_plain and main_grad is None and wgrad_queue is None and accumulate and weight_grad == "none":
         # Strings that are not passed need not be parsed: 0.5 us.
         return _ops.linear.default(input, weight, bias)
     formats = layer_keys("linear", input_format, weight_format, grad_format)
-    return _ops.linear.default(
-        input, weight, bias, *formats, quantized_weight, main_grad, accumulate, weight_grad, wgrad_queue
-    )
+    return _ops.linear.default(input, weight, bias, *formats, quantized_weight, *gradient)
 
 
 def grouped_linear(
@@ -152,9 +149,9 @@ def grouped_linear(
         wgrad_queue,
     )
     formats = layer_keys("grouped_linear", input_format, weight_format, grad_format)
-    if formats == _NO_FORMATS and quantized_weight is None and (max_sms, expected_rows) == (0, -1):
-        if main_grad is None and wgrad_queue is None and accumulate and weight_grad == "none":
-            return _ops.grouped_linear.default(*required)  # what is not passed need not be parsed
+    is_plain = formats == _NO_FORMATS and quantized_weight is None and (max_sms, expected_rows) == (0, -1)
+    if is_plain and main_grad is None and wgrad_queue is None and accumulate and weight_grad == "none":
+        return _ops.grouped_linear.default(*required)  # what is not passed need not be parsed
     return _ops.grouped_linear.default(
         *required, *formats, quantized_weight, max_sms, expected_rows, *gradient
     )
