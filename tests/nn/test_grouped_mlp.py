@@ -29,9 +29,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def counted(name: str) -> Callable[..., Any]:
         op = getattr(ops, name)
 
-        def call(*args: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             names.append(name)
-            return op(*args)
+            return op(*args, **kwargs)
 
         return call
 
