@@ -302,3 +302,32 @@ def test_moe(layout: str, device: torch.device) -> None:
     expected.load_state_dict(moe.state_dict())
     x = torch.randn(20, 32, device=device)
     assert_same_bits(moe(x).output, expected(x).output)
+
+
+@by_layout
+@pytest.mark.parametrize("kind", ["GroupedLinear", "GroupedMLP"])
+def test_settings_that_change_before_the_backward(kind: str, layout: str, device: torch.device) -> None:
+    """A backward is that of its forward, whatever is set between them."""
+    name = "fp8_block"
+    rows = rows_of(name, 40) + rows_of(name, 50)
+    x = torch.randn(rows, width_of(name, 48), device=device)
+    arguments: list[Tensor] = [x, torch.tensor([rows_of(name, 40), 0, rows_of(name, 50)], device=device)]
+    if kind == "GroupedMLP":
+        arguments.append(torch.rand(rows, device=device))
+    results = []
+    for changes in (False, True):
+        layer = make(kind, name, device, parameters=layout)
+        leaf = x.clone().requires_grad_()
+        output = layer(leaf, *arguments[1:])
+        if changes:
+            layer.recipe = Float8CurrentScaling()
+            layer.eval()
+            for part in layer.modules():
+                if isinstance(part, GroupedLinear):
+                    part.fuse_wgrad_accumulation = True
+                    part.launch_options = tp.LaunchOptions(max_sms=8)
+        output.backward(torch.ones_like(output))
+        assert leaf.grad is not None
+        results.append([leaf.grad, *gradients(layer).values()])
+    for got, expected in zip(*results, strict=True):
+        assert_same_bits(got, expected)
