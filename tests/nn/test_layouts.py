@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -99,6 +100,19 @@ def test_checkpoints_load_into_each_layout(source: str, layout: str, device: tor
     container = torch.nn.Sequential(new)
     container.load_state_dict({f"0.{key}": value for key, value in state.items()}, assign=True)
     assert_same_bits(new(x, sizes, torch.ones(9, device=device)), old(x, sizes, torch.ones(9, device=device)))
+
+
+@by_layout
+def test_safetensors(layout: str, tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    old: Any = GroupedMLP(G, 16, 8, True, parameters=layout)
+    safetensors.save_file(old.state_dict(), tmp_path / "experts.safetensors")
+    state = safetensors.load_file(tmp_path / "experts.safetensors")
+    for other in LAYOUTS:
+        new: Any = GroupedMLP(G, 16, 8, True, parameters=other)
+        new.load_state_dict(dict(state))
+        x, sizes = torch.randn(9, 16), torch.tensor([4, 0, 5])
+        assert_same_bits(new(x, sizes, torch.ones(9)), old(x, sizes, torch.ones(9)))
 
 
 @by_layout
@@ -331,3 +345,17 @@ def test_settings_that_change_before_the_backward(kind: str, layout: str, device
         results.append([leaf.grad, *gradients(layer).values()])
     for got, expected in zip(*results, strict=True):
         assert_same_bits(got, expected)
+
+
+@by_layout
+@by_recipe
+def test_clipped_gradients(name: str, layout: str, device: torch.device) -> None:
+    layer, expected = make("GroupedMLP", name, device, parameters=layout), make("GroupedMLP", name, device)
+    norms = []
+    for module, clip in ((layer, tp.clip_grad_norm_), (expected, torch.nn.utils.clip_grad_norm_)):
+        run(module, name)
+        norms.append(clip(module.parameters(), 0.5))
+    torch.testing.assert_close(norms[0], norms[1], atol=0.0, rtol=1e-5)
+    wanted = gradients(expected)
+    for key, gradient in gradients(layer).items():
+        torch.testing.assert_close(gradient, wanted[key], atol=1e-7, rtol=1e-5)
