@@ -69,7 +69,7 @@ using DeferSignature = void(const Tensor&, const Tensor&, const Tensor&, const O
 
 std::vector<Tensor> scales_of(const Quantized& operand) {
   std::vector<Tensor> scales;
-  if (operand.scale.defined()) scales.push_back(operand.scale);
+  if (operand.scale.defined()) scales.push_back(as_traceable(operand).scale);
   if (operand.amax.defined()) scales.push_back(operand.amax);
   return scales;
 }

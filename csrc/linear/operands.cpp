@@ -363,8 +363,19 @@ Tensor wgrad_of(const Quantized& grad, const Quantized& input, const OptionalTen
                                  keys_of(grad, grad_scale, input, input_scale));
 }
 
-void wgrad_into(const Quantized& grad, const Quantized& input, const OptionalTensor& group_sizes,
+Quantized as_traceable(const Quantized& operand) {
+  constexpr c10::DispatchKeySet kTraced({c10::DispatchKey::Python, c10::DispatchKey::Functionalize});
+  Quantized result = operand;
+  if (operand.scale.defined() && operand.scale.scalar_type() == at::kFloat8_e8m0fnu &&
+      operand.scale.key_set().has_any(kTraced)) {
+    result.scale = operand.scale.view(at::kByte);
+  }
+  return result;
+}
+
+void wgrad_into(const Quantized& given_grad, const Quantized& given_input, const OptionalTensor& group_sizes,
                 at::TensorList out, bool accumulate, const LaunchOptions& options) {
+  const Quantized grad = as_traceable(given_grad), input = as_traceable(given_input);
   const Scales grad_scale(grad), input_scale(input);
   const QuantizedKeys keys = keys_of(grad, grad_scale, input, input_scale);
   if (group_sizes) {

@@ -63,6 +63,8 @@ at::Tensor gemm_of(const Quantized& a, const Quantized& b, const std::optional<a
                    const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& bias_scale,
                    bool transpose_b, at::ScalarType dtype, const gemm::LaunchOptions& options = {},
                    at::TensorList matrices = {});
+// The operand as an op that writes an argument takes it. While a graph is traced E8M0 scales become bytes.
+Quantized as_traceable(const Quantized& operand);
 // grad^T @ input from columnwise operands: [N, K], or [G, N, K].
 at::Tensor wgrad_of(const Quantized& grad, const Quantized& input,
                     const std::optional<at::Tensor>& group_sizes, at::ScalarType dtype,

@@ -29,7 +29,7 @@ def fresh_compiler() -> None:
 
 
 @pytest.mark.parametrize("into", [False, True], ids=["grad", "main_grad"])
-@pytest.mark.parametrize("name", ["none", "fp8_block", "fp8_tensor"])
+@pytest.mark.parametrize("name", ["none", "fp8_block", "fp8_tensor", "mxfp8"])
 @pytest.mark.parametrize("kind", COMPILED)
 def test_fullgraph(kind: str, name: str, into: bool, device: torch.device) -> None:
     """Micro-batches of several sizes, two forwards before two backwards, several steps."""

@@ -16,7 +16,7 @@ from transformer_plugin.testing.numerics import assert_same_bits
 
 LAYERS = tuple(BUFFERS)
 by_layer = pytest.mark.parametrize("name", LAYERS)
-SOME = {key: FORMATS[key] for key in ("none", "block", "nv")}
+SOME = {key: FORMATS[key] for key in ("none", "block", "nv", "mx")}
 by_formats = pytest.mark.parametrize("formats", SOME.values(), ids=SOME.keys())
 
 

@@ -235,7 +235,7 @@ def test_main_grad_of_dense_layers(kind: str, name: str, device: torch.device) -
 
 
 @by_layout
-@pytest.mark.parametrize("name", ["none", "fp8_block"])
+@pytest.mark.parametrize("name", ["none", "fp8_block", "mxfp8"])
 def test_compiled(name: str, layout: str, device: torch.device) -> None:
     torch._dynamo.reset()
     results = []
