@@ -1,5 +1,7 @@
 #include "gemm/ops/dense_quantized.h"
 
+#include <ATen/ops/ones.h>
+
 #include "common/autograd.h"
 #include "common/tensor.h"
 #include "gemm/dispatch/checks.h"
@@ -54,15 +56,23 @@ bool has_kernel(const Operands& operands) {
   return quantized_gemm_scales(a, b) || (quantized_wgrad_scales(a, b) && !operands.bias);
 }
 
+// `beta`, or the 1 of `accumulate` for kernels that know no such flag.
+OptionalTensor beta_or_one(const OptionalTensor& beta, bool accumulate, const Tensor& like) {
+  return accumulate ? OptionalTensor(at::ones({1}, like.options().dtype(at::kFloat))) : beta;
+}
+
 // Runs it: as one group of rows, or of columns, which has no bias. Returns whether it supported the problem.
-bool run_kernel(const Operands& operands, const OptionalTensor& beta, const Tensor& out) {
+bool run_kernel(const Operands& operands, const OptionalTensor& beta, const Tensor& out, bool accumulate) {
   const auto& [a, b, bias, alpha, transpose_b] = operands;
   const OptionalTensor none;
   const OptionalTensor factor = alpha_and_amaxes(alpha, a, b);
   const auto rows = quantized_gemm_scales(a.format, b.format);
-  if (rows && run_quantized_gemm_out({*rows, a, b, none, bias, none, factor, beta}, out)) return true;
+  if (rows) {
+    const OptionalTensor factor_of_out = beta_or_one(beta, accumulate, out);
+    if (run_quantized_gemm_out({*rows, a, b, none, bias, none, factor, factor_of_out}, out)) return true;
+  }
   const auto columns = quantized_wgrad_scales(a.format, b.format);
-  return columns && !bias && run_quantized_wgrad_out({*columns, a, b, none, factor, beta}, out, false);
+  return columns && !bias && run_quantized_wgrad_out({*columns, a, b, none, factor, beta}, out, accumulate);
 }
 
 // Calls multiply(a, b, alpha) with the dequantized operands.
@@ -90,7 +100,7 @@ Tensor quantized_product(const QuantizedCall& call, std::optional<at::ScalarType
   const OptionalTensor none;
   if (has_kernel(operands)) {
     const Tensor out = empty(call.a.data, {operands.rows(), operands.columns()}, to);
-    if (run_kernel(operands, none, out)) return out;
+    if (run_kernel(operands, none, out, false)) return out;
   }
   if (operands.a.format.traits().has_row_scales) {
     return rowwise_product({operands.a, operands.b, none, call.bias, none, call.alpha}, to);
@@ -104,7 +114,8 @@ void quantized_product_out_meta(const QuantizedCall& call, const OptionalTensor&
   checked_out(call, beta, out);
 }
 
-void quantized_product_out(const QuantizedCall& call, const OptionalTensor& beta, const Tensor& out) {
+void quantized_product_out(const QuantizedCall& call, const OptionalTensor& beta, const Tensor& out,
+                           bool accumulate) {
   const Operands operands = checked_out(call, beta, out);
   const auto& [a, b, bias, alpha, transpose_b] = operands;
   check_apart(call.op, {{"out", out}},
@@ -119,11 +130,13 @@ void quantized_product_out(const QuantizedCall& call, const OptionalTensor& beta
                {"beta", beta}});
   const BelowAutograd guard;
   const OptionalTensor none;
-  if (has_kernel(operands) && run_kernel(operands, beta, out)) return;
-  if (a.format.traits().has_row_scales)
-    return rowwise_product_out({a, b, none, bias, none, alpha}, beta, out);
+  if (has_kernel(operands) && run_kernel(operands, beta, out, accumulate)) return;
+  if (a.format.traits().has_row_scales) {
+    const OptionalTensor factor_of_out = beta_or_one(beta, accumulate, out);
+    return rowwise_product_out({a, b, none, bias, none, alpha}, factor_of_out, out);
+  }
   with_values(operands, [&](const Tensor& left, const Tensor& right, const OptionalTensor& factor) {
-    dense_gemm_out(left, right, bias, factor, beta, out);
+    dense_gemm_out(left, right, bias, factor, beta, out, accumulate);
   });
 }
 

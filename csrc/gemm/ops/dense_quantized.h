@@ -17,7 +17,8 @@ at::Tensor quantized_product_meta(const QuantizedCall& call, std::optional<at::S
 at::Tensor quantized_product(const QuantizedCall& call, std::optional<at::ScalarType> dtype);
 void quantized_product_out_meta(const QuantizedCall& call, const std::optional<at::Tensor>& beta,
                                 const at::Tensor& out);
+// `accumulate`: added to what `out` holds, without a beta.
 void quantized_product_out(const QuantizedCall& call, const std::optional<at::Tensor>& beta,
-                           const at::Tensor& out);
+                           const at::Tensor& out, bool accumulate);
 
 }  // namespace transformer_plugin::gemm

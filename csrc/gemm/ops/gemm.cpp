@@ -1,7 +1,5 @@
 // gemm: a [M, K] times b, with its gradient, or into a buffer. Quantized operands: dense_quantized.cpp.
 
-#include <ATen/ops/ones.h>
-
 #include "common/autograd.h"
 #include "common/register.h"
 #include "common/tensor.h"
@@ -98,10 +96,8 @@ void gemm_out(const Tensor& a, const Tensor& b, const Tensor& out, const Optiona
               OptionalList b_scale, std::string_view a_key, std::string_view b_key, bool accumulate) {
   if (is_quantized(a_key, b_key)) {
     check_accumulate(beta, accumulate);
-    const OptionalTensor factor =
-        accumulate ? OptionalTensor(at::ones({1}, a.options().dtype(at::kFloat))) : beta;
     return quantized_product_out({kOutOp, {a, a_scale, a_key}, {b, b_scale, b_key}, bias, alpha, transpose_b},
-                                 factor, out);
+                                 beta, out, accumulate);
   }
   check_plain(kOutOp, a_scale, b_scale);
   check_gemm_out(a, b, out, bias, transpose_b, alpha, beta, accumulate);
