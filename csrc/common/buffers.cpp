@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "common/autograd.h"
-#include "common/overlap.h"
 
 namespace transformer_plugin {
 
@@ -42,6 +41,13 @@ void check_written(const char* op, const char* name, at::TensorList out) {
   for (size_t i = 0; i < out.size(); ++i) check_written({op, entry(name, i).c_str(), out[i]});
 }
 
+namespace {
+
+// From the first to the last element; empty for a tensor without elements.
+struct Bytes {
+  uintptr_t begin, end;
+};
+
 Bytes bytes_of(const at::Tensor& tensor) {
   if (tensor.numel() == 0) return {0, 0};
   int64_t elements = 1;
@@ -50,6 +56,7 @@ Bytes bytes_of(const at::Tensor& tensor) {
   return {begin, begin + static_cast<uintptr_t>(elements) * tensor.element_size()};
 }
 
+// Whether two matrices are different columns of one buffer.
 bool side_by_side(const at::Tensor& x, const at::Tensor& y) {
   if (x.dim() != 2 || y.dim() != 2 || x.stride(1) != 1 || y.stride(1) != 1) return false;
   const uintptr_t x_size = x.element_size(), y_size = y.element_size();
@@ -61,7 +68,7 @@ bool side_by_side(const at::Tensor& x, const at::Tensor& y) {
   return later >= x.size(1) * x_size && later + y.size(1) * y_size <= stride;
 }
 
-namespace {
+bool have_none_in_common(const Bytes& x, const Bytes& y) { return x.end <= y.begin || y.end <= x.begin; }
 
 constexpr const char *kRead = "', which is read while it is written",
                      *kWritten = "', which is written at the same time";
@@ -98,29 +105,53 @@ void check_apart(const char* op, std::initializer_list<Named> written, std::init
 }
 
 void check_apart(const char* op, const char* name, at::TensorList out, std::initializer_list<Named> read) {
-  struct Buffer {
-    Bytes bytes;
-    size_t index;
-  };
-  const Ranges others = ranges_of(read);
-  std::vector<Buffer> buffers;
-  buffers.reserve(out.size());
-  for (size_t i = 0; i < out.size(); ++i) {
-    buffers.push_back({bytes_of(out[i]), i});
-    for (size_t j = 0; j < others.size(); ++j) {
-      const Named& other = read.begin()[j];
-      if (have_none_in_common(buffers[i].bytes, others[j]) || side_by_side(out[i], *other.tensor)) continue;
-      refuse(op, entry(name, i), out[i], other.name, kRead);
-    }
+  CallMemory memory(op);
+  for (const Named& other : read) {
+    if (other.tensor) memory.read(other.name, *other.tensor);
   }
-  std::sort(buffers.begin(), buffers.end(),
-            [](const Buffer& x, const Buffer& y) { return x.bytes.begin < y.bytes.begin; });
-  // Only buffers that begin before another's end can overlap it.
-  for (auto own = buffers.begin(); own != buffers.end(); ++own) {
-    for (auto next = own + 1; next != buffers.end() && next->bytes.begin < own->bytes.end; ++next) {
-      const size_t first = std::min(own->index, next->index), second = std::max(own->index, next->index);
-      if (side_by_side(out[first], out[second])) continue;
-      refuse(op, entry(name, second), out[second], entry(name, first), kWritten);
+  memory.written_entries(name, out);
+  memory.check();
+}
+
+void CallMemory::add(const char* name, const at::Tensor& tensor, bool is_written, int64_t index) {
+  if (tensor.defined()) uses_.push_back({name, index, &tensor, is_written});
+}
+
+void CallMemory::add(const char* name, const std::optional<at::TensorList>& tensors, bool is_written) {
+  if (!tensors) return;
+  if (tensors->size() == 1) return add(name, (*tensors)[0], is_written);
+  for (size_t i = 0; i < tensors->size(); ++i) {
+    add(name, (*tensors)[i], is_written, static_cast<int64_t>(i));
+  }
+}
+
+void CallMemory::written_entries(const char* name, at::TensorList tensors) {
+  for (size_t i = 0; i < tensors.size(); ++i) add(name, tensors[i], true, static_cast<int64_t>(i));
+}
+
+void CallMemory::check() const {
+  struct Place {
+    Bytes bytes;
+    const Use* use;
+  };
+  std::vector<Place> places;
+  places.reserve(uses_.size());
+  for (const Use& use : uses_) {
+    if (!has_memory(*use.tensor)) return;
+    places.push_back({bytes_of(*use.tensor), &use});
+  }
+  std::sort(places.begin(), places.end(),
+            [](const Place& x, const Place& y) { return x.bytes.begin < y.bytes.begin; });
+  // Only tensors that begin before another's end can overlap it.
+  for (auto own = places.begin(); own != places.end(); ++own) {
+    for (auto next = own + 1; next != places.end() && next->bytes.begin < own->bytes.end; ++next) {
+      const Use *one = own->use, *other = next->use;
+      if (!one->is_written && !other->is_written) continue;
+      if (side_by_side(*one->tensor, *other->tensor)) continue;
+      // The later of two buffers is named first, and a buffer before what is read.
+      const bool both = one->is_written && other->is_written;
+      if (both ? one < other : !one->is_written) std::swap(one, other);
+      refuse(op_, one->text(), *one->tensor, other->text(), both ? kWritten : kRead);
     }
   }
 }

@@ -43,6 +43,11 @@ bool has_memory(const at::Tensor& tensor) {
   return tensor.defined() && !tensor.is_meta() && !tensor.key_set().has_any(stand_ins);
 }
 
+bool is_traced(const at::Tensor& tensor) {
+  constexpr c10::DispatchKeySet kTraced({c10::DispatchKey::Python, c10::DispatchKey::Functionalize});
+  return tensor.key_set().has_any(kTraced);
+}
+
 void check_strided(const Argument& argument) {
   const at::Tensor& tensor = argument.tensor;
   if (tensor.layout() == at::kStrided && !tensor.is_nested() && !tensor.is_quantized()) return;

@@ -44,6 +44,8 @@ void check_defined(const Argument& argument);
 // Whether the tensor has data in memory: not on meta, and not a wrapper of tracing or of a function
 // transform, which an Autograd kernel may get.
 bool has_memory(const at::Tensor& tensor);
+// Whether a tracer sees what is called with the tensor: a FakeTensor, or one of functionalization.
+bool is_traced(const at::Tensor& tensor);
 // Refuses nested, sparse and torch-quantized tensors. check_dtype does so too.
 void check_strided(const Argument& argument);
 void check_dtype(const Argument& argument, std::initializer_list<at::ScalarType> allowed);

@@ -12,6 +12,8 @@
 #include "common/register.h"
 #include "common/tensor.h"
 #include "gemm/dispatch/checks.h"
+#include "gemm/dispatch/quantized_operands.h"
+#include "gemm/ops/wgrad_quantized.h"
 #include "linear/deferred_wgrad_queue.h"
 #include "linear/main_grad.h"
 
@@ -80,7 +82,6 @@ std::vector<Tensor> scales_of(const Quantized& operand) {
 void call_defer_wgrad(const Tensor& queue, const Quantized& grad, const Quantized& input,
                       const OptionalTensor& group_sizes, const DeferOptions& options) {
   static const auto op = find_op<DeferSignature>(kDefer);
-  constexpr c10::DispatchKeySet kTraced({c10::DispatchKey::Python, c10::DispatchKey::Functionalize});
   const std::vector<Tensor> grad_scale = scales_of(grad), input_scale = scales_of(input);
   const bool scaled = !grad_scale.empty();
   const auto list = [&](const std::vector<Tensor>& scales) {
@@ -88,48 +89,58 @@ void call_defer_wgrad(const Tensor& queue, const Quantized& grad, const Quantize
   };
   op.call(queue, grad.data, input.data, group_sizes, list(grad_scale), list(input_scale),
           scaled ? grad.key : "none", scaled ? input.key : "none", options.dtype, options.accumulate,
-          options.skipped, options.launch.max_sms, options.launch.expected_rows,
-          queue.key_set().has_any(kTraced));
+          options.skipped, options.launch.max_sms, options.launch.expected_rows, is_traced(queue));
 }
 
 namespace {
-
-// An operand's scales, as many as its format has.
-void check_scales(const char* name, std::string_view key, OptionalList scales, const char* key_name) {
-  const Format format = key == "none" ? Format{} : parse_format(kDefer, key_name, key);
-  const size_t expected = key == "none" ? 0 : format.is_nv() ? 2 : 1;
-  TP_CHECK_VALUE(list_or_none(scales).size() == expected, kDefer, name,
-                 expected << " tensors with the format '" << key << "'", list_or_none(scales).size(),
-                 "Pass the scales of the operand, and of nvfp4 its amax");
-}
 
 struct Deferred {
   const Tensor &queue, &grad, &input;
   const OptionalTensor& group_sizes;
   OptionalList grad_scale, input_scale;
   std::string_view grad_format, input_format;
+  at::IntArrayRef skipped;
+  gemm::LaunchOptions launch;
 };
+
+// What the product will refuse, which is too late: the operands would stay in the queue.
+void check_operands(const Deferred& call) {
+  const Argument grad{kDefer, "grad", call.grad}, input{kDefer, "input", call.input};
+  if (!gemm::is_quantized(call.grad_format, call.input_format)) {
+    gemm::check_plain(kDefer, call.grad_scale, call.input_scale, "grad_scale", "input_scale");
+    call.group_sizes ? gemm::check_grouped_operand(grad, 2) : gemm::check_operand(grad, 2);
+    gemm::check_pair(input, grad, 2);
+    check_size(input, 0, call.grad.sym_size(0), "the rows of 'grad'");
+    if (call.group_sizes) check_group_sizes({kDefer, "group_sizes", *call.group_sizes}, grad);
+    return;
+  }
+  const gemm::OperandArguments of_grad{call.grad, call.grad_scale, call.grad_format};
+  const gemm::OperandArguments of_input{call.input, call.input_scale, call.input_format};
+  if (call.group_sizes) {
+    gemm::QuantizedWgradCall(kDefer, of_grad, of_input, *call.group_sizes, std::nullopt, std::nullopt,
+                             call.launch);
+    return;
+  }
+  const gemm::OperandNames grad_names = gemm::names_of_grad(kDefer),
+                           input_names = gemm::names_of_input(kDefer);
+  const Quantized a = gemm::checked_operand(grad_names, of_grad, 2, nullptr, false);
+  const Quantized b = gemm::checked_operand(input_names, of_input, 2, nullptr, false);
+  check_same_device(input, grad);
+  gemm::check_formats(grad_names, a, input_names, b, true);
+  gemm::check_value_size(input_names, b, 1, a.columns(), "the rows of 'grad', summed over");
+}
 
 void check_deferred(const Deferred& call) {
   const Argument grad{kDefer, "grad", call.grad}, input{kDefer, "input", call.input};
   check_queue_tensor({kDefer, "queue", call.queue}, call.grad);
   check_strided(grad);
   check_strided(input);
-  check_dim(grad, 2);
-  check_dim(input, 2);
-  check_same_device(input, grad);
-  check_scales("grad_scale", call.grad_format, call.grad_scale, "grad_format");
-  check_scales("input_scale", call.input_format, call.input_scale, "input_format");
-  TP_CHECK_VALUE((call.grad_format == "none") == (call.input_format == "none"), kDefer, "input_format",
-                 "a format if and only if 'grad' has one", "'" << call.input_format << "'",
-                 "Quantize both operands, or none");
-  const bool scaled = call.grad_format != "none";
-  if (!scaled) {
-    check_dtype(grad, {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble});
-    check_same_dtype(input, grad);
-    check_size(input, 0, call.grad.sym_size(0), "the rows of 'grad'");
+  check_operands(call);
+  gemm::check_launch_options(kDefer, call.launch);
+  for (const int64_t matrix : call.skipped) {
+    TP_CHECK_VALUE(call.group_sizes && matrix >= 0 && matrix < call.group_sizes->sym_size(0), kDefer,
+                   "skipped", "numbers of groups", matrix, "Pass numbers from 0 to G - 1, with group_sizes");
   }
-  if (call.group_sizes) check_group_sizes({kDefer, "group_sizes", *call.group_sizes}, grad);
   for (const auto& [name, scales] :
        {std::pair{"grad_scale", call.grad_scale}, std::pair{"input_scale", call.input_scale}}) {
     for (const Tensor& scale : list_or_none(scales)) {
@@ -171,20 +182,53 @@ void defer_wgrad(const Tensor& queue, const Tensor& grad, const Tensor& input,
                  std::string_view grad_format, std::string_view input_format,
                  std::optional<at::ScalarType> dtype, bool accumulate, at::IntArrayRef skipped,
                  int64_t max_sms, int64_t expected_rows, bool copy) {
-  check_deferred({queue, grad, input, group_sizes, grad_scale, input_scale, grad_format, input_format});
   const gemm::LaunchOptions launch{max_sms, expected_rows};
-  gemm::check_launch_options(kDefer, launch);
+  check_deferred(
+      {queue, grad, input, group_sizes, grad_scale, input_scale, grad_format, input_format, skipped, launch});
   if constexpr (!is_meta) {
     const BelowAutograd guard;
     DeferredWgrad wgrad{kept_operand(grad, grad_scale, grad_format, copy),
                         kept_operand(input, input_scale, input_format, copy),
                         KeptTensor(),
                         {dtype, accumulate, skipped.vec(), launch}};
-    // The tensor itself: autograd makes a .grad of a gradient that nobody else has, and adds to it later.
+    // The tensor itself, so that autograd, which makes a .grad of a gradient that nobody else has and adds to it
+    // later, copies it. A view of the gradient that reaches a leaf is not noticed: see is_unchanged.
     if (!copy) wgrad.grad.data = KeptTensor(grad);
     if (group_sizes) wgrad.group_sizes = kept(*group_sizes, copy);
     WgradQueues::instance().push(kDefer, id_of(queue), std::move(wgrad));
   }
+}
+
+// Refuses buffers that the products would refuse, before anything is written.
+void check_buffers(const DeferredWgrad& wgrad, at::TensorList out) {
+  if (wgrad.options.dtype) return;  // the product has a tensor of its own, which is then added
+  const Argument operand{kRun, "queue", wgrad.grad.data.get()};
+  const c10::SymInt rows(wgrad.grad.columns()), columns(wgrad.input.columns());
+  const Tensor& sizes = wgrad.group_sizes.get();
+  if (!sizes.defined()) {
+    gemm::check_result({kRun, "out", out[0]}, operand, rows, columns);
+  } else if (gemm::is_stack(out)) {
+    const std::vector<c10::SymInt> stack{c10::SymInt(sizes.size(0)), rows, columns};
+    gemm::check_accumulator({kRun, "out", out[0]}, operand, stack);
+  } else {
+    const std::vector<c10::SymInt> matrix{rows, columns};
+    gemm::check_accumulators(kRun, "out", out, operand, matrix);
+  }
+}
+
+void check_memory(const std::deque<DeferredWgrad>& wgrads, at::TensorList out) {
+  CallMemory memory(kRun);
+  memory.written("out", out);
+  for (const DeferredWgrad& wgrad : wgrads) {
+    memory.read("the gradient in the queue", wgrad.grad.data.get());
+    memory.read("the input in the queue", wgrad.input.data.get());
+    memory.read("the group sizes in the queue", wgrad.group_sizes.get());
+    for (const KeptOperand* operand : {&wgrad.grad, &wgrad.input}) {
+      memory.read("scales in the queue", operand->scale.get());
+      memory.read("amaxes in the queue", operand->amax.get());
+    }
+  }
+  memory.check();
 }
 
 // Refuses what does not fit, before anything is written.
@@ -214,6 +258,7 @@ void check_fits(const DeferredWgrad& wgrad, at::TensorList out) {
       "one that was changed in place since (the input of the layer, the gradient of its output or the "
       "group sizes)",
       "Change a copy of it, or compute the weight gradients first");
+  check_buffers(wgrad, out);
 }
 
 // The allocator must not reuse the operands while another stream than theirs reads them.
@@ -286,6 +331,7 @@ void run_deferred_wgrads(const Tensor& queue, at::TensorList out, bool accumulat
   std::deque<DeferredWgrad> wgrads = WgradQueues::instance().take_all(kRun, id);
   try {
     for (const DeferredWgrad& wgrad : wgrads) check_fits(wgrad, out);
+    check_memory(wgrads, out);
     if (!accumulate && (wgrads.empty() || !wgrads.front().options.skipped.empty())) {
       for (Tensor buffer : out) buffer.zero_();
       accumulate = true;

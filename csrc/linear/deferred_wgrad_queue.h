@@ -2,7 +2,6 @@
 #pragma once
 
 #include <deque>
-#include <memory>
 #include <mutex>
 #include <unordered_map>
 
@@ -52,7 +51,7 @@ class WgradQueues {
   void release(int64_t id);
   bool contains(int64_t id);
   int64_t count(int64_t id);
-  // `name`: of the op, for the error about an unknown id.
+  // `op`: for the error about an unknown id.
   void push(const char* op, int64_t id, DeferredWgrad&& wgrad);
   std::deque<DeferredWgrad> take_all(const char* op, int64_t id);
   // Puts back, at the front, what take_all() took.

@@ -6,8 +6,6 @@
 #include "common/autograd.h"
 #include "common/register.h"
 #include "common/tensor.h"
-#include "gemm/dispatch/checks.h"
-#include "gemm/dispatch/swiglu_gemm.h"
 #include "gemm/ops/calls.h"
 #include "linear/grouped_mlp_activation.h"
 #include "linear/grouped_mlp_checks.h"

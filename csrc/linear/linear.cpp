@@ -136,7 +136,6 @@ class LinearMainGradFunction : public DifferentiableOnce<LinearMainGradFunction<
                         const OptionalTensor& bias, const MainGrad& main_grad) {
     const bool wants_weight = weight.requires_grad();
     ctx->save_for_backward({wants_weight ? input : Tensor(), input.requires_grad() ? weight : Tensor()});
-    ctx->saved_data["weight_dtype"] = weight.scalar_type();
     if (wants_weight) save_main_grad(ctx, "main_grad", main_grad);
     return plain_forward(input, weight, bias);
   }
@@ -149,8 +148,7 @@ class LinearMainGradFunction : public DifferentiableOnce<LinearMainGradFunction<
     const WeightGradient weight_gradient(ctx, "main_grad", 1, 1, false);
     if (weight_gradient.is_wanted()) {
       const Quantized g{grad, Tensor(), Tensor()}, x{as_matrix(saved[0]), Tensor(), Tensor()};
-      grad_weight =
-          weight_gradient.compute(g, x, std::nullopt, ctx->saved_data["weight_dtype"].toScalarType())[0];
+      grad_weight = weight_gradient.compute(g, x, std::nullopt, grad.scalar_type())[0];
     }
     if constexpr (has_bias) {
       if (ctx->needs_input_grad(2)) grad_bias = call_bias_backward(grad);

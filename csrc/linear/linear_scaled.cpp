@@ -122,10 +122,7 @@ Tensor forward_of(const Layer& layer, const Operands& operands) {
 
 // The backward writes the amax but does not read it, so changes in between, such as DDP's broadcast of buffers, are no error. A
 // tracer's tensor stays unchanged.
-Tensor untracked_amax(const Tensor& amax) {
-  constexpr c10::DispatchKeySet kTraced{c10::DispatchKey::Python, c10::DispatchKey::Functionalize};
-  return amax.key_set().has_any(kTraced) ? amax : amax.variable_data();
-}
+Tensor untracked_amax(const Tensor& amax) { return is_traced(amax) ? amax : amax.variable_data(); }
 
 template <bool is_grouped>
 class LinearScaledFunction : public DifferentiableOnce<LinearScaledFunction<is_grouped>> {

@@ -6,7 +6,6 @@
 
 #include <algorithm>
 
-#include "common/overlap.h"
 #include "common/tensor.h"
 #include "gemm/dispatch/checks.h"
 #include "linear/deferred_wgrad.h"
@@ -28,7 +27,7 @@ std::string with_strides(const Tensor& tensor) {
   return text.str();
 }
 
-// A tensor with the values that `dtype`, sizes and device must have.
+// What the buffers of a weight must fit.
 struct Expected {
   at::TensorList buffers;
   const WeightArgument& weight;
@@ -122,45 +121,6 @@ void check_weight_gradient(const MainGrad& main_grad, const WeightArgument& weig
   check_main_grad("main_grad", main_grad, weight, is_grouped);
 }
 
-void CallMemory::add(const char* name, const Tensor& tensor, bool is_written, int64_t index) {
-  if (tensor.defined()) uses_.push_back({name, index, &tensor, is_written});
-}
-
-void CallMemory::add(const char* name, OptionalList tensors, bool is_written) {
-  if (!tensors) return;
-  if (tensors->size() == 1) return add(name, (*tensors)[0], is_written);
-  for (size_t i = 0; i < tensors->size(); ++i) {
-    add(name, (*tensors)[i], is_written, static_cast<int64_t>(i));
-  }
-}
-
-void CallMemory::check() const {
-  struct Place {
-    Bytes bytes;
-    const Use* use;
-  };
-  std::vector<Place> places;
-  places.reserve(uses_.size());
-  for (const Use& use : uses_) {
-    if (!has_memory(*use.tensor)) return;
-    places.push_back({bytes_of(*use.tensor), &use});
-  }
-  std::sort(places.begin(), places.end(),
-            [](const Place& x, const Place& y) { return x.bytes.begin < y.bytes.begin; });
-  // Only tensors that begin before another's end can overlap it.
-  for (auto own = places.begin(); own != places.end(); ++own) {
-    for (auto next = own + 1; next != places.end() && next->bytes.begin < own->bytes.end; ++next) {
-      if (!own->use->is_written && !next->use->is_written) continue;
-      if (have_none_in_common(own->bytes, next->bytes)) continue;
-      const Use& buffer = next->use->is_written ? *next->use : *own->use;
-      const Use& other = next->use->is_written ? *own->use : *next->use;
-      TP_CHECK_VALUE(side_by_side(*buffer.tensor, *other.tensor), op_, buffer.text(),
-                     "a buffer apart from '" << other.text() << "'",
-                     with_strides(*buffer.tensor) << " in the same memory", "Pass a separate buffer");
-    }
-  }
-}
-
 namespace {
 
 std::string queue_of(const char* name) { return std::string(name) + "_queue"; }
@@ -212,7 +172,7 @@ std::vector<int64_t> WeightGradient::skipped() const {
 variable_list WeightGradient::placeholders(at::ScalarType dtype) const {
   variable_list result(count_);
   const auto mode = ctx_->saved_data.find("weight_grad");
-  if (mode == ctx_->saved_data.end()) return result;
+  if (buffers_.empty() || mode == ctx_->saved_data.end()) return result;
   const Tensor& first = buffers_[0];
   std::vector<c10::SymInt> sizes{first.sym_size(-2), first.sym_size(-1)};
   if (is_grouped_ && count_ == 1) {
@@ -234,9 +194,8 @@ namespace {
 // another input lies in the same memory, and takes the first element of that memory for the first of the input. Buffers that
 // begin later, as views of a bucket do, are replaced by temporaries.
 bool needs_temporaries(const std::vector<Tensor>& buffers) {
-  constexpr c10::DispatchKeySet kTraced({c10::DispatchKey::Python, c10::DispatchKey::Functionalize});
-  return std::any_of(buffers.begin(), buffers.end(), [&](const Tensor& buffer) {
-    return buffer.key_set().has_any(kTraced) && buffer.sym_storage_offset() != 0;
+  return std::any_of(buffers.begin(), buffers.end(), [](const Tensor& buffer) {
+    return is_traced(buffer) && buffer.sym_storage_offset() != 0;
   });
 }
 
@@ -245,7 +204,8 @@ bool needs_temporaries(const std::vector<Tensor>& buffers) {
 variable_list WeightGradient::compute(const Quantized& grad, const Quantized& input,
                                       const std::optional<Tensor>& group_sizes, at::ScalarType dtype,
                                       const gemm::LaunchOptions& options) const {
-  const bool accumulates = ctx_->saved_data.find("overwrites") == ctx_->saved_data.end();
+  // The options of a node with two weights are those of the one that has buffers.
+  const bool accumulates = buffers_.empty() || ctx_->saved_data.find("overwrites") == ctx_->saved_data.end();
   if (queue_) {
     const auto rounded = buffers_.empty() ? std::optional(dtype) : std::nullopt;
     call_defer_wgrad(*queue_, grad, input, group_sizes, {rounded, accumulates, skipped(), options});

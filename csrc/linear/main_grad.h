@@ -22,35 +22,6 @@ void check_main_grad(const char* name, const MainGrad& main_grad, const WeightAr
 void check_weight_gradient(const MainGrad& main_grad, const WeightArgument& weight, bool is_grouped,
                            const at::Tensor& data);
 
-// Tensors of a call by the names of their arguments, to find those that share memory.
-class CallMemory {
- public:
-  explicit CallMemory(const char* op) : op_(op) {}
-  void read(const char* name, const at::Tensor& tensor) { add(name, tensor, false); }
-  void read(const char* name, const std::optional<at::Tensor>& tensor) {
-    if (tensor) add(name, *tensor, false);
-  }
-  void read(const char* name, OptionalList tensors) { add(name, tensors, false); }
-  void written(const char* name, OptionalList tensors) { add(name, tensors, true); }
-  // Refuses a written tensor that shares memory with another one of the call. Says nothing about tensors without memory, as a
-  // tracer has them.
-  void check() const;
-
- private:
-  struct Use {
-    const char* name;
-    int64_t index;  // in a list, or -1
-    const at::Tensor* tensor;
-    bool is_written;
-    std::string text() const { return index < 0 ? std::string(name) : entry(name, index); }
-  };
-  void add(const char* name, const at::Tensor& tensor, bool is_written, int64_t index = -1);
-  void add(const char* name, OptionalList tensors, bool is_written);
-
-  const char* op_;
-  std::vector<Use> uses_;
-};
-
 // In the forward: keeps the buffers and the queue for the backward, untracked, because two forwards may come
 // before two backwards. `name`: of the argument. Nothing without either.
 void save_main_grad(torch::autograd::AutogradContext* ctx, const char* name, const MainGrad& main_grad);

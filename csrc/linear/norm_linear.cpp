@@ -140,8 +140,7 @@ Outputs forward_of(const NormLinear& layer, const OperandFormats& formats, const
   input.columnwise = {};
   if (!layer.return_normalized) normalized.reset();
   const QuantizedWeight weight =
-      layer.quantized_weight ? as_quantized_weight(*layer.quantized_weight, formats, wanted.normalized)
-                             : quantize_weight_operand(layer.weight, formats, wanted.normalized);
+      weight_operand(layer.weight, layer.quantized_weight, formats, wanted.normalized);
   kept.weight = weight.backward;
   return {
       gemm_of(input.rowwise, weight.forward, kNone, layer.bias, kNone, true, layer.norm.input.scalar_type()),
@@ -159,7 +158,7 @@ struct LayerGradients {
 };
 
 LayerGradients unquantized_gradients(const Tensor& grad, const NormCall& norm, const Tensor& weight,
-                                     at::ScalarType weight_dtype, const LayerNeedsGrad& wanted) {
+                                     const LayerNeedsGrad& wanted) {
   LayerGradients result;
   if (wanted.weight.is_wanted()) {
     const Tensor normalized = norm::call_norm(norm);
@@ -167,7 +166,7 @@ LayerGradients unquantized_gradients(const Tensor& grad, const NormCall& norm, c
       result.weight = at::mm(grad.t(), normalized);
     } else {
       const Quantized g{grad, Tensor(), Tensor()}, x{normalized, Tensor(), Tensor()};
-      result.weight = wanted.weight.compute(g, x, std::nullopt, weight_dtype)[0];
+      result.weight = wanted.weight.compute(g, x, std::nullopt, grad.scalar_type())[0];
     }
   }
   if (wanted.input) result.input = at::mm(grad, weight);
@@ -233,7 +232,6 @@ class NormLinearFunction : public DifferentiableOnce<NormLinearFunction> {
                             kept.stats.rstd, kept.columns.data, kept.columns.scale, kept.columns.amax,
                             kept.weight.data, kept.weight.scale, kept.weight.amax});
     if (wanted.weight) save_main_grad(ctx, "main_grad", main_grad);
-    ctx->saved_data["weight_dtype"] = weight.scalar_type();
     ctx->saved_data["eps"] = eps;
     ctx->saved_data["centered"] = centered;
     ctx->saved_data["zero_centered"] = zero_centered;
@@ -309,10 +307,7 @@ class NormLinearFunction : public DifferentiableOnce<NormLinearFunction> {
     const std::string weight_key = ctx->saved_data["weight_format"].toStringRef();
     const std::string grad_key = ctx->saved_data["grad_format"].toStringRef();
     const OperandFormats formats = operand_formats(kOp, input_key, weight_key, grad_key);
-    if (formats.native()) {
-      const at::ScalarType dtype = ctx->saved_data["weight_dtype"].toScalarType();
-      return unquantized_gradients(grad, norm, saved[8], dtype, wanted);
-    }
+    if (formats.native()) return unquantized_gradients(grad, norm, saved[8], wanted);
     const SavedTensors kept{{},
                             {saved[5], saved[6], saved[7], formats.input, input_key, true},
                             {saved[8], saved[9], saved[10], formats.weight, weight_key,

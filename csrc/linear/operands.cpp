@@ -364,10 +364,9 @@ Tensor wgrad_of(const Quantized& grad, const Quantized& input, const OptionalTen
 }
 
 Quantized as_traceable(const Quantized& operand) {
-  constexpr c10::DispatchKeySet kTraced({c10::DispatchKey::Python, c10::DispatchKey::Functionalize});
   Quantized result = operand;
   if (operand.scale.defined() && operand.scale.scalar_type() == at::kFloat8_e8m0fnu &&
-      operand.scale.key_set().has_any(kTraced)) {
+      is_traced(operand.scale)) {
     result.scale = operand.scale.view(at::kByte);
   }
   return result;

@@ -1,5 +1,5 @@
-// quantize_weight and quantize_weight_out: quantize a weight once for many calls of linear, grouped_linear and grouped_mlp, with
-// the bytes that each call would compute.
+// quantize_weight and quantize_weight_out: quantize a weight once for many calls of linear, norm_linear, grouped_linear and
+// grouped_mlp, with the bytes that each call would compute.
 
 #include <ATen/ops/empty.h>
 
@@ -76,15 +76,11 @@ void quantize_weight_out_meta(at::TensorList weight, std::string_view input_form
 void quantize_weight_out(at::TensorList weight, std::string_view input_format, std::string_view weight_format,
                          std::string_view grad_format, at::TensorList out, const OptionalTensor& noop) {
   const OperandFormats formats = check_out(weight, input_format, weight_format, grad_format, out, noop);
-  if (weight.size() == 1) {
-    check_apart(kOutOp, "out", out, {{"weight", weight[0]}, {"noop", noop}});
-  } else {
-    CallMemory memory(kOutOp);
-    memory.written("out", out);
-    memory.read("weight", weight);
-    memory.read("noop", noop);
-    memory.check();
-  }
+  CallMemory memory(kOutOp);
+  memory.written_entries("out", out);
+  memory.read("weight", weight);
+  memory.read("noop", noop);
+  memory.check();
   const BelowAutograd guard;
   quantize_weight_operand_out(weight, formats, as_quantized_weight(out, formats, true), noop);
   for (const Tensor& buffer : out) {

@@ -84,7 +84,6 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
     ctx->saved_data["input_format"] = std::string(input_key);
     ctx->saved_data["weight_format"] = std::string(weight_key);
     ctx->saved_data["grad_format"] = std::string(grad_key);
-    ctx->saved_data["weight_dtype"] = weight[0].scalar_type();
     ctx->saved_data["has_bias"] = bias.has_value();
     if (weight.size() > 1) ctx->saved_data["matrices"] = static_cast<int64_t>(weight.size());
     const LaunchOptions options{max_sms, expected_rows};
@@ -121,8 +120,7 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
                              grad.scalar_type(), options, at::TensorList(saved).slice(kSaved));
       }
       if (wants_weight) {
-        grad_weight = weight_gradient.compute(g.columnwise, input, column_sizes,
-                                              ctx->saved_data["weight_dtype"].toScalarType(), options);
+        grad_weight = weight_gradient.compute(g.columnwise, input, column_sizes, grad.scalar_type(), options);
       }
       if (grad_bias.defined() && column_sizes && !group_sizes) grad_bias = grad_bias.squeeze(0);
     }

@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include "common/check.h"
 #include "common/tensor.h"
 
 namespace transformer_plugin::linear {
@@ -26,13 +27,12 @@ class SavedTensorRelease {
   // For a tensor that the node's forward made and nothing reads again. It becomes empty, so that a mistake is an error and not a
   // read of freed memory. A tracer's tensor stays unchanged.
   void operator()(const at::Tensor& saved) const {
-    if (!frees_ || !saved.defined() || !saved.has_storage() || saved.key_set().has_any(kTraced)) return;
+    if (!frees_ || !saved.defined() || !saved.has_storage() || is_traced(saved)) return;
     saved.set_data(empty(saved, {0}, saved.scalar_type()));
   }
 
  private:
   static constexpr const char* kHooked = "hooked";
-  static constexpr c10::DispatchKeySet kTraced{c10::DispatchKey::Python, c10::DispatchKey::Functionalize};
 
   bool frees_;
 };

@@ -97,7 +97,8 @@ def defer_wgrad(
         copy: whether to keep copies of the operands, for callers that reuse their memory.
 
     Raises:
-        TypeError: another dtype. ValueError: no such queue, operands of different sizes or devices.
+        TypeError: another dtype. ValueError: no such queue, operands that do not fit each other, ``skipped`` without
+        such a group.
     """
     _ops.defer_wgrad.default(
         queue,
@@ -127,7 +128,8 @@ def run_deferred_wgrads(queue: Tensor, out: Tensors, accumulate: bool = True) ->
 
     Raises:
         TypeError: another dtype. ValueError: no such queue; ``out`` of other sizes or on another device than the
-        gradients; an operand that was changed in place since its backward. A refused call changes nothing; gradients
-        that were not computed stay in the queue.
+        gradients, or in the memory of an operand; an operand that was changed in place since its backward. A refused
+        call changes nothing. If a product fails later, for example without memory, those before it are in ``out`` and
+        the others still in the queue: call again with ``accumulate=True``.
     """
     _ops.run_deferred_wgrads.default(queue, listed(out, "run_deferred_wgrads", "out"), accumulate)
