@@ -11,7 +11,7 @@ import transformer_plugin as tp
 from tests.tensor.values import CASES, bytes_of, numbers, quantized, same_bytes, sizes, stack
 from transformer_plugin import ops
 from transformer_plugin.formats import Format
-from transformer_plugin.tensor import GroupedTensor, QuantizedTensor
+from transformer_plugin.tensor import GroupedTensor, QuantizedTensor, _layout
 
 
 def arguments_of(value: Any) -> dict[str, Any]:
@@ -66,11 +66,16 @@ def test_wrong_buffers_are_refused(case: Any, device: torch.device) -> None:
                 ("strides", strided if tensor.element_size() == 1 else torch.stack([tensor] * 2, -1)[..., 0])
             )
         for what, replacement in wrong:
-            with pytest.raises((TypeError, ValueError), match=r"argument '.*': expected .*, got .*"):
+            is_type = what == "kind" or (what == "dtype" and name != "group_sizes")
+            with pytest.raises(TypeError if is_type else ValueError) as error:
                 type(value)(**{**arguments, name: replacement})
-            assert what
+            assert f"argument '{name}': expected " in str(error.value), what
+            assert f"got {_layout.describe(replacement)}. " in str(error.value), what
         if name != "group_sizes":
-            with pytest.raises(ValueError, match=r"expected .*, got"):
+            # Without data its scales are too many, and without any data there is no value.
+            scales = f"{name.removesuffix('data').removeprefix('rowwise_')}scale_inv"
+            named = f"({scales}|rowwise_data)" if name.endswith("data") else name
+            with pytest.raises(ValueError, match=f"argument '{named}': expected .*, got .*"):
                 type(value)(**{**arguments, name: None})
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -72,9 +72,6 @@ class FormatTensor(Tensor):
         KINDS[cls.__name__] = cls
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    #: The number of dimensions that an error names.
-    _SHAPES: ClassVar[str]
 
     @classmethod
     def _make(
@@ -151,21 +148,23 @@ class FormatTensor(Tensor):
             return
         self._refuse(
             name,
-            f"a {self._described()}",
-            _layout.describe(value),
+            f"a {self._described_fully()}",
+            value._described_fully() if isinstance(value, FormatTensor) else _layout.describe(value),
             "Use copy_() to quantize other values into the same memory",
         )
 
     def _takes(self, other: object) -> bool:
-        """Whether another value has the same type, format, buffers, sizes and device."""
+        """Whether another value has the same type, format, buffers, sizes, nominal dtype and device."""
+        return self._takes_bytes(other) and other.dtype == self.dtype and other.device == self.device  # type: ignore[attr-defined]
+
+    def _takes_bytes(self, other: object) -> bool:
+        """Whether the bytes of another value are those of one like this: of another nominal dtype, on any device."""
         return (
             type(other) is type(self)
             and other.shape == self.shape
-            and other.dtype == self.dtype
-            and other.device == self.device
             and other._key == self._key
-            and [name for name, _ in other._buffers.present()]
-            == [name for name, _ in self._buffers.present()]
+            and [(name, t.shape) for name, t in other._buffers.present()]
+            == [(name, t.shape) for name, t in self._buffers.present()]
         )
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -209,10 +208,21 @@ class FormatTensor(Tensor):
         """The address of the rowwise data, or of the columnwise data where there is no other."""
         return next(self._buffers.of_values())[1].data_ptr()
 
+    def share_memory_(self) -> Any:
+        """Moves all buffers into shared memory, as of a plain tensor: for other processes. On a GPU nothing happens."""
+        for _, tensor in self._buffers.present():
+            tensor.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether all buffers are in shared memory."""
+        return all(tensor.is_shared() for _, tensor in self._buffers.present())
+
     def get_high_precision_init_val(self) -> Tensor | None:
         """The initial values before they were quantized, on the CPU; None without them
-        (:func:`transformer_plugin.nn.quantized_init`)."""
-        return self.__dict__.get("high_precision_init_val")
+        (:func:`transformer_plugin.nn.quantized_init`), and of a layer on the meta device before it has values."""
+        kept = self.__dict__.get("high_precision_init_val")
+        return None if kept is None or kept.is_meta else kept
 
     def clear_high_precision_init_val(self) -> None:
         """Frees the initial values."""
@@ -220,6 +230,12 @@ class FormatTensor(Tensor):
 
     def _described(self) -> str:
         return f"{type(self).__name__} {_layout.sizes(self)} in {self._key}"
+
+    def _described_fully(self) -> str:
+        """All in which two values of one type may differ."""
+        buffers = ", ".join(name for name, _ in self._buffers.present())
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self._described()} of nominal dtype {dtype} on {self.device} with {buffers}"
 
     def _refuse(
         self, argument: str, expected: str, got: str, advice: str, error: type[Exception] = ValueError
@@ -287,6 +303,13 @@ class FormatTensor(Tensor):
             t if t is None or not _is_byte(t.dtype) else t.detach().view(torch.uint8) for t in buffers
         )
         return _rebuild, (cls, stored, *rest, self._attributes())
+
+
+for _name in ("numpy", "tolist", "item", "apply_", "map_", "map2_", "__array__", "__dlpack__"):
+    setattr(FormatTensor, _name, _table.refused_method(_name))
+# Libraries ask whether this attribute exists, which an AttributeError denies.
+_interface = "__cuda_array_interface__"
+setattr(FormatTensor, _interface, property(_table.refused_method(_interface, AttributeError)))
 
 
 def _is_byte(dtype: torch.dtype) -> bool:

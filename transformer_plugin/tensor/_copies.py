@@ -81,27 +81,36 @@ def _dequantize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ten
 @handles("copy_")
 def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     destination, source = args[0], args[1]
+    non_blocking = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
     if not isinstance(destination, FormatTensor):
         if source.format.is_quantized:
             advice = "Call dequantize() on it"
             source._refuse("src", "values that are not quantized", source._described(), advice)
-        return destination.copy_(source._buffers.rowwise_data)
+        return destination.copy_(source._buffers.rowwise_data, non_blocking)
     if not destination.format.is_quantized:
         return in_place(func, args, kwargs)
     if not isinstance(source, FormatTensor):
-        _checks.write(destination, source.expand(destination.shape))
+        _write(destination, source.expand(destination.shape), non_blocking)
         return destination
-    if destination._takes(source):
+    if destination._takes_bytes(source):
         for (_, old), (_, new) in zip(destination._buffers.present(), source._buffers.present(), strict=True):
-            old.copy_(new)
+            old.copy_(new, non_blocking)
         return destination
     if source.format.is_quantized:
         advice = "Call dequantize() on it to quantize its numbers again"
-        destination._refuse("src", f"a {destination._described()}", source._described(), advice)
+        destination._refuse("src", f"a {destination._described_fully()}", source._described_fully(), advice)
     numbers = source._buffers.rowwise_data
     assert numbers is not None
-    _checks.write(destination, numbers)
+    _write(destination, numbers, non_blocking)
     return destination
+
+
+def _write(destination: FormatTensor, numbers: Tensor, non_blocking: bool) -> None:
+    """Quantizes numbers of any real dtype from any device; dtypes that the ops do not read become float32 first."""
+    numbers = numbers.to(destination.device, non_blocking=non_blocking)
+    if numbers.dtype not in FLOATS and not numbers.is_complex():
+        numbers = numbers.float()
+    _checks.write(destination, numbers)
 
 
 @handles("equal")

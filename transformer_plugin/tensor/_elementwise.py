@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from transformer_plugin.tensor._base import FormatTensor
-from transformer_plugin.tensor._checks import bump_versions
+from transformer_plugin.tensor._checks import bump_versions, refuse
 from transformer_plugin.tensor._table import HANDLERS, handles, name_of, values_in
 from transformer_plugin.tensor.grouped import GroupedTensor
 
@@ -138,19 +138,40 @@ handles(*_IN_PLACE, *(f"_foreach_{name}_" for name in _FOREACH_IN_PLACE), *_FUSE
 handles(*_READ)(_read)
 
 
-def _in_layer(argument: Any) -> Any:
-    """A quantized weight of a layer as the op below autograd takes it: the op reads its data from another argument."""
+#: The weights of layers, and the arguments that hold their quantized data.
+_QUANTIZED_WEIGHTS = {
+    "weight": "quantized_weight",
+    "fc1_weight": "quantized_fc1_weight",
+    "fc2_weight": "quantized_fc2_weight",
+}
+
+
+def _in_layer(func: Any, name: str, argument: Any, given: dict[str, Any]) -> Any:
+    """A weight of a layer as the op below autograd takes it: of a quantized one the op reads another argument."""
     if isinstance(argument, list | tuple):
-        return type(argument)(_in_layer(a) for a in argument)
+        return type(argument)(_in_layer(func, name, a, given) for a in argument)
     if not isinstance(argument, FormatTensor):
         return argument
-    if argument.format.is_quantized:
-        return torch.empty((), dtype=argument.dtype, device=argument.device).expand(argument.shape)
-    return argument.rowwise_data
+    if not argument.format.is_quantized:
+        return argument.rowwise_data
+    data = _QUANTIZED_WEIGHTS.get(name)
+    if data is None or given.get(data) is None:
+        _refuse_in_layer(func, name, argument, data)
+    return torch.empty((), dtype=argument.dtype, device=argument.device).expand(argument.shape)
+
+
+def _refuse_in_layer(func: Any, name: str, argument: FormatTensor, data: str | None) -> NoReturn:
+    op = func._schema.name.partition("::")[2]
+    expected = "a tensor" if data is None else f"a tensor, or a quantized value whose buffers are '{data}'"
+    advice = "Call dequantize() on it" if data is None else f"Pass '{data}', or call dequantize() on it"
+    refuse(op, name, expected, argument._described(), advice)
 
 
 def _layer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return func(*_in_layer(args), **{name: _in_layer(value) for name, value in kwargs.items()})
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    plain = {name: _in_layer(func, name, value, given) for name, value in given.items()}
+    return func(*(plain[name] for name in names[: len(args)]), **{name: plain[name] for name in kwargs})
 
 
 HANDLERS.update(

@@ -7,7 +7,7 @@ stacks members or reads group sizes on the host, but ``view_copy``, which is the
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from transformer_plugin.tensor import _layout
 
@@ -65,16 +65,29 @@ def unsupported(func: Any, value: Any) -> ValueError:
 
     A ValueError, because Python replaces a TypeError that leaves an operator by its own, without this text.
     """
-    kind = type(value).__name__
     reason = "an op of its table"
     if func._schema.name.partition("::")[2] in _LAYOUT_OPS:
         reason = "whose layout is fixed: its members lie one after the other in one storage"
+    return ValueError(_refusal(name_of(func), f"an op that {type(value).__name__} has, {reason}", value))
+
+
+def refused_method(name: str, error: type[Exception] = ValueError) -> Callable[..., Any]:
+    """A method of ``torch.Tensor`` that reads memory without an op, which no handler could refuse."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        expected = "a plain tensor, whose numbers lie in one storage"
+        raise error(_refusal(name, expected, self))
+
+    method.__name__ = name
+    return method
+
+
+def _refusal(name: str, expected: str, value: Any) -> str:
     plain = "dequantize() for its numbers" if value.format.is_quantized else "packed() for a plain tensor"
-    text = _layout.message(
-        kind,
+    return _layout.message(
+        type(value).__name__,
         "self",
-        f"an op that {kind} has, {reason}",
-        f"{name_of(func)} of a {value._described()}",
+        expected,
+        f"{name} of a {value._described()}",
         f"Call {plain}, or a function of transformer_plugin",
     )
-    return ValueError(text)

@@ -79,8 +79,11 @@ def _members_from(value: GroupedTensor, begin: int, end: int) -> GroupedTensor:
 
 @handles("select")
 def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    value = _stack(args[0], func, args[1])
-    return _member(value, args[2] % value.num_groups)
+    value, i = _stack(args[0], func, args[1]), args[2]
+    if not -value.num_groups <= i < value.num_groups:
+        expected = f"an index of {value.num_groups} members"
+        value._refuse("index", expected, str(i), "Negative indices count from the end", IndexError)
+    return _member(value, i % value.num_groups)
 
 
 @handles("unbind")
@@ -103,9 +106,16 @@ def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @handles("split", "split_with_sizes")
 def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     value = _stack(args[0], func, args[2] if len(args) > 2 else kwargs.get("dim", 0))
-    sizes = args[1]
+    sizes, groups = args[1], value.num_groups
     if isinstance(sizes, int):
-        sizes = [min(sizes, value.num_groups - i) for i in range(0, value.num_groups, sizes)]
+        if sizes < 0 or (sizes == 0 and groups > 0):
+            value._refuse(
+                "split_size", "at least 1 member in a part", str(sizes), "Use unbind() for single members"
+            )
+        sizes = [min(sizes, groups - i) for i in range(0, groups, sizes)] if groups > 0 else [0]
+    elif any(size < 0 for size in sizes) or sum(sizes) != groups:
+        advice = "Use slices for some of the members"
+        value._refuse("split_sizes", f"sizes from 0 whose sum is {groups}", str(list(sizes)), advice)
     result, begin = [], 0
     for size in sizes:
         result.append(_members_from(value, begin, begin + size))

@@ -69,8 +69,6 @@ class GroupedTensor(FormatTensor):
     is stacked or dequantized.
     """
 
-    _SHAPES = "[G, M, K], [G, N] or [T, K] with group sizes"
-
     def __new__(
         cls,
         rowwise_data: Tensor | None = None,

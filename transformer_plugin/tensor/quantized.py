@@ -34,8 +34,6 @@ class QuantizedTensor(FormatTensor):
     :meth:`dequantize` is called.
     """
 
-    _SHAPES = "[M, K]"
-
     def __new__(
         cls,
         rowwise_data: Tensor | None = None,
