@@ -206,3 +206,83 @@ def test_refused() -> None:
     layer.weight.grad = torch.ones(32, 32)
     with pytest.raises(ValueError, match="values in high precision"):
         torch.optim.SGD([layer.weight], lr=0.1).step()
+
+
+CONVERSIONS: dict[str, Any] = {
+    "cast": lambda m, device: m.bfloat16(),
+    "moved": lambda m, device: m.to("cpu" if device.type == "cuda" else device),
+    "both": lambda m, device: m.to(device, torch.float16),
+    "empty": lambda m, device: m.to_empty(device=device),
+    "shared": lambda m, device: m.share_memory(),
+}
+
+
+@pytest.mark.parametrize("how", CONVERSIONS)
+@by_module
+def test_conversions_keep_attributes_and_hooks(kind: str, how: str, device: torch.device) -> None:
+    """torch exchanges the contents of two tensors, and with them what a framework has put on a parameter."""
+    quantized, _ = make(kind, "fp8_block", device, preserve_high_precision_init_val=True)
+    calls: list[str] = []
+    kept = {}
+    for name, p in quantized.named_parameters():
+        p.main_grad = torch.zeros(p.shape)
+        p.sequence_parallel = name
+        kept[name] = (p, p.main_grad, p.__dict__.get("high_precision_init_val"))
+        p.register_hook(lambda grad: calls.append("hook"))
+        p.register_post_accumulate_grad_hook(lambda p: calls.append("after"))
+    removed = [p.register_hook(lambda grad: calls.append("removed")) for p in quantized.parameters()]
+    before = [type(p) for p in quantized.parameters()]
+    CONVERSIONS[how](quantized, device)
+    assert before == [type(p) for p in quantized.parameters()]
+    for name, p in quantized.named_parameters():
+        parameter, main_grad, values = kept[name]
+        assert p is parameter and p.main_grad is main_grad and p.sequence_parallel == name
+        assert p.__dict__.get("high_precision_init_val") is values
+        assert p.requires_grad and isinstance(p, torch.nn.Parameter)
+    for handle in removed:
+        handle.remove()
+    for p in weights(quantized):
+        p.backward(torch.ones(p.shape, dtype=p.dtype, device=p.device))
+    assert calls == ["hook", "after"] * len(weights(quantized))
+
+
+@by_module
+def test_made_on_the_meta_device(kind: str, device: torch.device) -> None:
+    """to_empty() keeps the types; reset_parameters() then draws the values that a layer made here has."""
+    expected, _ = make(kind, "fp8_block", device, preserve_high_precision_init_val=True)
+    deferred, _ = make(kind, "fp8_block", torch.device("meta"), preserve_high_precision_init_val=True)
+    for p in weights(deferred):
+        assert p.device.type == "meta" and p.get_high_precision_init_val() is None
+    deferred.to_empty(device=device)
+    for p, q in zip(deferred.parameters(), expected.parameters(), strict=True):
+        assert type(p) is type(q) and (p.shape, p.dtype, p.device) == (q.shape, q.dtype, q.device)
+    for p, q in zip(weights(deferred), weights(expected), strict=True):
+        assert p.format == q.format and p.get_high_precision_init_val() is None
+        assert [n for n, _ in p._buffers.present()] == [n for n, _ in q._buffers.present()]
+        assert all(t.device == q.device for _, t in p._buffers.present())
+    torch.manual_seed(5)
+    expected.reset_parameters()
+    torch.manual_seed(5)
+    deferred.reset_parameters()
+    for p, q in zip(deferred.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(p, q)
+    for p, q in zip(weights(deferred), weights(expected), strict=True):
+        values = p.get_high_precision_init_val()
+        assert type(values) is Tensor and values.device.type == "cpu" and bool(values.any())
+        assert torch.equal(values, q.get_high_precision_init_val())
+        assert torch.equal(tp.quantize(values.to(device), p.format, columnwise=True), p.detach())
+    state = expected.state_dict()
+    other, _ = make(kind, "fp8_block", torch.device("meta"))
+    other.load_state_dict(state, assign=True)
+    other.to_empty(device=device).load_state_dict({name: t.cpu().half() for name, t in state.items()})
+    for p, q in zip(weights(other), weights(expected), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_grouped_layout_keeps_plain_initial_values(device: torch.device) -> None:
+    with tp.quantized_init(Float8BlockScaling(), preserve_high_precision_init_val=True):
+        layer = GroupedLinear(3, 32, 32, parameters="grouped", device=device)
+    assert type(layer.weight.get_high_precision_init_val()) is Tensor  # type: ignore[operator]
+    optimizer = tp.optim.MasterWeights(layer.parameters(), lambda p: torch.optim.SGD(p, lr=0.1))
+    layer(torch.randn(9, 32, device=device), [4, 0, 5]).sum().backward()
+    optimizer.step()

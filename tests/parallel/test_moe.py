@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
+from transformer_plugin import quantize, quantized_init
 from transformer_plugin.nn import DispatchConfig, MoE, RouterConfig
 from transformer_plugin.recipes import NVFP4BlockScaling, Recipe, recipe_from_name
+from transformer_plugin.tensor import GroupedTensor
 from transformer_plugin.testing.distributed import Rank, RankPool
 from transformer_plugin.testing.numerics import assert_same_bits, relative_error
 
@@ -209,3 +212,32 @@ def check_errors(rank: Rank) -> None:
 
 def test_errors(pair: RankPool) -> None:
     pair.run(check_errors)
+
+
+def check_quantized_experts(rank: Rank) -> None:
+    """Experts of quantized_init stay quantized where they are made on the meta device first."""
+    recipe = recipe_of("fp8_block")
+    assert recipe is not None
+    modules = []
+    for in_context in (True, False):
+        torch.manual_seed(0)
+        options: dict[str, Any] = {"group": rank.group, "dtensor": False, "device": rank.device}
+        options["dispatch"] = DispatchConfig(max_tokens=16)
+        if in_context:
+            with quantized_init(recipe, preserve_high_precision_init_val=True):
+                modules.append(MoE(HIDDEN, FFN, EXPERTS, TOPK, **options))
+        else:
+            modules.append(MoE(HIDDEN, FFN, EXPERTS, TOPK, recipe=recipe, **options))
+    quantized, plain = modules
+    for p, q in zip(quantized.experts.parameters(), plain.experts.parameters(), strict=True):
+        assert type(p) is GroupedTensor and p.format.is_quantized and p.shape == q.shape
+        assert torch.equal(p.get_high_precision_init_val().to(rank.device), q.detach())
+        assert torch.equal(p.detach(), quantize(q.detach(), p.format, columnwise=True))
+    tokens = tokens_of(rank.rank, 12 + rank.rank).to(rank.device)
+    assert_same_bits(quantized(tokens).output, plain(tokens).output)
+    with quantized_init(recipe), pytest.raises(ValueError, match="argument 'dtensor': expected False"):
+        MoE(HIDDEN, FFN, EXPERTS, TOPK, **{**options, "dtensor": True})
+
+
+def test_quantized_experts(pair: RankPool) -> None:
+    pair.run(check_quantized_experts)

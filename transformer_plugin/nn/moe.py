@@ -17,6 +17,7 @@ from transformer_plugin.nn._module import layer_forward, serializable
 from transformer_plugin.nn._recipe import DTYPES, RowRules, formats_of, row_rules
 from transformer_plugin.nn.exchange import DispatchConfig, GroupExchange, LocalExchange
 from transformer_plugin.nn.grouped_mlp import GroupedMLP
+from transformer_plugin.nn.quantized_parameters import chosen_recipe
 from transformer_plugin.nn.router import RouterConfig, TopKRouter
 from transformer_plugin.parallel._ranks import group_and_mesh, mesh_of
 from transformer_plugin.parallel._shard_experts import shard_experts
@@ -77,6 +78,15 @@ def _check_layout(parameters: Any, dtensor: bool, group: Any, mesh: Any) -> None
         raise ValueError(
             "transformer_plugin::MoE: argument 'parameters': expected 'packed' with experts that are DTensors, "
             f"got {parameters!r}. Pass dtensor=False, and reduce each rank's parameters yourself."
+        )
+
+
+def _check_not_quantized(dtensor: bool) -> None:
+    """Refuses quantized experts where experts are DTensors, whose local part is a plain tensor."""
+    if dtensor and chosen_recipe(None) is not None:
+        raise ValueError(
+            "transformer_plugin::MoE: argument 'dtensor': expected False in quantized_init with experts over several "
+            "ranks, got True. Pass dtensor=False, and reduce each rank's parameters yourself."
         )
 
 
@@ -162,6 +172,7 @@ class MoE(LaunchedModule):
             self.exchange = LocalExchange(num_experts, dispatch, alignment, multiple)
         else:
             ranks = found.size()
+            _check_not_quantized(dtensor)
             place = (dispatch, alignment, multiple, device)
             self.exchange = GroupExchange(found, num_experts, hidden, topk, *place)
         self.router = TopKRouter(hidden, num_experts, topk, router, device=device, dtype=dtype)

@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from transformer_plugin.functional._values import is_quantized
 from transformer_plugin.functional.quantize import quantize
 from transformer_plugin.recipes import DelayedScaling, Recipe
+from transformer_plugin.tensor import GroupedTensor
 
 
 class _Choice(NamedTuple):
@@ -39,7 +40,8 @@ def quantized_init(recipe: Recipe, *, preserve_high_precision_init_val: bool = F
         recipe: whose weight format has scales; not ``DelayedScaling``.
         preserve_high_precision_init_val: whether each weight keeps its initial values before they are quantized, on the
             CPU, for the master weights of an optimizer: ``weight.get_high_precision_init_val()``, and
-            ``weight.clear_high_precision_init_val()`` when they are not needed any more.
+            ``weight.clear_high_precision_init_val()`` when they are not needed any more. ``reset_parameters()``
+            replaces them; of a layer on the meta device it makes them.
 
     Raises:
         TypeError: no recipe. ValueError: a recipe whose weights have no scales, or ``DelayedScaling``.
@@ -73,10 +75,17 @@ def quantize_parameter(module: torch.nn.Module, name: str, key: str) -> None:
     weight = module._parameters[name]
     if choice is None or weight is None:
         return
-    quantized = Parameter(quantize(weight.detach(), key, columnwise=True), weight.requires_grad)
+    values = weight.detach()
+    quantized = Parameter(quantize(values, key, columnwise=True), weight.requires_grad)
     if choice.keeps_values:
-        quantized.high_precision_init_val = weight.detach().cpu()  # type: ignore[attr-defined]
+        _keep(quantized, values)
     setattr(module, name, quantized)
+
+
+def _keep(parameter: Any, values: Tensor) -> None:
+    """Keeps initial values on the CPU. On the meta device there are none yet: reset_parameters() draws them."""
+    values = values.packed() if isinstance(values, GroupedTensor) else values
+    parameter.high_precision_init_val = values if values.is_meta else values.cpu()
 
 
 @contextmanager
@@ -92,6 +101,8 @@ def in_high_precision(module: torch.nn.Module, *names: str) -> Iterator[None]:
         module._parameters[name] = parameter
         with torch.no_grad():
             parameter.copy_(values)  # type: ignore[union-attr]
+        if "high_precision_init_val" in parameter.__dict__:
+            _keep(parameter, values)
 
 
 def tensors_of(value: Any) -> list[Tensor]:
