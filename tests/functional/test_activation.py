@@ -19,18 +19,22 @@ from tests.functional.values import (
     assert_value,
     buffers,
     draw,
+    has_columns,
+    id_of,
     seed_of,
     sizes_on,
 )
 from transformer_plugin import ops
-from transformer_plugin.formats import Format
 from transformer_plugin.testing.numerics import assert_same_bits
 
 F = 128
-by_direction = pytest.mark.parametrize("directions", DIRECTIONS, ids=("rows", "both", "columns"))
 #: A format with or without groups.
 CASES = [(key, False) for key in FORMATS] + [(key, True) for key in GROUPED_FORMATS]
-by_case = pytest.mark.parametrize("key, grouped", CASES)
+by_case = pytest.mark.parametrize(
+    "key, grouped, directions",
+    [(key, grouped, d) for key, grouped in CASES for d in DIRECTIONS if not d or has_columns(key, grouped)],
+    ids=id_of,
+)
 
 
 def arguments(device: torch.device, grouped: bool, width: int = 2 * F) -> tuple[Tensor, Tensor, Any]:
@@ -47,11 +51,8 @@ def test_swiglu_of_plain_and_ragged(device: torch.device) -> None:
         assert_ragged(tp.swiglu(tp.GroupedTensor(x, sizes), given), expected, sizes)
 
 
-@by_direction
 @by_case
 def test_swiglu_quantized(key: str, grouped: bool, directions: Any, device: torch.device) -> None:
-    if grouped and directions and not Format.parse(key).traits.has_group_columns:
-        pytest.skip("columns of groups cannot be quantized in this format")
     x, probs, sizes = arguments(device, grouped)
     seed = seed_of(key, device)
     for given in (probs, None):
@@ -65,10 +66,8 @@ def test_swiglu_quantized(key: str, grouped: bool, directions: Any, device: torc
 
 
 @pytest.mark.parametrize("width", (2 * F, 2 * F + 64), ids=("one-pass", "two-pass"))
-@by_case
+@pytest.mark.parametrize("key, grouped", [case for case in CASES if has_columns(*case)])
 def test_swiglu_backward(key: str, grouped: bool, width: int, device: torch.device) -> None:
-    if grouped and not Format.parse(key).traits.has_group_columns:
-        pytest.skip("columns of groups cannot be quantized in this format")
     x, probs, sizes = arguments(device, grouped, width)
     grad = draw(ROWS, width // 2, seed=2, device=device, dtype=torch.bfloat16)
     grad_x, grad_probs = ops.swiglu_backward(grad, x, probs)
@@ -99,11 +98,8 @@ def test_swiglu_backward_without_a_format(device: torch.device) -> None:
     assert tp.swiglu_backward(grad, x)[1].shape == (0,)
 
 
-@by_direction
 @by_case
 def test_bias_backward_quantized(key: str, grouped: bool, directions: Any, device: torch.device) -> None:
-    if grouped and directions and not Format.parse(key).traits.has_group_columns:
-        pytest.skip("columns of groups cannot be quantized in this format")
     x, _, sizes = arguments(device, grouped)
     directions = {"columnwise": False, **directions}
     expected = buffers(x, key, sizes, **directions)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import transformer_plugin as tp
 from tests.functional.values import (
-    GROUPED_FORMATS,
+    GROUPED_COLUMNWISE,
     ROWS,
     SIZES,
     assert_ragged,
@@ -22,7 +22,7 @@ from tests.functional.values import (
 )
 from tests.nn.common import RECIPES
 from transformer_plugin import ops
-from transformer_plugin.formats import Format, resolve
+from transformer_plugin.formats import resolve
 from transformer_plugin.recipes import DelayedScaling, NVFP4BlockScaling, Recipe
 from transformer_plugin.testing.numerics import assert_same_bits
 
@@ -121,13 +121,10 @@ def test_grouped_mlp_without_probabilities(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("interleave", (0, 32))
-@pytest.mark.parametrize("columnwise", (False, True))
-@pytest.mark.parametrize("key", GROUPED_FORMATS)
+@pytest.mark.parametrize("key, columnwise", GROUPED_COLUMNWISE)
 def test_grouped_gemm_swiglu_quantized(
     key: str, columnwise: bool, interleave: int, device: torch.device
 ) -> None:
-    if columnwise and not Format.parse(key).traits.has_group_columns:
-        pytest.skip("columns of groups cannot be quantized in this format")
     a, b = draw(ROWS, K, device=device), draw(G, 2 * F, K, seed=1, device=device)
     probs, bias, sizes = (
         draw(ROWS, seed=2, device=device),

@@ -11,7 +11,7 @@ import torch
 import transformer_plugin as tp
 from tests.functional.values import (
     FORMATS,
-    GROUPED_FORMATS,
+    GROUPED_COLUMNWISE,
     ROWS,
     SIZES,
     assert_ragged,
@@ -22,7 +22,6 @@ from tests.functional.values import (
     sizes_on,
 )
 from transformer_plugin import ops
-from transformer_plugin.formats import Format
 from transformer_plugin.testing.numerics import assert_same_bits
 
 H = 64
@@ -66,11 +65,8 @@ def test_quantized(name: str, columnwise: bool, key: str, device: torch.device) 
 
 
 @by_norm
-@pytest.mark.parametrize("columnwise", (False, True))
-@pytest.mark.parametrize("key", GROUPED_FORMATS)
+@pytest.mark.parametrize("key, columnwise", GROUPED_COLUMNWISE)
 def test_quantized_ragged(name: str, columnwise: bool, key: str, device: torch.device) -> None:
-    if columnwise and not Format.parse(key).traits.has_group_columns:
-        pytest.skip("columns of groups cannot be quantized in this format")
     function, op, more = norms(name, device)
     x, sizes = draw(ROWS, H, device=device, dtype=torch.bfloat16), sizes_on(device)
     more = tuple(t.bfloat16() if isinstance(t, torch.Tensor) else t for t in more)

@@ -12,11 +12,12 @@ from tests.functional.values import (
     DIRECTIONS,
     FAMILIES,
     FORMATS,
-    GROUPED_FORMATS,
+    GROUPED_DIRECTIONS,
     ROWS,
     assert_value,
     buffers,
     draw,
+    id_of,
     seed_of,
     sizes_on,
 )
@@ -24,7 +25,7 @@ from transformer_plugin import ops
 from transformer_plugin.formats import Format
 from transformer_plugin.testing.numerics import assert_same_bits
 
-by_direction = pytest.mark.parametrize("directions", DIRECTIONS, ids=("rows", "both", "columns"))
+by_direction = pytest.mark.parametrize("directions", DIRECTIONS, ids=id_of)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -49,11 +50,8 @@ def test_stack(key: str, directions: dict[str, bool], device: torch.device) -> N
         assert value.num_groups == 3 and not value.is_ragged
 
 
-@by_direction
-@pytest.mark.parametrize("key", GROUPED_FORMATS)
+@pytest.mark.parametrize("key, directions", GROUPED_DIRECTIONS, ids=id_of)
 def test_ragged(key: str, directions: dict[str, bool], device: torch.device) -> None:
-    if directions and not Format.parse(key).traits.has_group_columns:
-        pytest.skip("columns of groups cannot be quantized in this format")
     for index in (torch.int32, torch.int64):
         x, sizes = draw(ROWS, 64, device=device), sizes_on(device, index)
         expected = buffers(x, key, sizes, **directions)

@@ -32,6 +32,22 @@ SIZES, ROWS = (48, 0, 80), 144
 DIRECTIONS = ({}, {"columnwise": True}, {"rowwise": False, "columnwise": True})
 
 
+def has_columns(key: str, grouped: bool = True) -> bool:
+    """Whether the format quantizes columns, which some formats do of matrices without groups only."""
+    return not grouped or Format.parse(key).traits.has_group_columns
+
+
+#: Keys of matrices with groups, and the directions that each has.
+GROUPED_DIRECTIONS = [(key, d) for key in GROUPED_FORMATS for d in DIRECTIONS if not d or has_columns(key)]
+GROUPED_COLUMNWISE = [(key, c) for key in GROUPED_FORMATS for c in (False, True) if not c or has_columns(key)]
+
+
+def id_of(value: Any) -> str | None:
+    """The id of a direction; pytest makes the others."""
+    ids = ("rows", "both", "columns")
+    return ids[DIRECTIONS.index(value)] if isinstance(value, dict) else None
+
+
 def draw(*size: int, seed: int = 0, device: torch.device | str = "cpu", dtype: Any = torch.float32) -> Tensor:
     """Normal numbers, the same on every device."""
     generator = torch.Generator().manual_seed(seed)
