@@ -34,6 +34,7 @@ class Given:
         self.ragged = tp.quantize(self.rows, B)
         self.columns = tp.quantize(self.rows, B, rowwise=False, columnwise=True)
         self.stack = tp.quantize(self.weight, B)
+        self.wide = draw(ROWS, 256, seed=3, device=device)
         self.seed = torch.ones(1, dtype=torch.int64, device=device)
 
 
@@ -94,6 +95,21 @@ CASES: dict[str, tuple[Callable[[Given], Any], Kind, Parts]] = {
             ("grouped_gemm_swiglu", "a", lambda g: tp.grouped_gemm_swiglu(g.x, g.weight)),
         )
     },
+    "nothing to write over": (
+        lambda g: tp.gemm_wgrad(g.grad, g.x, accumulate=False),
+        ValueError,
+        ("gemm_wgrad", "accumulate", "True without 'out'", "False", "Pass the tensor to write"),
+    ),
+    "nothing to write over, grouped": (
+        lambda g: tp.grouped_gemm_wgrad(g.grads, g.rows, accumulate=False),
+        ValueError,
+        ("grouped_gemm_wgrad", "accumulate", "True without 'out'", "False", "Pass the tensor to write"),
+    ),
+    "a seed of a format that rounds to nearest": (
+        lambda g: tp.swiglu_backward(g.wide[:, :128], g.wide, format=B, seed=g.seed),
+        ValueError,
+        ("swiglu_backward_quantize", "seed", "", "", ""),
+    ),
     "no rows": (
         lambda g: tp.grouped_gemm(g.columns, g.weight),
         ValueError,

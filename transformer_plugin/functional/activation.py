@@ -110,7 +110,9 @@ def swiglu_backward(
         without_format(op, group_sizes=group_sizes, seed=seed)
     facts = None if format is None else _checks.facts_of(op, format)
     if facts is not None and facts.is_one_pass and data.shape[1] % 256 == 0:
-        *outputs, grad_probs = ops.swiglu_backward_quantize(given, data, facts.key, probs, rows.group_sizes)
+        *outputs, grad_probs = ops.swiglu_backward_quantize(
+            given, data, facts.key, probs, rows.group_sizes, seed=seed
+        )
         return quantized_value(outputs, facts.key, data, data.shape, rows.group_sizes), grad_probs
     grad_input, grad_probs = ops.swiglu_backward(given, data, probs)
     if facts is None:

@@ -87,7 +87,8 @@ def gemm_wgrad(
 
     Raises:
         TypeError, ValueError: as :func:`transformer_plugin.ops.gemm` and :func:`transformer_plugin.ops.gemm_out`; an
-            operand without columnwise data; a ragged operand; a ``dtype`` that is not that of ``out``.
+            operand without columnwise data; a ragged operand; a ``dtype`` that is not that of ``out``;
+            ``accumulate=False`` without ``out``.
     """
     op = "gemm_wgrad"
     left = operand(grad, op, "grad", columnwise=True)
@@ -96,12 +97,25 @@ def gemm_wgrad(
     arguments = (left.scales, right.scales, left.key, right.key) if (left.scales or right.scales) else ()
     transpose = right.scales is not None  # columnwise data is [K, M]
     if out is None:
+        _check_adds(accumulate, op)
         result = dtype or grad.dtype
         return _ops.gemm.default(first, right.data, None, transpose, result, None, *arguments)
     written = _check_out(out, dtype, op)
     options = arguments or (None, None, UNQUANTIZED, UNQUANTIZED)
     _ops.gemm_out.default(first, right.data, written, None, transpose, None, None, *options, accumulate)
     return out
+
+
+def _check_adds(accumulate: bool, op: str) -> None:
+    """Raises if a product without 'out' is told what to do with it."""
+    if not accumulate:
+        refuse(
+            op,
+            "accumulate",
+            "True without 'out'",
+            str(accumulate),
+            "Pass the tensor to write, or leave it out",
+        )
 
 
 def _check_out(target: Any, dtype: torch.dtype | None, op: str) -> Tensor:
@@ -210,7 +224,7 @@ def grouped_gemm_wgrad(
 
     Raises:
         TypeError, ValueError: as the ops; group sizes twice or never; operands without columnwise data; a ``dtype``
-            that is not that of ``out``.
+            that is not that of ``out``; ``accumulate=False`` without ``out``.
     """
     op = "grouped_gemm_wgrad"
     rows = rows_of_either(grad, input, group_sizes, op, ("grad", "input"))
@@ -221,6 +235,7 @@ def grouped_gemm_wgrad(
     if left.scales is not None or right.scales is not None:
         quantized = (left.scales, right.scales, left.key, right.key)
     if out is None:
+        _check_adds(accumulate, op)
         arguments = (dtype or grad.dtype, alpha, None, *launch_options, *quantized)
         return _ops.grouped_gemm_wgrad.default(left.data, right.data, sizes, *arguments)
     targets = [out] if isinstance(out, Tensor) else listed(out, op, "out")
