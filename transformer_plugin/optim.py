@@ -70,7 +70,8 @@ class MasterWeights:
         optimizer: the optimizer.
         master_weights: float32, in the order of the parameters.
 
-    A gradient is ``parameter.grad``, or ``parameter.main_grad`` where there is none.
+    A gradient is ``parameter.main_grad`` where ``parameter.grad_added_to_main_grad`` is True, as ``parameter.grad`` is
+    then a tensor without a meaning. Otherwise it is ``parameter.grad``, or ``parameter.main_grad`` where there is none.
     """
 
     def __init__(self, parameters: Iterable[Tensor], make: Callable[[list[Tensor]], Optimizer]) -> None:
@@ -82,7 +83,7 @@ class MasterWeights:
     def step(self) -> None:
         """One step of the optimizer, and its result in the parameters."""
         for parameter, master in zip(self.parameters, self.master_weights, strict=True):
-            grad = parameter.grad if parameter.grad is not None else getattr(parameter, "main_grad", None)
+            grad = _gradient_of(parameter)
             master.grad = None if grad is None else grad.to(master.dtype)
         self.optimizer.step()
         for parameter, master in zip(self.parameters, self.master_weights, strict=True):
@@ -91,8 +92,13 @@ class MasterWeights:
         self.optimizer.zero_grad()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients of the parameters."""
+        """Clears the gradients of the parameters: ``.grad``, and with zeros ``main_grad``, a framework's buffer."""
         for parameter in self.parameters:
+            main_grad = getattr(parameter, "main_grad", None)
+            if isinstance(main_grad, Tensor):
+                main_grad.detach().zero_()
+            if hasattr(parameter, "grad_added_to_main_grad"):
+                parameter.grad_added_to_main_grad = False
             if set_to_none:
                 parameter.grad = None
             elif parameter.grad is not None:
@@ -107,12 +113,32 @@ class MasterWeights:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores both, and writes the master weights into the parameters."""
-        for master, saved in zip(self.master_weights, state["master_weights"], strict=True):
-            master.copy_(saved)
-        self.optimizer.load_state_dict(state["optimizer"])
-        for parameter, master in zip(self.parameters, self.master_weights, strict=True):
+        """Restores both, and writes the master weights into the parameters.
+
+        Raises:
+            ValueError: another number of master weights, other sizes, or a state that the optimizer refuses. Nothing is
+            changed then.
+        """
+        optimizer, saved = state["optimizer"], list(state["master_weights"])
+        shapes = [list(weight.shape) for weight in saved]
+        expected = [list(weight.shape) for weight in self.master_weights]
+        if shapes != expected:
+            raise ValueError(
+                f"transformer_plugin::MasterWeights: argument 'state': expected master weights of sizes {expected}, "
+                f"got {shapes}. Load the state of an optimizer of the same parameters."
+            )
+        self.optimizer.load_state_dict(optimizer)  # raises before it changes anything
+        for parameter, master, weight in zip(self.parameters, self.master_weights, saved, strict=True):
+            master.copy_(weight)
             parameter.copy_(master.detach())
+
+
+def _gradient_of(parameter: Tensor) -> Tensor | None:
+    """The gradient of a parameter, wherever the backward has left it."""
+    main_grad: Tensor | None = getattr(parameter, "main_grad", None)
+    if parameter.grad is None or getattr(parameter, "grad_added_to_main_grad", False):
+        return main_grad
+    return parameter.grad
 
 
 def _master_of(parameter: Tensor) -> Tensor:

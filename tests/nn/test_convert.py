@@ -188,3 +188,13 @@ def test_other_activations_are_refused() -> None:
         tp.convert(experts)
     with pytest.raises(ValueError, match="scales come from current values"):
         tp.convert(transformers_class("Qwen3MoeExperts")(Config()), recipes.DelayedScaling())
+
+
+def test_refused_of_experts_that_are_converted() -> None:
+    model = torch.nn.ModuleList([torch.nn.Linear(16, 16), transformers_class("Qwen3MoeExperts")(Config())])
+    tp.convert(model[1], recipes.Float8BlockScaling())
+    with pytest.raises(
+        ValueError, match="expected a recipe whose scales come from current values for experts of"
+    ):
+        tp.convert(model, recipes.DelayedScaling())
+    assert type(model[0]) is torch.nn.Linear

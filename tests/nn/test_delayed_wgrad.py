@@ -34,36 +34,26 @@ from transformer_plugin.testing.numerics import assert_same_bits
 @pytest.mark.parametrize("into", [None, torch.float32, torch.bfloat16], ids=str)
 def test_same_bits_as_undelayed(kind: str, name: str, into: Any, device: torch.device) -> None:
     """Three micro-batches; two forwards before two backwards."""
-    if name == "nvfp4":
-        pytest.skip("draws random numbers: see test_random_rounding")
     delayed, usual = both(kind, name, device, fuse_wgrad_accumulation=into is not None)
     for layer in (delayed, usual):
         if into is not None:
             set_main_grads(layer, into)
     first, *others = (batch(kind, name, seed, device) for seed in range(3))
-    for got, wanted in zip(run(delayed, first), run(usual, first), strict=True):
-        assert_same_bits(got, wanted)
+    results = []
     for layer in (delayed, usual):
+        torch.manual_seed(1)  # stochastic rounding draws in the backward
+        results.append(run(layer, first))
         outputs = [layer(*arguments[:-1]) for arguments in others]
         for output, arguments in zip(outputs, others, strict=True):
             output.backward(arguments[-1])
+    for got, wanted in zip(*results, strict=True):
+        assert_same_bits(got, wanted)
     assert delayed.need_backward_dw() and not usual.need_backward_dw()
     for weight in weights_of(delayed).values():
         assert weight.grad is None
         assert into is None or bool((weight.main_grad == 0.25).all())  # type: ignore[attr-defined]
     delayed.backward_dw()
     assert not delayed.need_backward_dw()
-    assert_same_gradients(delayed, usual)
-
-
-@by_layer
-def test_random_rounding(kind: str) -> None:
-    """Stochastic rounding draws in the backward: the numbers are the same."""
-    delayed, usual = both(kind, "nvfp4")
-    for layer in (delayed, usual):
-        torch.manual_seed(1)
-        run(layer, batch(kind, "nvfp4", 0))
-    delayed.backward_dw()
     assert_same_gradients(delayed, usual)
 
 

@@ -234,6 +234,31 @@ def test_main_grad_of_dense_layers(kind: str, name: str, device: torch.device) -
     assert_same_bits(layer.bias.grad, expected.bias.grad)
 
 
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "GroupedLinear", "GroupedMLP"])
+def test_a_refused_call_leaves_the_flag(kind: str) -> None:
+    """The flag says that main_grad has the gradient, which a call that the op refuses never computes."""
+    sizes = {"GroupedLinear": (G, 48, 96), "GroupedMLP": (G, 48, 128)}.get(kind, (48, 96))
+    layer: Any = getattr(tp.nn, kind)(*sizes, fuse_wgrad_accumulation=True)
+    more = [torch.tensor([4, 0, 5])] if kind.startswith("Grouped") else []
+    more += [torch.rand(9)] if kind == "GroupedMLP" else []
+    with_main_grad(layer, torch.float32, 0.0, marked=True)
+    marked = [p for n, p in layer.named_parameters() if "weight" in n and "norm" not in n]
+    with pytest.raises((ValueError, TypeError)):
+        layer(torch.randn(9, 40), *more)
+    assert not any(p.grad_added_to_main_grad for p in marked)
+    layer(torch.randn(9, 48), *more)
+    assert all(p.grad_added_to_main_grad for p in marked)
+
+
+def test_lists_have_members() -> None:
+    for kind in (GroupedLinear, GroupedMLP):
+        with pytest.raises(
+            ValueError, match="argument 'num_groups': expected at least 1 with parameters='list'"
+        ):
+            kind(0, 32, 32, parameters="list")
+        assert kind(0, 32, 32).num_groups == 0
+
+
 @by_layout
 @pytest.mark.parametrize("name", ["none", "fp8_block", "mxfp8"])
 def test_compiled(name: str, layout: str, device: torch.device) -> None:

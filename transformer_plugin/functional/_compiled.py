@@ -10,7 +10,8 @@ from transformer_plugin.tensor import _base, _layout, grouped
 
 def register() -> None:
     """Called when torch's compiler is imported."""
-    for function in (_base.new_value, grouped.differentiable, _values._rows_with_gradient):
+    nodes = (_base.new_value, grouped.differentiable, _values._rows_with_gradient, _values.with_dtype)
+    for function in nodes:
         torch.compiler.allow_in_graph(function)
     for constant in (_layout.parsed, _layout.facts, layers._on_device):
         torch.compiler.assume_constant_result(constant)

@@ -149,6 +149,27 @@ def _rows_with_gradient(value: Any) -> Tensor:
     return rows
 
 
+class _WithDtype(torch.autograd.Function):
+    """The node from a quantized value to one of another nominal dtype; gradients change back."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Any, dtype: torch.dtype) -> Any:
+        ctx.dtype = value.dtype
+        return value._with(value._buffers, dtype=dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0].to(ctx.dtype), None
+
+
+def with_dtype(value: Any, dtype: torch.dtype) -> Any:
+    """A quantized value over the same memory with another nominal dtype: what ``to()`` gives, without its copy.
+
+    A call of this function is one node of a graph that torch.compile traces.
+    """
+    return _WithDtype.apply(value, dtype)
+
+
 def _ragged(data: Tensor, group_sizes: Tensor) -> GroupedTensor:
     nothing = (None,) * 5
     value: GroupedTensor = new_value(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from transformer_plugin.functional._values import is_quantized
+from transformer_plugin.functional._values import is_quantized, with_dtype
 
 
 def operands(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -51,9 +51,10 @@ def _dtype(input: Tensor) -> torch.dtype | None:
 
 
 def _cast(tensor: Tensor, input: Tensor, dtype: torch.dtype) -> Tensor:
-    """Casts floating-point tensors on the input's device, except float64 and what is quantized."""
+    """Casts floating-point tensors on the input's device, except float64. Of a quantized one only the nominal dtype."""
     if is_quantized(tensor):
-        return tensor
+        cast: Tensor = tensor if tensor.dtype == dtype else with_dtype(tensor, dtype)
+        return cast
     if tensor.device.type != input.device.type or tensor.dtype == torch.float64:
         return tensor
     return tensor.to(dtype) if tensor.is_floating_point() else tensor

@@ -157,8 +157,6 @@ def _plain(grad: Tensor) -> Tensor:
 def _empty_grad(weight: Any, zeros: bool) -> Tensor:
     """A gradient like autograd's of a weight."""
     make = torch.zeros_like if zeros else torch.empty_like
-    if isinstance(weight, GroupedTensor):
-        return make(weight.packed())
     if not hasattr(weight, "to_local"):
         return make(weight)
     from torch.distributed.tensor import DTensor

@@ -14,12 +14,13 @@ from transformer_plugin.parallel._shard_experts import local
 def main_grads(layer: str, parameters: Sequence[Tensor]) -> tuple[list[Tensor] | None, bool, str]:
     """What the ops take for the weights of a layer: buffers, whether to add to them, and the gradient for autograd.
 
-    Reads and writes what frameworks put on a parameter:
+    Reads what frameworks put on a parameter:
 
     - ``main_grad``, or ``get_main_grad()`` where the parameter has ``__fsdp_param__``: the buffer;
     - ``overwrite_main_grad``: True writes over it;
-    - ``grad_added_to_main_grad``: where it exists, it is set to True, and autograd gets a gradient that the framework
-      discards: uninitialized, or zeros where ``zero_out_wgrad`` is True. Otherwise autograd gets none.
+    - ``grad_added_to_main_grad``: where it exists, autograd gets a gradient that the framework discards: uninitialized,
+      or zeros where ``zero_out_wgrad`` is True. Otherwise autograd gets none. :func:`mark_added` sets it to True after
+      the op, so that a call that the op refuses leaves it as it is.
 
     Nothing is read where no gradient is computed.
     """
@@ -30,10 +31,14 @@ def main_grads(layer: str, parameters: Sequence[Tensor]) -> tuple[list[Tensor] |
     marked = _same(layer, parameters, "grad_added_to_main_grad", exists=True)
     if not marked:
         return buffers, not overwrite, "none"
-    for parameter in parameters:
-        parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     zeros = _same(layer, parameters, "zero_out_wgrad")
     return buffers, not overwrite, "zeros" if zeros else "empty"
+
+
+def mark_added(parameters: Sequence[Tensor]) -> None:
+    """Tells frameworks that the backward adds the gradients to ``main_grad``."""
+    for parameter in parameters:
+        parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
 
 
 def main_grad_buffers(layer: str, parameters: Sequence[Tensor]) -> list[Tensor]:

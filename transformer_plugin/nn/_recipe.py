@@ -14,9 +14,16 @@ from transformer_plugin import ops
 from transformer_plugin.formats import Format, resolve
 from transformer_plugin.nn import _tracing
 from transformer_plugin.nn._delayed_wgrad import DelayedWgradMixin
-from transformer_plugin.nn._main_grad import main_grads
+from transformer_plugin.nn._main_grad import main_grads, mark_added
+from transformer_plugin.nn._parameter_types import (
+    after_load,
+    fit_assigned,
+    keeping_attributes,
+    keeping_types,
+)
 from transformer_plugin.nn._quantized_weight_mixin import QuantizedWeightMixin
 from transformer_plugin.nn.checkpoint import scales_of
+from transformer_plugin.nn.quantized_parameters import refused_recipe
 from transformer_plugin.recipes import DelayedScaling, Recipe
 
 #: The state's buffers, in the order of the ops' arguments.
@@ -73,7 +80,7 @@ class RecipeModule(QuantizedWeightMixin, DelayedWgradMixin):
 
         It may be replaced. The state of delayed scaling is created with the first ``DelayedScaling`` and dropped with
         another recipe; it is kept while the history length is the same. Cached quantized weights are kept while the
-        formats are the same.
+        formats are the same. A layer of ``quantized_init`` takes only recipes with the format of its weight.
         """
         return self._recipe
 
@@ -86,6 +93,9 @@ class RecipeModule(QuantizedWeightMixin, DelayedWgradMixin):
                 "transformer_plugin.recipes.recipe_from_name() with a name."
             )
         formats = self._formats_here(recipe)
+        text = refused_recipe(self, recipe)
+        if text:
+            raise ValueError(f"transformer_plugin::{type(self).__name__}: argument 'recipe': {text}")
         self._check_widths(recipe, formats)
         if self.quantized_weight is not None and self.quantized_weight.formats != tuple(formats):
             self.forget_quantized_weights()
@@ -121,6 +131,11 @@ class RecipeModule(QuantizedWeightMixin, DelayedWgradMixin):
         queue, names = self._wgrad_queue(), ("main_grad", "accumulate", "weight_grad")
         arguments: dict[str, Any] = dict(zip(names, self._main_grad(), strict=False))
         return arguments if queue is None else {**arguments, "wgrad_queue": queue}
+
+    def _op_took(self, arguments: dict[str, Any]) -> None:
+        """Called with what :meth:`_weight_gradient` returned, once the layer's op has accepted the call."""
+        if arguments.get("weight_grad", "none") != "none":
+            mark_added(self._weights())
 
     def _extra_options(self) -> str:
         """What ``extra_repr`` says of the weight's gradient and of the bias."""
@@ -234,14 +249,19 @@ class RecipeModule(QuantizedWeightMixin, DelayedWgradMixin):
             destination[prefix + STATE[2]] = self._rank_amax
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        metadata, _, missing, _, errors = arguments
+        assigns = metadata.get("assign_to_params_buffers", False)
+        refused = fit_assigned(self, state_dict, prefix, errors) if assigns else []
         super()._load_from_state_dict(state_dict, prefix, *arguments)
+        missing[:] = [key for key in missing if key not in refused]
+        after_load(self, state_dict, prefix)
         self._resolve_formats()
         if self._rank_amax is not None and prefix + STATE[2] in state_dict:
             self._rank_amax = self.delayed_amax.clone()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        with keep_float32(self, *STATE):
-            super()._apply(fn, recurse)
+        with keep_float32(self, *STATE), keeping_attributes(self):
+            super()._apply(keeping_types(fn), recurse)
         if self._rank_amax is not None:
             now = fn(self._rank_amax)
             self._rank_amax = now if now.dtype == torch.float32 else self._rank_amax.to(now.device)

@@ -15,6 +15,7 @@ from transformer_plugin.nn._module import PluginModule, layer_forward
 from transformer_plugin.nn._recipe import RecipeModule, formats_of, row_rules, width_multiple
 from transformer_plugin.nn.exchange import DispatchConfig, LocalExchange
 from transformer_plugin.nn.linear import Linear
+from transformer_plugin.nn.quantized_parameters import refused_recipe
 from transformer_plugin.recipes import DelayedScaling, Recipe
 
 #: Classes of Hugging Face transformers, version 5, whose forward is what :class:`ConvertedExperts` computes.
@@ -134,21 +135,25 @@ def _check(name: str, module: torch.nn.Module, kind: type[Any], recipe: Recipe |
     if "forward" in module.__dict__:
         advice = "Remove what replaced it first, or leave the layer out with 'filter'"
         _refuse("model", f"the forward of {type(module).__name__}{where}", "one that was replaced", advice)
+    text = refused_recipe(module, recipe)
+    if text:
+        raise ValueError(f"transformer_plugin::convert: argument 'recipe': {text} It is layer '{name}'.")
     multiple = max(width_multiple(key) for key in formats_of(recipe))
     for weight in (p for _, p in module.named_parameters(recurse=False) if p.dim() > 1):
         if any(width % multiple for width in weight.shape[-2:]):
             expected = f"widths{where} that are multiples of {multiple}, as {recipe} needs"
             _refuse("recipe", expected, list(weight.shape), "Leave the layer out with 'filter'")
-    if kind is not ConvertedExperts:
-        return
-    _check_experts(where, module, recipe)
-
-
-def _check_experts(where: str, module: torch.nn.Module, recipe: Recipe | None) -> None:
-    """Raises for experts that :class:`ConvertedExperts` does not compute."""
-    if isinstance(recipe, DelayedScaling):
+    if isinstance(recipe, DelayedScaling) and (
+        kind is ConvertedExperts or isinstance(module, ConvertedExperts)
+    ):
         expected = f"a recipe whose scales come from current values for experts{where}"
         _refuse("recipe", expected, recipe, "Use Float8CurrentScaling()")
+    if kind is ConvertedExperts:
+        _check_experts(where, module)
+
+
+def _check_experts(where: str, module: torch.nn.Module) -> None:
+    """Raises for experts that :class:`ConvertedExperts` does not compute."""
     activation = type(getattr(module, "act_fn", None)).__name__
     arguments = list(inspect.signature(type(module).forward).parameters)
     if activation not in ("SiLU", "SiLUActivation") or arguments[1:] != [

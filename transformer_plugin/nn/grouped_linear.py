@@ -113,6 +113,11 @@ class GroupedLinear(RecipeModule):
         self.out_features = out_features
         self.scale_bias = scale_bias
         self.launch_options = launch_options
+        if num_groups == 0 and parameters == "list":
+            raise ValueError(
+                "transformer_plugin::GroupedLinear: argument 'num_groups': expected at least 1 with "
+                "parameters='list', got 0. Use 'packed', whose weight has a device and a dtype without groups."
+            )
         self.parameter_layout = checked_layout(parameters, type(self).__name__)
         self.fuse_wgrad_accumulation, self.return_bias = fuse_wgrad_accumulation, return_bias
         self.delay_wgrad_compute = delay_wgrad_compute
@@ -252,6 +257,7 @@ class GroupedLinear(RecipeModule):
         else:
             layer = (bias, bias_scale, *self._formats, quantized_weight, *self.launch_options)
             output = ops.grouped_linear(input, weight, group_sizes, *layer, **into)
+            self._op_took(into)
         return (output, kept_bias) if self.return_bias else output
 
     def _single_weight(self, weight: Tensor | list[Tensor]) -> Tensor:

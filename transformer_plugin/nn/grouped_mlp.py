@@ -169,7 +169,10 @@ class GroupedMLP(LaunchedModule):
             rest += (first[0], second[0], *(first if first[0] is not None else second)[1:])
         names = ("fc1_wgrad_queue", "fc2_wgrad_queue")
         queues: dict[str, Any] = dict(zip(names, (fc1._wgrad_queue(), fc2._wgrad_queue()), strict=True))
-        return ops.grouped_mlp(input, fc1_weight, fc2_weight, group_sizes, probs, *rest, **queues)
+        output = ops.grouped_mlp(input, fc1_weight, fc2_weight, group_sizes, probs, *rest, **queues)
+        for layer, gradient in ((fc1, first), (fc2, second)):
+            layer._op_took({"weight_grad": gradient[2]} if gradient else {})
+        return output
 
     @staticmethod
     def _check_same_flags(first: tuple[Any, ...], second: tuple[Any, ...]) -> None:

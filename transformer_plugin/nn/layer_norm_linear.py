@@ -154,6 +154,7 @@ class LayerNormLinear(RecipeModule):
                 quantized_weight,
                 **into,
             )
+            self._op_took(into)
         results: list[Any] = [output]
         results += [self.bias] if self.return_bias else []
         results += [normalized] if self.return_normalized else []

@@ -84,6 +84,7 @@ class Linear(RecipeModule, torch.nn.Linear):
             output = ops.linear_scaled(input, weight, scale, amax, bias, *self._formats)
         else:
             output = ops.linear(input, weight, bias, *self._formats, quantized_weight, **into)
+            self._op_took(into)
         return (output, self.bias) if self.return_bias else output
 
     def extra_repr(self) -> str:

@@ -81,13 +81,15 @@ def _check_layout(parameters: Any, dtensor: bool, group: Any, mesh: Any) -> None
         )
 
 
-def _check_not_quantized(dtensor: bool) -> None:
-    """Refuses quantized experts where experts are DTensors, whose local part is a plain tensor."""
+def _size_of(group: ProcessGroup, dtensor: bool) -> int:
+    """The number of ranks. Refuses quantized experts that would be DTensors."""
     if dtensor and chosen_recipe(None) is not None:
         raise ValueError(
-            "transformer_plugin::MoE: argument 'dtensor': expected False in quantized_init with experts over several "
-            "ranks, got True. Pass dtensor=False, and reduce each rank's parameters yourself."
+            "transformer_plugin::MoE: argument 'dtensor': expected False in quantized_init with a group of several "
+            "ranks, as DTensors hold plain tensors only, got True. Pass dtensor=False, and reduce each rank's "
+            "parameters yourself."
         )
+    return group.size()
 
 
 class MoE(LaunchedModule):
@@ -171,8 +173,7 @@ class MoE(LaunchedModule):
         if found is None or found.size() == 1:
             self.exchange = LocalExchange(num_experts, dispatch, alignment, multiple)
         else:
-            ranks = found.size()
-            _check_not_quantized(dtensor)
+            ranks = _size_of(found, dtensor)
             place = (dispatch, alignment, multiple, device)
             self.exchange = GroupExchange(found, num_experts, hidden, topk, *place)
         self.router = TopKRouter(hidden, num_experts, topk, router, device=device, dtype=dtype)

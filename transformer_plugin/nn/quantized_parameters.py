@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from transformer_plugin.formats import Format
 from transformer_plugin.functional._values import is_quantized
 from transformer_plugin.functional.quantize import quantize
 from transformer_plugin.recipes import DelayedScaling, Recipe
@@ -75,34 +76,64 @@ def quantize_parameter(module: torch.nn.Module, name: str, key: str) -> None:
     weight = module._parameters[name]
     if choice is None or weight is None:
         return
-    values = weight.detach()
-    quantized = Parameter(quantize(values, key, columnwise=True), weight.requires_grad)
+    quantized = Parameter(quantize(weight.detach(), key, columnwise=True), weight.requires_grad)
     if choice.keeps_values:
-        _keep(quantized, values)
+        quantized.high_precision_init_val = _kept(weight)  # type: ignore[attr-defined]
     setattr(module, name, quantized)
 
 
-def _keep(parameter: Any, values: Tensor) -> None:
-    """Keeps initial values on the CPU. On the meta device there are none yet: reset_parameters() draws them."""
+def keep_values(parameter: Any, values: Tensor | None) -> None:
+    """After other values were quantized into a parameter: they are its initial values too, if it keeps those.
+
+    Args:
+        parameter: the quantized parameter.
+        values: what was quantized; None if only quantized values are known.
+    """
+    if parameter.get_high_precision_init_val() is None:
+        return
+    parameter.clear_high_precision_init_val()
+    if values is not None:
+        parameter.high_precision_init_val = _kept(values.to(parameter.dtype))
+
+
+def _kept(values: Tensor) -> Tensor:
+    """A copy on the CPU; with ``device="meta"`` a meta tensor, until ``reset_parameters()`` or a load has values."""
+    values = values.detach()
     values = values.packed() if isinstance(values, GroupedTensor) else values
-    parameter.high_precision_init_val = values if values.is_meta else values.cpu()
+    return values if values.is_meta else values.to("cpu", copy=True)
+
+
+def refused_recipe(module: torch.nn.Module, recipe: Recipe | None) -> str | None:
+    """Why a layer with a quantized weight does not take a recipe, as the end of an error; None if it does."""
+    weight: Any = module._parameters.get("weight")
+    if type(weight) is Parameter or not is_quantized(weight):
+        return None
+    same = recipe is not None and not isinstance(recipe, DelayedScaling)
+    if same and Format.parse(recipe.weight_format) == weight.format:  # type: ignore[union-attr]
+        return None
+    return (
+        f"expected a recipe whose weights are '{weight.format.key}', as the parameter of quantized_init is, got "
+        f"{recipe}. Make the layer in quantized_init with that recipe."
+    )
 
 
 @contextmanager
 def in_high_precision(module: torch.nn.Module, *names: str) -> Iterator[None]:
     """Quantized parameters of these names are unquantized inside, with any values, and quantized again afterwards."""
-    quantized = {name: p for name in names if is_quantized(p := module._parameters.get(name))}
+    quantized: dict[str, Any] = {name: p for name in names if is_quantized(p := module._parameters.get(name))}
     for name, parameter in quantized.items():
-        values = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)  # type: ignore[union-attr]
+        values = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
         module._parameters[name] = Parameter(values)
-    yield
-    for name, parameter in quantized.items():
-        values = module._parameters[name].detach()  # type: ignore[union-attr]
-        module._parameters[name] = parameter
+    drawn: dict[str, Tensor] = {}
+    try:
+        yield
+        drawn = {name: module._parameters[name].detach() for name in quantized}  # type: ignore[union-attr]
+    finally:
+        module._parameters.update(quantized)
+    for name, values in drawn.items():
         with torch.no_grad():
-            parameter.copy_(values)  # type: ignore[union-attr]
-        if "high_precision_init_val" in parameter.__dict__:
-            _keep(parameter, values)
+            quantized[name].copy_(values)
+        keep_values(quantized[name], values)
 
 
 def tensors_of(value: Any) -> list[Tensor]:

@@ -119,7 +119,7 @@ class QuantizedWeight:
     def is_like(self, weight: Tensor | Sequence[Tensor], formats: Formats) -> bool:
         """Whether a refresh can take a weight: of the same sizes, dtype, device and formats."""
         present = [weight] if isinstance(weight, Tensor) else list(weight)
-        kinds = [[(t.shape, t.device) for t in tensors] for tensors in (present, self._sources)]
+        kinds = [[(t.shape, t.dtype, t.device) for t in tensors] for tensors in (present, self._sources)]
         same_list = self._is_list != isinstance(weight, Tensor)
         return same_list and kinds[0] == kinds[1] and tuple(formats) == self.formats
 
