@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +18,29 @@ from transformer_plugin.testing.numerics import assert_same_bits
 LAYERS = tuple(BUFFERS)
 by_layer = pytest.mark.parametrize("name", LAYERS)
 SOME = {key: FORMATS[key] for key in ("none", "block", "nv", "mx")}
-by_formats = pytest.mark.parametrize("formats", SOME.values(), ids=SOME.keys())
+BACKENDS = {
+    "aot_eager": ("aot_eager", False),
+    "inductor": ("inductor", False),
+    "two-forwards-first": ("inductor", True),
+}
+
+
+def equal_cases() -> Iterator[Any]:
+    """Every layer, format and backend, with the weight as one tensor and, where it has several matrices, as a list."""
+    for (backend, arguments), lists, key, name in itertools.product(
+        BACKENDS.items(), (False, True), SOME, LAYERS
+    ):
+        if lists and name == "linear":
+            continue
+        compiles_long = lists and key == "nv" and arguments[0] == "inductor"
+        yield pytest.param(
+            name,
+            SOME[key],
+            lists,
+            *arguments,
+            id="-".join((backend, "list" if lists else "stack", key, name)),
+            marks=[pytest.mark.long] if compiles_long else [],
+        )
 
 
 def compiled(function: Callable[..., Tensor], backend: str) -> Callable[..., Tensor]:
@@ -67,22 +90,11 @@ def assert_all_same(got: list[Tensor], expected: list[Tensor]) -> None:
         assert_same_bits(a, b, str(i))
 
 
-@by_layer
-@by_formats
-@pytest.mark.parametrize("lists", [False, True], ids=["stack", "list"])
-@pytest.mark.parametrize(
-    ("backend", "together"),
-    [("aot_eager", False), ("inductor", False), ("inductor", True)],
-    ids=["aot_eager", "inductor", "two-forwards-first"],
-)
+@pytest.mark.parametrize(("name", "formats", "lists", "backend", "together"), equal_cases())
 def test_equals_eager(
     name: str, formats: tuple[str, str, str], lists: bool, backend: str, together: bool, device: torch.device
 ) -> None:
     """The backend aot_eager copies into the buffer, which two forwards before their backwards do not allow."""
-    if lists and name == "linear":
-        pytest.skip("its weight is one matrix")
-    if backend == "inductor" and formats == FORMATS["nv"] and lists:
-        pytest.skip("compiles for a long time")
     function = getattr(ops, name)
     more: dict[str, Any] = {"lists": lists, "together": together, "options": {"weight_grad": "zeros"}}
     expected = steps(function, name, formats, device, **more)
