@@ -44,15 +44,16 @@ def steps(
     eps: float,
     normalization: str,
     zero_centered: bool,
-    return_normalized: bool,
+    return_normalized: bool = False,
     *formats: str,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Returns what norm_linear is defined to compute, step by step."""
+    """Returns what norm_linear is defined to compute, step by step. Options are those of linear."""
     if normalization == "layer_norm":
         normalized = ops.layer_norm(input, norm_weight, norm_bias, eps, zero_centered)
     else:
         normalized = ops.rms_norm(input, norm_weight, eps, zero_centered)
-    output = ops.linear(normalized, weight, bias, *formats)
+    output = ops.linear(normalized, weight, bias, *formats, **options)
     return output, normalized if return_normalized else input.new_empty(0)
 
 
@@ -239,10 +240,9 @@ def test_strided_inputs_give_the_same_bits(device: torch.device) -> None:
         assert_same_bits(got, same)
 
 
-@by_formats
-def test_a_quantized_weight_is_read_instead_of_the_weight(formats: Formats, device: torch.device) -> None:
-    if formats == NONE:
-        pytest.skip("has no quantized weight")
+@pytest.mark.parametrize("name", [name for name in ONE_OF_A_FAMILY if name != "none"])
+def test_a_quantized_weight_is_read_instead_of_the_weight(name: str, device: torch.device) -> None:
+    formats = FORMATS[name]
     arguments = one_case(formats, device)
     quantized = ops.quantize_weight(arguments[3], *formats)
 
