@@ -6,9 +6,8 @@ gradients are.
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -64,8 +63,26 @@ def batch(rank: int, step: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return rows.to(device), sizes.to(device)
 
 
-def reference(size: int, steps: int, micro_batches: int = 1, lr: float = 0.05) -> dict[str, Tensor]:
-    """Parameters after AdamW steps of one process over the batches of all ranks."""
+class Trained(NamedTuple):
+    """What a training leaves: parameters, and the moments of AdamW of each of them."""
+
+    parameters: dict[str, Tensor]
+    moments: dict[str, dict[str, Tensor]]
+
+
+def trained(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Trained:
+    """Whole plain tensors on the CPU. A collective call if parameters are sharded."""
+    named = {name.removeprefix("module."): p for name, p in model.named_parameters()}
+    moments = {
+        name: {key: numbers(value) for key, value in optimizer.state[p].items()}
+        for name, p in named.items()
+        if p in optimizer.state
+    }
+    return Trained({name: numbers(p) for name, p in named.items()}, moments)
+
+
+def reference(size: int, steps: int, micro_batches: int = 1, lr: float = 0.05) -> Trained:
+    """AdamW steps of one process over the batches of all ranks."""
     model = Experts(grouped=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     for step in range(steps):
@@ -75,20 +92,30 @@ def reference(size: int, steps: int, micro_batches: int = 1, lr: float = 0.05) -
                 (loss / size).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return {name: p.detach() for name, p in model.named_parameters()}
+    return trained(model, optimizer)
 
 
 def numbers(p: Any) -> Tensor:
-    """A parameter as a plain tensor on the CPU, whole."""
+    """A parameter or its state as a plain tensor on the CPU, whole."""
     p = p.full_tensor() if hasattr(p, "full_tensor") else p
     p = p.packed() if isinstance(p, tp.GroupedTensor) else p
     result: Tensor = p.detach().cpu()
     return result
 
 
-def assert_parameters(model: torch.nn.Module, expected: dict[str, Tensor]) -> None:
-    for name, p in model.named_parameters():
-        torch.testing.assert_close(numbers(p), expected[name.removeprefix("module.")], atol=2e-5, rtol=2e-5)
+def assert_trained(got: Trained, expected: Trained, exact: bool = False) -> None:
+    """Ranks add the same float32 terms as one process in another order, which moves the gradients by some 2**-20 of
+    their size; AdamW keeps that relative error, except where terms cancel."""
+    bounds = {"atol": 0, "rtol": 0} if exact else {"atol": 2e-5, "rtol": 2e-5}
+    assert got.parameters.keys() == expected.parameters.keys()
+    for name, p in expected.parameters.items():
+        torch.testing.assert_close(got.parameters[name], p, **bounds)
+    assert got.moments.keys() == expected.moments.keys() and got.moments
+    for name, state in expected.moments.items():
+        assert got.moments[name].keys() == state.keys() == {"step", "exp_avg", "exp_avg_sq"}
+        for key, value in state.items():
+            scale = 1.0 if exact else max(float(value.abs().max()), 1e-30)  # moments have the size of gradients
+            torch.testing.assert_close(got.moments[name][key] / scale, value / scale, **bounds)
 
 
 DDP_OPTIONS: list[dict[str, Any]] = [
@@ -126,7 +153,14 @@ def train_ddp(rank: Rank, options: dict[str, Any], recompute: bool, zero: bool) 
         optimizer.step()
         optimizer.zero_grad()
     assert type(model.fc1) is tp.GroupedTensor
-    assert_parameters(model, reference(rank.size, 3, micro_batches=2))
+    if zero:
+        optimizer.consolidate_state_dict(to=0)
+        if rank.rank == 0:
+            whole = torch.optim.AdamW(ddp.parameters())
+            whole.load_state_dict(optimizer.state_dict())
+            assert_trained(trained(ddp, whole), reference(rank.size, 3, micro_batches=2))
+    else:
+        assert_trained(trained(ddp, optimizer), reference(rank.size, 3, micro_batches=2))
 
 
 @pytest.mark.parametrize("options", DDP_OPTIONS, ids=str)
@@ -153,7 +187,7 @@ def train_fsdp(rank: Rank, recompute: bool) -> None:
         model(*batch(rank.rank, step, rank.device), recompute).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert_parameters(model, reference(rank.size, 3))
+    assert_trained(trained(model, optimizer), reference(rank.size, 3))
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["saved", "recomputed"])
@@ -181,50 +215,82 @@ def test_fully_shard_in_mixed_precision(pair: RankPool) -> None:
     pair.run(train_mixed)
 
 
-def save_and_load(rank: Rank, path: str) -> None:
-    model = Experts(grouped=True).to(rank.device)
+def stepped(rank: Rank, model: Any, wrapped: torch.nn.Module) -> torch.optim.Optimizer:
+    """An optimizer that has made one step, in which every parameter has a gradient."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    model(*batch(0, 0, rank.device)).square().sum().backward()
-    model.unused.grad = torch.ones(model.unused.shape, device=rank.device)
+    wrapped(*batch(rank.rank, 0, rank.device)).square().sum().backward()
+    model.unused.grad = torch.ones_like(model.unused.detach())
     optimizer.step()
-    weights, states = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=path)
-    dist.barrier()
-    other = sharded(rank)
-    with torch.no_grad():
-        for p in other.parameters():
-            p.zero_()
-    again = torch.optim.AdamW(other.parameters(), lr=0.05)
-    weights, states = get_state_dict(other, again)
-    dcp.load({"model": weights, "optimizer": states}, checkpoint_id=path)
-    set_state_dict(other, again, model_state_dict=weights, optim_state_dict=states)
-    assert_parameters(other, {name: numbers(p) for name, p in model.named_parameters()})
+    return optimizer
 
 
-def test_distributed_checkpoint(pair: RankPool, tmp_path: Path) -> None:
-    pair.run(save_and_load, str(tmp_path / "checkpoint"))
-    # One process, without a group.
-    model = Experts(grouped=True)
-    expected = copy.deepcopy(model)
+def other_values(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Parameters that no training leaves, and a fresh optimizer."""
     with torch.no_grad():
         for p in model.parameters():
-            p.zero_()
-    state = {"model": model.state_dict()}
-    dcp.load(state, checkpoint_id=str(tmp_path / "checkpoint"), no_dist=True)
-    model.load_state_dict(state["model"])
-    assert not torch.equal(numbers(model.fc1), numbers(expected.fc1)) and bool(numbers(model.fc1).any())
+            p.fill_(7.0)
+    return torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def save(rank: Rank, path: str, shard: bool) -> Trained:
+    """Returns what was saved."""
+    model: torch.nn.Module = sharded(rank) if shard else Experts(grouped=True).to(rank.device)
+    options: dict[str, Any] = {"process_group": rank.group, "find_unused_parameters": True}
+    optimizer = stepped(rank, model, model if shard else DistributedDataParallel(model, **options))
+    weights, states = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=path, process_group=rank.group)
+    return trained(model, optimizer)
+
+
+def load(rank: Rank, path: str) -> list[Trained]:
+    """Returns what was loaded into sharded parameters, into GroupedTensors and into plain tensors."""
+    results = []
+    for model in (sharded(rank), Experts(grouped=True).to(rank.device), Experts(grouped=False).to(rank.device)):
+        optimizer = other_values(model)
+        weights, states = get_state_dict(model, optimizer)
+        dcp.load({"model": weights, "optimizer": states}, checkpoint_id=path, process_group=rank.group)
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
+        results.append(trained(model, optimizer))
+    return results
+
+
+@pytest.mark.parametrize("shard", [False, True], ids=["replicated", "sharded"])
+def test_distributed_checkpoint(pair: RankPool, tmp_path: Path, shard: bool) -> None:
+    """Sharded and whole parameters, on two ranks and on one, read the checkpoint of either."""
+    path = str(tmp_path / "checkpoint")
+    saved, same = pair.run(save, path, shard)
+    assert_trained(saved, same, exact=True)
+    for results in pair.run(load, path):
+        for result in results:
+            assert_trained(result, saved, exact=True)
+    for grouped in (False, True):  # one process, without a group
+        model = Experts(grouped)
+        optimizer = other_values(model)
+        weights, states = get_state_dict(model, optimizer)
+        dcp.load({"model": weights, "optimizer": states}, checkpoint_id=path, no_dist=True)
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
+        assert_trained(trained(model, optimizer), saved, exact=True)
 
 
 def collectives(rank: Rank) -> None:
-    value = tp.GroupedTensor(torch.full((2, 2, 2), float(rank.rank + 1), device=rank.device))
-    dist.all_reduce(value)
-    assert bool((value.packed() == rank.size * (rank.size + 1) / 2).all())
-    value.fill_(float(rank.rank))
-    dist.broadcast(value, src=1)
-    assert bool((value.packed() == 1).all())
+    def value() -> tp.GroupedTensor:
+        """Different on each rank, and in each member."""
+        numbers = torch.arange(8.0, device=rank.device).view(2, 2, 2)
+        return tp.GroupedTensor(numbers + 100 * (rank.rank + 1))
+
+    every = [torch.arange(8.0, device=rank.device).view(2, 2, 2) + 100 * (r + 1) for r in range(rank.size)]
     gathered = [torch.empty(2, 2, 2, device=rank.device) for _ in range(rank.size)]
-    dist.all_gather(gathered, value)
-    assert all(bool((part == 1).all()) for part in gathered)
+    dist.all_gather(gathered, value())
+    assert all(torch.equal(got, expected) for got, expected in zip(gathered, every, strict=True))
+    whole = torch.empty(2 * rank.size, 2, 2, device=rank.device)
+    dist.all_gather_into_tensor(whole, value())
+    assert torch.equal(whole, torch.cat(every))
+    summed = value()
+    dist.all_reduce(summed)
+    assert torch.equal(summed.packed(), torch.stack(every).sum(0))
+    received = value()
+    dist.broadcast(received, src=1)
+    assert torch.equal(received.packed(), every[1])
 
 
 def test_collectives(pair: RankPool) -> None:
