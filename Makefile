@@ -4,6 +4,8 @@
 #   make test       every test but the long ones
 #   make test-long  generated cases by the thousand, any arguments at all for every op in forked children, and the CPU kernels
 #                   under the address and undefined sanitizers
+#   make test-megatron
+#                   tests under megatron-core, which is installed for them; needs Python 3.12 or later
 #   make bench      benchmarks into benchmarks/results/, and plots from there
 #   make docs       the manual, in docs/_build/html
 #   make lint       ruff, clang-format, mypy;  make format: let ruff and clang-format rewrite
@@ -30,7 +32,7 @@ BUILD_INPUTS := setup.py $(wildcard build_tools/*.py) $(shell find csrc -type f)
 CXX_FILES := $(shell find csrc examples -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 BENCHMARKS := $(filter-out __init__ common compile_peer functional_cases grouped_gemm_cpu grouped_gemm_works host_time_cases peers plot quantize_case quantize_cases quantize_grouped,$(basename $(notdir $(wildcard benchmarks/*.py))))
 
-.PHONY: help setup build demo test test-long sanitize sanitize-gpu bench docs lint format clean distclean
+.PHONY: help setup build demo test test-megatron test-long sanitize sanitize-gpu bench docs lint format clean distclean
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
@@ -64,6 +66,13 @@ test: build
 
 test-long: build sanitize
 	$(BIN)/python -m pytest -m long --all-dtypes $(PYTEST_ARGS)
+
+# megatron-core is not among the requirements of `make test`: it has no wheel for older Pythons.
+test-megatron: build
+	$(BIN)/python -m pip install --quiet "$$($(BIN)/python build_tools/extras.py megatron)"
+	@$(BIN)/python -c "import megatron.core" || \
+	  { echo "megatron-core: expected Python 3.12 or later, got $$($(BIN)/python --version). Set PYTHON."; exit 1; }
+	$(BIN)/python -m pytest tests/clients $(PYTEST_ARGS)
 
 # A CPU build with sanitizers in build/asan, under the tests of the ops. Leaks are torch's own, at exit.
 SANITIZED := build/asan/package
