@@ -83,6 +83,7 @@ def test_memory_that_inductor_reuses(device: torch.device) -> None:
             torch.randn(64, 64, device=device)
             for layer in model.layers:
                 layer.backward_dw()
+    # Inductor's cosine and sine differ in the last bit, and three layers follow one another.
     for got, wanted in zip(models[0].parameters(), models[1].parameters(), strict=True):
         torch.testing.assert_close(got.grad, wanted.grad, rtol=1e-4, atol=1e-4)
 

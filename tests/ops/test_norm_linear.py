@@ -203,6 +203,7 @@ def test_reference_agrees_with_the_op(normalization: str, device: torch.device) 
         arguments = one_case(NONE, device, normalization, dtype=torch.float32)
         got = ops.norm_linear(*arguments, return_normalized)
         for g, e in zip(got, reference.norm_linear(*arguments, return_normalized), strict=True):
+            # Sums of K terms of the size of the result, in float32 and in another order.
             torch.testing.assert_close(g, e, rtol=1e-5, atol=1e-5)
 
 
