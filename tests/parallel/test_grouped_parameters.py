@@ -114,7 +114,8 @@ def assert_trained(got: Trained, expected: Trained, exact: bool = False) -> None
     for name, state in expected.moments.items():
         assert got.moments[name].keys() == state.keys() == {"step", "exp_avg", "exp_avg_sq"}
         for key, value in state.items():
-            scale = 1.0 if exact else max(float(value.abs().max()), 1e-30)  # moments have the size of gradients
+            # Moments have the size of gradients, and of their squares.
+            scale = 1.0 if exact else max(float(value.abs().max()), 1e-30)
             torch.testing.assert_close(got.moments[name][key] / scale, value / scale, **bounds)
 
 
@@ -245,7 +246,11 @@ def save(rank: Rank, path: str, shard: bool) -> Trained:
 def load(rank: Rank, path: str) -> list[Trained]:
     """Returns what was loaded into sharded parameters, into GroupedTensors and into plain tensors."""
     results = []
-    for model in (sharded(rank), Experts(grouped=True).to(rank.device), Experts(grouped=False).to(rank.device)):
+    for model in (
+        sharded(rank),
+        Experts(grouped=True).to(rank.device),
+        Experts(grouped=False).to(rank.device),
+    ):
         optimizer = other_values(model)
         weights, states = get_state_dict(model, optimizer)
         dcp.load({"model": weights, "optimizer": states}, checkpoint_id=path, process_group=rank.group)
