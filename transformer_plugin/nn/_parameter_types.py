@@ -25,9 +25,9 @@ def keeping_types(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         applied = fn(tensor)
         if not isinstance(tensor, FormatTensor) or isinstance(applied, FormatTensor):
             return applied
-        if not is_quantized(tensor):
-            return GroupedTensor(applied.detach())
-        value: Tensor = tensor._with(Buffers(*(t if t is None else fn(t) for t in tensor._buffers)))
+        buffers = Buffers(*(t if t is None else fn(t) for t in tensor._buffers))
+        kinds = [[(t.shape, t.dtype) for _, t in b.present()] for b in (tensor._buffers, buffers)]
+        value: Tensor = tensor._with(buffers) if kinds[0] == kinds[1] else applied
         return value
 
     return apply
@@ -35,17 +35,28 @@ def keeping_types(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 @contextmanager
 def keeping_attributes(module: torch.nn.Module) -> Iterator[None]:
-    """Context of a move: values keep what frameworks have set on them, as plain parameters do (``main_grad``).
+    """Context of a move: values keep what frameworks have set on them, as plain parameters do (``main_grad``, hooks).
 
-    torch exchanges a value with the moved one, attributes included.
+    torch exchanges the contents of a value and of the moved one, attributes included.
     """
     parameters: dict[str, Any] = module._parameters
     before = {name: p._attributes() for name, p in parameters.items() if isinstance(p, FormatTensor)}
     yield
     for name, attributes in before.items():
-        parameter = parameters[name]
-        if isinstance(parameter, FormatTensor):
-            parameter.__dict__.update(attributes)
+        _restore(parameters[name], attributes)
+
+
+def _restore(parameter: Any, attributes: dict[str, Any]) -> None:
+    for name, value in attributes.items():
+        if name not in parameter.__dict__:
+            setattr(parameter, name, value)
+    if not isinstance(parameter, FormatTensor):
+        return
+    # The dictionaries stay with the parameter; the assignment registers them with its new contents.
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        registered = getattr(parameter, hooks, None)
+        if registered is not None:
+            setattr(parameter, hooks, registered)
 
 
 def fit_assigned(module: torch.nn.Module, state: dict[str, Any], prefix: str, errors: list[str]) -> list[str]:

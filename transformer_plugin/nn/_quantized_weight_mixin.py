@@ -15,7 +15,6 @@ from transformer_plugin.nn.quantized_parameters import tensors_of
 from transformer_plugin.nn.quantized_weight import QuantizedWeight
 from transformer_plugin.parallel._shard_experts import ExpertShardMixin
 from transformer_plugin.recipes import DelayedScaling, Recipe
-from transformer_plugin.tensor._base import Buffers, FormatTensor
 
 
 class QuantizedWeightMixin(ExpertShardMixin, PluginModule):
@@ -91,39 +90,4 @@ class QuantizedWeightMixin(ExpertShardMixin, PluginModule):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         self.forget_quantized_weights()
-        values: dict[str, Any] = {n: p for n, p in self._parameters.items() if isinstance(p, FormatTensor)}
-        if not values:
-            return super()._apply(fn, recurse)
-        attributes = {name: value._attributes() for name, value in values.items()}
-        super()._apply(_of_values(fn), recurse)
-        for name, attribute in attributes.items():
-            _restore(self._parameters[name], attribute)
-        return self
-
-
-def _of_values(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """A function of tensors that makes values of values: of ``empty_like``, as ``to_empty`` calls it, each buffer."""
-
-    def call(tensor: Tensor) -> Tensor:
-        result = fn(tensor)
-        if not isinstance(tensor, FormatTensor) or isinstance(result, FormatTensor):
-            return result
-        buffers = Buffers(*(t if t is None else fn(t) for t in tensor._buffers))
-        kinds = [[(t.shape, t.dtype) for _, t in b.present()] for b in (tensor._buffers, buffers)]
-        return tensor._with(buffers) if kinds[0] == kinds[1] else result
-
-    return call
-
-
-def _restore(parameter: Any, attributes: dict[str, Any]) -> None:
-    """Sets again what torch loses of a parameter when it exchanges two tensors' contents: attributes and hooks."""
-    for name, value in attributes.items():
-        if name not in parameter.__dict__:
-            setattr(parameter, name, value)
-    if not isinstance(parameter, FormatTensor):
-        return
-    # The dictionaries stay with the parameter; the assignment registers them with its new contents.
-    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        registered = getattr(parameter, hooks, None)
-        if registered is not None:
-            setattr(parameter, hooks, registered)
+        return super()._apply(fn, recurse)

@@ -89,7 +89,7 @@ def keep_values(parameter: Any, values: Tensor | None) -> None:
         parameter: the quantized parameter.
         values: what was quantized; None if only quantized values are known.
     """
-    if parameter.get_high_precision_init_val() is None:
+    if "high_precision_init_val" not in parameter.__dict__:
         return
     parameter.clear_high_precision_init_val()
     if values is not None:
