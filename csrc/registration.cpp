@@ -118,12 +118,19 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "(Tensor, Tensor)");
   // Layers. The weight of a grouped one is one tensor [G, N, K] or G matrices [N, K] at any addresses. A "main_grad",
   // like it one tensor or G matrices, is where the backward adds ("accumulate") or writes the gradient of the weight;
-  // autograd then gets "weight_grad": none, an empty tensor or zeros. The forward writes no argument.
+  // autograd then gets "weight_grad": none, an empty tensor or zeros. "dgrad_out" is where the backward writes the
+  // gradient of the input. The forward writes no argument but the "out" of the forms of that name, which then is the
+  // output with its gradient.
   m.def(
       "linear(Tensor input, Tensor weight, Tensor? bias=None, str input_format=\"none\", "
       "str weight_format=\"none\", str grad_format=\"none\", Tensor[]? quantized_weight=None, "
-      "Tensor? main_grad=None, bool accumulate=True, str weight_grad=\"none\", Tensor? wgrad_queue=None) -> "
-      "Tensor");
+      "Tensor? main_grad=None, bool accumulate=True, str weight_grad=\"none\", Tensor? wgrad_queue=None, "
+      "bool save_original_input=False, Tensor? dgrad_out=None) -> Tensor");
+  m.def(
+      "linear_out(Tensor input, Tensor weight, Tensor(a!) out, Tensor? bias=None, str input_format=\"none\", "
+      "str weight_format=\"none\", str grad_format=\"none\", Tensor[]? quantized_weight=None, "
+      "Tensor? main_grad=None, bool accumulate=True, str weight_grad=\"none\", Tensor? wgrad_queue=None, "
+      "bool save_original_input=False, Tensor? dgrad_out=None) -> ()");
   // linear of rms_norm or layer_norm of the input. normalized is that norm, or an empty tensor without
   // return_normalized.
   m.def(
@@ -136,8 +143,14 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "grouped_linear(Tensor input, Tensor[] weight, Tensor group_sizes, Tensor? bias=None, "
       "Tensor? bias_scale=None, str input_format=\"none\", str weight_format=\"none\", "
       "str grad_format=\"none\", Tensor[]? quantized_weight=None, int max_sms=0, int expected_rows=-1, "
-      "Tensor[]? main_grad=None, bool accumulate=True, str weight_grad=\"none\", Tensor? wgrad_queue=None) -> "
-      "Tensor");
+      "Tensor[]? main_grad=None, bool accumulate=True, str weight_grad=\"none\", Tensor? wgrad_queue=None, "
+      "bool save_original_input=False, Tensor? dgrad_out=None) -> Tensor");
+  m.def(
+      "grouped_linear_out(Tensor input, Tensor[] weight, Tensor group_sizes, Tensor(a!) out, Tensor? bias=None, "
+      "Tensor? bias_scale=None, str input_format=\"none\", str weight_format=\"none\", "
+      "str grad_format=\"none\", Tensor[]? quantized_weight=None, int max_sms=0, int expected_rows=-1, "
+      "Tensor[]? main_grad=None, bool accumulate=True, str weight_grad=\"none\", Tensor? wgrad_queue=None, "
+      "bool save_original_input=False, Tensor? dgrad_out=None) -> ()");
   // Two grouped_linears with swiglu between them, `probs` scaling it and the second bias.
   m.def(
       "grouped_mlp(Tensor input, Tensor[] fc1_weight, Tensor[] fc2_weight, Tensor group_sizes, Tensor probs, "
@@ -145,7 +158,15 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "str grad_format=\"none\", Tensor[]? quantized_fc1_weight=None, Tensor[]? quantized_fc2_weight=None, "
       "int interleave=0, int max_sms=0, int expected_rows=-1, Tensor[]? fc1_main_grad=None, "
       "Tensor[]? fc2_main_grad=None, bool accumulate=True, str weight_grad=\"none\", "
-      "Tensor? fc1_wgrad_queue=None, Tensor? fc2_wgrad_queue=None) -> Tensor");
+      "Tensor? fc1_wgrad_queue=None, Tensor? fc2_wgrad_queue=None, Tensor? dgrad_out=None) -> Tensor");
+  m.def(
+      "grouped_mlp_out(Tensor input, Tensor[] fc1_weight, Tensor[] fc2_weight, Tensor group_sizes, Tensor probs, "
+      "Tensor(a!) out, Tensor? fc1_bias=None, Tensor? fc2_bias=None, str input_format=\"none\", "
+      "str weight_format=\"none\", str grad_format=\"none\", Tensor[]? quantized_fc1_weight=None, "
+      "Tensor[]? quantized_fc2_weight=None, int interleave=0, int max_sms=0, int expected_rows=-1, "
+      "Tensor[]? fc1_main_grad=None, Tensor[]? fc2_main_grad=None, bool accumulate=True, "
+      "str weight_grad=\"none\", Tensor? fc1_wgrad_queue=None, Tensor? fc2_wgrad_queue=None, "
+      "Tensor? dgrad_out=None) -> ()");
   // Delayed weight gradients. "queue" is an id; the ops have it in an int64 scalar on the CPU, which they "write" so that
   // compiled code calls them, and in order. With a "wgrad_queue" the backward of a layer calls defer_wgrad, which keeps
   // the operands of the weight gradient, those of grouped_gemm_wgrad or gemm. With a "dtype" the gradient is rounded to

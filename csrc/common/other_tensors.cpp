@@ -31,10 +31,11 @@ bool takes_list(const c10::Argument& argument) {
 }
 // By the op, or by its backward: of a resolved copy the caller would see nothing.
 bool is_written(const c10::Argument& argument) {
-  constexpr std::string_view main_grad = "main_grad";
   const std::string_view name = argument.name();
-  const bool by_backward =
-      name.size() >= main_grad.size() && name.substr(name.size() - main_grad.size()) == main_grad;
+  const auto ends_with = [&](std::string_view end) {
+    return name.size() >= end.size() && name.substr(name.size() - end.size()) == end;
+  };
+  const bool by_backward = ends_with("main_grad") || ends_with("dgrad_out");
   return by_backward || (argument.alias_info() != nullptr && argument.alias_info()->isWrite());
 }
 bool is_resolved(const at::Tensor& tensor) { return !tensor.is_neg() && !tensor.is_conj(); }

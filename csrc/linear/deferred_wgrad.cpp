@@ -16,6 +16,7 @@
 #include "gemm/ops/wgrad_quantized.h"
 #include "linear/deferred_wgrad_queue.h"
 #include "linear/main_grad.h"
+#include "linear/products.h"
 
 namespace transformer_plugin::linear {
 

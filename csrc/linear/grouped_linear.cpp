@@ -1,5 +1,5 @@
 // grouped_linear: the rows of each group times the group's weight [N, K] transposed, plus its bias, with its
-// gradient, in any format.
+// gradient, in any format. grouped_linear_out: the same into a buffer of the caller.
 
 #include "common/autograd.h"
 #include "common/register.h"
@@ -7,6 +7,7 @@
 #include "gemm/dispatch/checks.h"
 #include "gemm/ops/calls.h"
 #include "linear/main_grad.h"
+#include "linear/products.h"
 #include "linear/quantized_linear.h"
 #include "linear/quantized_weight.h"
 
@@ -18,10 +19,11 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-constexpr const char* kOp = "grouped_linear";
+constexpr const char *kOp = "grouped_linear", *kOutOp = "grouped_linear_out";
 
 // The arguments of a call.
 struct Call {
+  const char* op;
   const Tensor& input;
   at::TensorList weight;
   const OptionalTensor group_sizes;
@@ -30,17 +32,21 @@ struct Call {
   OptionalList quantized_weight;
   LaunchOptions options;
   MainGrad main_grad;
+  CallerBuffers buffers;
+  bool save_original_input;
 
   LinearArguments layer() const {
-    return {input, weight, group_sizes, bias, bias_scale, quantized_weight, options, main_grad};
+    return {input,     weight,  group_sizes,        bias, bias_scale, quantized_weight, options,
+            main_grad, buffers, save_original_input};
   }
 };
 
-// What main_grad may not share memory with, besides itself.
+// What buffers may not share memory with, besides each other.
 void check_memory(const Call& call) {
-  if (!call.main_grad.buffers) return;
-  CallMemory memory(kOp);
+  if (!call.main_grad.buffers && !call.buffers.given()) return;
+  CallMemory memory(call.op);
   memory.written("main_grad", call.main_grad.buffers);
+  call.buffers.add_to(memory);
   memory.read("input", call.input);
   memory.read("weight", call.weight);
   memory.read("group_sizes", call.group_sizes);
@@ -52,9 +58,9 @@ void check_memory(const Call& call) {
 
 OperandFormats check_grouped_linear(const Call& call) {
   const OperandFormats formats =
-      operand_formats(kOp, call.input_format, call.weight_format, call.grad_format);
-  const Argument input{kOp, "input", call.input};
-  const WeightArgument weight{kOp, "weight", call.weight};
+      operand_formats(call.op, call.input_format, call.weight_format, call.grad_format);
+  const Argument input{call.op, "input", call.input};
+  const WeightArgument weight{call.op, "weight", call.weight};
   if (formats.native()) {
     check_grouped_operand(input, 2);
   } else {
@@ -64,15 +70,17 @@ OperandFormats check_grouped_linear(const Call& call) {
   check_grouped_weight(weight, input);
   check_weight_size(weight, 2, call.input.sym_size(1), "the columns of 'input'");
   check_layer_widths(input, weight, formats);
-  check_groups({kOp, "group_sizes", *call.group_sizes}, input, weight.name, weight.groups());
-  if (call.bias) check_bias({kOp, "bias", *call.bias}, input, weight.groups(), weight.rows());
+  check_groups({call.op, "group_sizes", *call.group_sizes}, input, weight.name, weight.groups());
+  if (call.bias) check_bias({call.op, "bias", *call.bias}, input, weight.groups(), weight.rows());
   if (call.bias_scale) {
-    check_bias_scale({kOp, "bias_scale", *call.bias_scale}, call.bias.has_value(), input);
+    check_bias_scale({call.op, "bias_scale", *call.bias_scale}, call.bias.has_value(), input);
   }
-  check_launch_options(kOp, call.options);
-  check_ragged_formats(kOp, formats);
+  check_launch_options(call.op, call.options);
+  check_ragged_formats(call.op, formats);
   check_quantized_weight("quantized_weight", call.quantized_weight, weight, formats);
   check_weight_gradient(call.main_grad, weight, true, call.input);
+  check_save_original_input(call.op, call.save_original_input, formats);
+  check_caller_buffers(input, weight.rows(), call.buffers);
   check_memory(call);
   return formats;
 }
@@ -83,39 +91,52 @@ Tensor grouped_linear_meta(const Call& call) {
 }
 
 Tensor native_product(const Call& call) {
-  const OptionalTensor none;
-  return call_grouped_gemm(call.input, call.weight, *call.group_sizes, call.bias, call.bias_scale, true,
-                           std::nullopt, none, none, call.options);
+  const Quantized input{call.input, Tensor(), Tensor()}, weight{call.weight[0], Tensor(), Tensor()};
+  return gemm_of(input, weight, call.group_sizes, call.bias, call.bias_scale, true, call.input.scalar_type(),
+                 call.options, call.weight, call.buffers.out);
 }
 
 Tensor grouped_linear(const Call& call) {
   const OperandFormats formats = check_grouped_linear(call);
   const LinearArguments layer = call.layer();
-  check_quantizable(kOp, layer, formats, false);
+  check_quantizable(call.op, layer, formats, false);
   const BelowAutograd guard;
   return formats.native() ? native_product(call) : quantized_linear_forward(layer, formats);
 }
 
+// Calls the op below autograd.
 Tensor redispatch(const Call& call) {
   using Signature =
       Tensor(const Tensor&, at::TensorList, const Tensor&, const OptionalTensor&, const OptionalTensor&,
              std::string_view, std::string_view, std::string_view, OptionalList, int64_t, int64_t,
-             OptionalList, bool, std::string_view, const OptionalTensor&);
-  static const auto op = find_op<Signature>(kOp);
+             OptionalList, bool, std::string_view, const OptionalTensor&, bool, const OptionalTensor&);
+  using OutSignature =
+      void(const Tensor&, at::TensorList, const Tensor&, const Tensor&, const OptionalTensor&,
+           const OptionalTensor&, std::string_view, std::string_view, std::string_view, OptionalList, int64_t,
+           int64_t, OptionalList, bool, std::string_view, const OptionalTensor&, bool, const OptionalTensor&);
   const BelowAutograd guard;
   const auto& [max_sms, expected_rows] = call.options;
   const auto& [buffers, accumulate, weight_grad, queue] = call.main_grad;
+  const auto& [out, dgrad_out] = call.buffers;
+  if (out) {
+    static const auto op = find_op<OutSignature>(kOutOp);
+    op.call(call.input, call.weight, *call.group_sizes, *out, call.bias, call.bias_scale, call.input_format,
+            call.weight_format, call.grad_format, call.quantized_weight, max_sms, expected_rows, buffers,
+            accumulate, weight_grad, queue, call.save_original_input, dgrad_out);
+    return *out;
+  }
+  static const auto op = find_op<Signature>(kOp);
   return op.call(call.input, call.weight, *call.group_sizes, call.bias, call.bias_scale, call.input_format,
                  call.weight_format, call.grad_format, call.quantized_weight, max_sms, expected_rows, buffers,
-                 accumulate, weight_grad, queue);
+                 accumulate, weight_grad, queue, call.save_original_input, dgrad_out);
 }
 
 Tensor grouped_linear_autograd(const Call& call) {
   if (!any_wants_grad(call.input, call.weight, call.bias, call.bias_scale)) return redispatch(call);
   const OperandFormats formats = check_grouped_linear(call);
   const LinearArguments layer = call.layer();
-  check_quantizable(kOp, layer, formats, wants_grad(call.weight));
-  const bool is_plain = !call.main_grad.buffers && !call.main_grad.queue;
+  check_quantizable(call.op, layer, formats, wants_grad(call.weight));
+  const bool is_plain = !call.main_grad.buffers && !call.main_grad.queue && !call.buffers.given();
   if (formats.native() && is_plain) return native_product(call);
   return quantized_linear_autograd(layer, formats);
 }
@@ -125,9 +146,11 @@ Tensor entry_of(const Tensor& input, at::TensorList weight, const Tensor& group_
                 const OptionalTensor& bias, const OptionalTensor& bias_scale, std::string_view input_format,
                 std::string_view weight_format, std::string_view grad_format, OptionalList quantized_weight,
                 int64_t max_sms, int64_t expected_rows, OptionalList main_grad, bool accumulate,
-                std::string_view weight_grad, const OptionalTensor& wgrad_queue) {
+                std::string_view weight_grad, const OptionalTensor& wgrad_queue, bool save_original_input,
+                const OptionalTensor& dgrad_out) {
   const GroupedWeight given(weight);
-  return run({input,
+  return run({kOp,
+              input,
               given.get(),
               group_sizes,
               bias,
@@ -137,11 +160,39 @@ Tensor entry_of(const Tensor& input, at::TensorList weight, const Tensor& group_
               grad_format,
               quantized_weight,
               {max_sms, expected_rows},
-              {main_grad, accumulate, weight_grad, wgrad_queue}});
+              {main_grad, accumulate, weight_grad, wgrad_queue},
+              {std::nullopt, dgrad_out},
+              save_original_input});
+}
+
+template <Tensor (*run)(const Call&)>
+void out_entry_of(const Tensor& input, at::TensorList weight, const Tensor& group_sizes, const Tensor& out,
+                  const OptionalTensor& bias, const OptionalTensor& bias_scale, std::string_view input_format,
+                  std::string_view weight_format, std::string_view grad_format, OptionalList quantized_weight,
+                  int64_t max_sms, int64_t expected_rows, OptionalList main_grad, bool accumulate,
+                  std::string_view weight_grad, const OptionalTensor& wgrad_queue, bool save_original_input,
+                  const OptionalTensor& dgrad_out) {
+  const GroupedWeight given(weight);
+  run({kOutOp,
+       input,
+       given.get(),
+       group_sizes,
+       bias,
+       bias_scale,
+       input_format,
+       weight_format,
+       grad_format,
+       quantized_weight,
+       {max_sms, expected_rows},
+       {main_grad, accumulate, weight_grad, wgrad_queue},
+       {out, dgrad_out},
+       save_original_input});
 }
 
 }  // namespace
 
 TP_IMPL(kOp, entry_of<grouped_linear>, entry_of<grouped_linear_meta>, entry_of<grouped_linear_autograd>);
+TP_IMPL(kOutOp, out_entry_of<grouped_linear>, out_entry_of<grouped_linear_meta>,
+        out_entry_of<grouped_linear_autograd>);
 
 }  // namespace transformer_plugin::linear

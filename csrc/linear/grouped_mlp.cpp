@@ -1,6 +1,6 @@
 // grouped_mlp: the experts of an MoE layer, in any format and with its gradient. For each group of rows:
 // fc2(swiglu(fc1(x)) * prob). One autograd node with the same bits as the three nodes of grouped_linear, swiglu and
-// grouped_linear.
+// grouped_linear. grouped_mlp_out: the same into a buffer of the caller.
 #include <ATen/ops/add.h>
 
 #include "common/autograd.h"
@@ -10,6 +10,7 @@
 #include "linear/grouped_mlp_activation.h"
 #include "linear/grouped_mlp_checks.h"
 #include "linear/main_grad.h"
+#include "linear/products.h"
 #include "linear/quantized_weight.h"
 #include "linear/saved_tensor_release.h"
 
@@ -22,6 +23,8 @@ using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
+
+constexpr const char *kOp = "grouped_mlp", *kOutOp = "grouped_mlp_out";
 
 // The gradients for which the forward saves tensors.
 struct NeedsGrad {
@@ -58,7 +61,7 @@ Tensor forward_of(const MlpArguments& mlp, const OperandFormats& formats, const 
   if (wanted.linear) kept.fc2_matrices = fc2.matrices;
   const OptionalTensor bias_scale = mlp.fc2_bias ? OptionalTensor(mlp.probs) : std::nullopt;
   return gemm_of(hidden.activation.rowwise, fc2.forward, mlp.group_sizes, mlp.fc2_bias, bias_scale, true,
-                 mlp.input.scalar_type(), mlp.options, fc2.matrices);
+                 mlp.input.scalar_type(), mlp.options, fc2.matrices, mlp.buffers.out);
 }
 
 class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
@@ -67,7 +70,7 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
   static constexpr bool is_traceable = true;
   static constexpr const char *kFc1MainGrad = "fc1_main_grad", *kFc2MainGrad = "fc2_main_grad";
   static constexpr size_t kSaved = 16;      // tensors saved before the matrices
-  static constexpr size_t kArguments = 16;  // with each weight as one
+  static constexpr size_t kArguments = 17;  // with each weight as one
 
   static Tensor forward(AutogradContext* ctx, const Tensor& input, at::TensorList fc1_weight,
                         at::TensorList fc2_weight, const Tensor& group_sizes, const Tensor& probs,
@@ -75,10 +78,11 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
                         std::string_view input_key, std::string_view weight_key, std::string_view grad_key,
                         const OptionalList& quantized_fc1, const OptionalList& quantized_fc2,
                         int64_t interleave, const LaunchOptions& options, const MainGrad& fc1_main_grad,
-                        const MainGrad& fc2_main_grad) {
-    const MlpArguments mlp{input,    fc1_weight,    fc2_weight,    group_sizes, probs,  fc1_bias,
-                           fc2_bias, quantized_fc1, quantized_fc2, interleave,  options};
-    const OperandFormats formats = operand_formats(kMlpOp, input_key, weight_key, grad_key);
+                        const MainGrad& fc2_main_grad, const CallerBuffers& buffers) {
+    const MlpArguments mlp{kOp,      input,    fc1_weight,    fc2_weight,    group_sizes, probs,
+                           fc1_bias, fc2_bias, quantized_fc1, quantized_fc2, interleave,  options,
+                           {},       {},       buffers};
+    const OperandFormats formats = operand_formats(kOp, input_key, weight_key, grad_key);
     NeedsGrad wanted{input.requires_grad(), wants_grad(fc1_weight), wants_grad(fc2_weight)};
     wanted.linear = wanted.input || wanted.fc1_weight || wants_grad(fc1_bias) || probs.requires_grad();
     const bool scales_bias = fc2_bias && probs.requires_grad();
@@ -96,6 +100,7 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
     save_matrices(ctx, "fc2_matrices", fc2_weight.size(), kept.fc2_matrices.size());
     if (wanted.fc1_weight) save_main_grad(ctx, kFc1MainGrad, fc1_main_grad);
     if (wanted.fc2_weight) save_main_grad(ctx, kFc2MainGrad, fc2_main_grad);
+    if (wanted.input) save_dgrad_out(ctx, buffers);
     ctx->saved_data["input_format"] = std::string(input_key);
     ctx->saved_data["weight_format"] = std::string(weight_key);
     ctx->saved_data["grad_format"] = std::string(grad_key);
@@ -152,7 +157,7 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
     const std::string input_key = ctx->saved_data["input_format"].toStringRef();
     const std::string weight_key = ctx->saved_data["weight_format"].toStringRef();
     const std::string grad_key = ctx->saved_data["grad_format"].toStringRef();
-    const OperandFormats formats = operand_formats(kMlpOp, input_key, weight_key, grad_key);
+    const OperandFormats formats = operand_formats(kOp, input_key, weight_key, grad_key);
     const bool fc1_columns = ctx->saved_data["fc1_columns"].toBool(),
                fc2_columns = ctx->saved_data["fc2_columns"].toBool();
     const SavedTensors kept = unpack(ctx, saved, formats, fc1_columns, fc2_columns);
@@ -216,7 +221,7 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
     if (!fc1_is_late) compute_fc1_wgrad();
     if (wants_input) {
       grad_input = gemm_of(linear.rowwise, kept.fc1, group_sizes, std::nullopt, std::nullopt, fc1_columns,
-                           dtype, options, kept.fc1_matrices);
+                           dtype, options, kept.fc1_matrices, saved_dgrad_out(ctx));
     }
     linear.rowwise = {};
     if (quantized_in_forward(ctx, kept.fc1, "fc1_given")) release(kept.fc1.data);
@@ -268,22 +273,57 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
 
 // Calls the op below autograd.
 Tensor redispatch(const MlpArguments& mlp, const OperandFormats& formats) {
-  using Signature =
-      Tensor(const Tensor&, at::TensorList, at::TensorList, const Tensor&, const Tensor&,
-             const OptionalTensor&, const OptionalTensor&, std::string_view, std::string_view,
-             std::string_view, OptionalList, OptionalList, int64_t, int64_t, int64_t, OptionalList,
-             OptionalList, bool, std::string_view, const OptionalTensor&, const OptionalTensor&);
-  static const auto op = find_op<Signature>(kMlpOp);
+  using Signature = Tensor(const Tensor&, at::TensorList, at::TensorList, const Tensor&, const Tensor&,
+                           const OptionalTensor&, const OptionalTensor&, std::string_view, std::string_view,
+                           std::string_view, OptionalList, OptionalList, int64_t, int64_t, int64_t,
+                           OptionalList, OptionalList, bool, std::string_view, const OptionalTensor&,
+                           const OptionalTensor&, const OptionalTensor&);
+  using OutSignature =
+      void(const Tensor&, at::TensorList, at::TensorList, const Tensor&, const Tensor&, const Tensor&,
+           const OptionalTensor&, const OptionalTensor&, std::string_view, std::string_view, std::string_view,
+           OptionalList, OptionalList, int64_t, int64_t, int64_t, OptionalList, OptionalList, bool,
+           std::string_view, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&);
   const BelowAutograd guard;
   const MainGrad& main_grad = mlp.fc1_main_grad;
+  const auto& [out, dgrad_out] = mlp.buffers;
+  if (out) {
+    static const auto op = find_op<OutSignature>(kOutOp);
+    op.call(mlp.input, mlp.fc1_weight, mlp.fc2_weight, mlp.group_sizes, mlp.probs, *out, mlp.fc1_bias,
+            mlp.fc2_bias, formats.input_key, formats.weight_key, formats.grad_key, mlp.quantized_fc1,
+            mlp.quantized_fc2, mlp.interleave, mlp.options.max_sms, mlp.options.expected_rows,
+            main_grad.buffers, mlp.fc2_main_grad.buffers, main_grad.accumulate, main_grad.weight_grad,
+            main_grad.queue, mlp.fc2_main_grad.queue, dgrad_out);
+    return *out;
+  }
+  static const auto op = find_op<Signature>(kOp);
   return op.call(mlp.input, mlp.fc1_weight, mlp.fc2_weight, mlp.group_sizes, mlp.probs, mlp.fc1_bias,
                  mlp.fc2_bias, formats.input_key, formats.weight_key, formats.grad_key, mlp.quantized_fc1,
                  mlp.quantized_fc2, mlp.interleave, mlp.options.max_sms, mlp.options.expected_rows,
                  main_grad.buffers, mlp.fc2_main_grad.buffers, main_grad.accumulate, main_grad.weight_grad,
-                 main_grad.queue, mlp.fc2_main_grad.queue);
+                 main_grad.queue, mlp.fc2_main_grad.queue, dgrad_out);
 }
 
 enum class Kernel { kCompute, kMeta, kAutograd };
+
+template <Kernel kernel>
+Tensor run(const MlpArguments& mlp, std::string_view input_format, std::string_view weight_format,
+           std::string_view grad_format) {
+  if constexpr (kernel == Kernel::kAutograd) {
+    if (any_wants_grad(mlp.input, mlp.fc1_weight, mlp.fc2_weight, mlp.probs, mlp.fc1_bias, mlp.fc2_bias)) {
+      check_grouped_mlp(mlp, input_format, weight_format, grad_format);
+      return GroupedMlpFunction::apply(mlp.input, mlp.fc1_weight, mlp.fc2_weight, mlp.group_sizes, mlp.probs,
+                                       mlp.fc1_bias, mlp.fc2_bias, input_format, weight_format, grad_format,
+                                       mlp.quantized_fc1, mlp.quantized_fc2, mlp.interleave, mlp.options,
+                                       mlp.fc1_main_grad, mlp.fc2_main_grad, mlp.buffers);
+    }
+    return redispatch(mlp, {input_format, weight_format, grad_format, {}, {}, {}});
+  }
+  const OperandFormats formats = check_grouped_mlp(mlp, input_format, weight_format, grad_format);
+  if constexpr (kernel == Kernel::kMeta)
+    return empty(mlp.input, mlp.input.sym_sizes(), mlp.input.scalar_type());
+  SavedTensors nothing;
+  return forward_of(mlp, formats, {}, nothing);
+}
 
 template <Kernel kernel>
 Tensor grouped_mlp(const Tensor& input, at::TensorList fc1_weight, at::TensorList fc2_weight,
@@ -293,39 +333,59 @@ Tensor grouped_mlp(const Tensor& input, at::TensorList fc1_weight, at::TensorLis
                    OptionalList quantized_fc2, int64_t interleave, int64_t max_sms, int64_t expected_rows,
                    OptionalList fc1_main_grad, OptionalList fc2_main_grad, bool accumulate,
                    std::string_view weight_grad, const OptionalTensor& fc1_wgrad_queue,
-                   const OptionalTensor& fc2_wgrad_queue) {
+                   const OptionalTensor& fc2_wgrad_queue, const OptionalTensor& dgrad_out) {
   const GroupedWeight fc1(fc1_weight), fc2(fc2_weight);
-  const MlpArguments mlp{input,
-                         fc1.get(),
-                         fc2.get(),
-                         group_sizes,
-                         probs,
-                         fc1_bias,
-                         fc2_bias,
-                         quantized_fc1,
-                         quantized_fc2,
-                         interleave,
-                         {max_sms, expected_rows},
-                         {fc1_main_grad, accumulate, weight_grad, fc1_wgrad_queue},
-                         {fc2_main_grad, accumulate, weight_grad, fc2_wgrad_queue}};
-  if constexpr (kernel == Kernel::kAutograd) {
-    if (any_wants_grad(input, mlp.fc1_weight, mlp.fc2_weight, probs, fc1_bias, fc2_bias)) {
-      check_grouped_mlp(mlp, input_format, weight_format, grad_format);
-      return GroupedMlpFunction::apply(input, mlp.fc1_weight, mlp.fc2_weight, group_sizes, probs, fc1_bias,
-                                       fc2_bias, input_format, weight_format, grad_format, quantized_fc1,
-                                       quantized_fc2, interleave, mlp.options, mlp.fc1_main_grad,
-                                       mlp.fc2_main_grad);
-    }
-    return redispatch(mlp, {input_format, weight_format, grad_format, {}, {}, {}});
-  }
-  const OperandFormats formats = check_grouped_mlp(mlp, input_format, weight_format, grad_format);
-  if constexpr (kernel == Kernel::kMeta) return empty(input, input.sym_sizes(), input.scalar_type());
-  SavedTensors nothing;
-  return forward_of(mlp, formats, {}, nothing);
+  return run<kernel>({kOp,
+                      input,
+                      fc1.get(),
+                      fc2.get(),
+                      group_sizes,
+                      probs,
+                      fc1_bias,
+                      fc2_bias,
+                      quantized_fc1,
+                      quantized_fc2,
+                      interleave,
+                      {max_sms, expected_rows},
+                      {fc1_main_grad, accumulate, weight_grad, fc1_wgrad_queue},
+                      {fc2_main_grad, accumulate, weight_grad, fc2_wgrad_queue},
+                      {std::nullopt, dgrad_out}},
+                     input_format, weight_format, grad_format);
+}
+
+template <Kernel kernel>
+void grouped_mlp_out(const Tensor& input, at::TensorList fc1_weight, at::TensorList fc2_weight,
+                     const Tensor& group_sizes, const Tensor& probs, const Tensor& out,
+                     const OptionalTensor& fc1_bias, const OptionalTensor& fc2_bias,
+                     std::string_view input_format, std::string_view weight_format,
+                     std::string_view grad_format, OptionalList quantized_fc1, OptionalList quantized_fc2,
+                     int64_t interleave, int64_t max_sms, int64_t expected_rows, OptionalList fc1_main_grad,
+                     OptionalList fc2_main_grad, bool accumulate, std::string_view weight_grad,
+                     const OptionalTensor& fc1_wgrad_queue, const OptionalTensor& fc2_wgrad_queue,
+                     const OptionalTensor& dgrad_out) {
+  const GroupedWeight fc1(fc1_weight), fc2(fc2_weight);
+  run<kernel>({kOutOp,
+               input,
+               fc1.get(),
+               fc2.get(),
+               group_sizes,
+               probs,
+               fc1_bias,
+               fc2_bias,
+               quantized_fc1,
+               quantized_fc2,
+               interleave,
+               {max_sms, expected_rows},
+               {fc1_main_grad, accumulate, weight_grad, fc1_wgrad_queue},
+               {fc2_main_grad, accumulate, weight_grad, fc2_wgrad_queue},
+               {out, dgrad_out}},
+              input_format, weight_format, grad_format);
 }
 
 }  // namespace
 
-TP_IMPL(kMlpOp, grouped_mlp<Kernel::kCompute>, grouped_mlp<Kernel::kMeta>, grouped_mlp<Kernel::kAutograd>);
+TP_IMPL(kOp, grouped_mlp<Kernel::kCompute>, grouped_mlp<Kernel::kMeta>, grouped_mlp<Kernel::kAutograd>);
+TP_IMPL(kOutOp, grouped_mlp_out<Kernel::kCompute>, grouped_mlp_out<Kernel::kMeta>,
+        grouped_mlp_out<Kernel::kAutograd>);
 
 }  // namespace transformer_plugin::linear

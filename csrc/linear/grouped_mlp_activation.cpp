@@ -7,6 +7,7 @@
 #include "gemm/dispatch/swiglu_gemm.h"
 #include "gemm/ops/calls.h"
 #include "linear/nonfinite.h"
+#include "linear/products.h"
 #include "linear/quantized_weight.h"
 #include "quantize/ops/calls.h"
 

@@ -2,11 +2,13 @@
 // a fused kernel has one place to be called from.
 #pragma once
 
+#include "linear/caller_buffers.h"
 #include "linear/operands.h"
 
 namespace transformer_plugin::linear {
 
 struct MlpArguments {
+  const char* op;
   const at::Tensor& input;                    // [T, H]
   at::TensorList fc1_weight;                  // [G, 2F, H], the gate first; or G matrices
   at::TensorList fc2_weight;                  // [G, H, F]; or G matrices
@@ -20,6 +22,7 @@ struct MlpArguments {
       0;  // columns of gate and linear part in turn in the rows of fc1_weight; 0: the gate first
   gemm::LaunchOptions options = {};
   MainGrad fc1_main_grad = {}, fc2_main_grad = {};
+  CallerBuffers buffers = {};
 };
 
 struct Hidden {

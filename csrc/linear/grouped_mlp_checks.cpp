@@ -19,12 +19,13 @@ void check_widths(const Argument& input, const Argument& fc2_weight, const Opera
   check_block_width(fc2_weight, -1, formats, "Pad the weights with zeros, both halves of the first");
 }
 
-// What the main_grads may not share memory with, besides each other.
+// What buffers may not share memory with, besides each other.
 void check_memory(const MlpArguments& mlp) {
-  if (!mlp.fc1_main_grad.buffers && !mlp.fc2_main_grad.buffers) return;
-  CallMemory memory(kMlpOp);
+  if (!mlp.fc1_main_grad.buffers && !mlp.fc2_main_grad.buffers && !mlp.buffers.given()) return;
+  CallMemory memory(mlp.op);
   memory.written("fc1_main_grad", mlp.fc1_main_grad.buffers);
   memory.written("fc2_main_grad", mlp.fc2_main_grad.buffers);
+  mlp.buffers.add_to(memory);
   memory.read("input", mlp.input);
   memory.read("fc1_weight", mlp.fc1_weight);
   memory.read("fc2_weight", mlp.fc2_weight);
@@ -40,59 +41,60 @@ void check_memory(const MlpArguments& mlp) {
 void check_main_grads(const MlpArguments& mlp, const WeightArgument& fc1_weight,
                       const WeightArgument& fc2_weight) {
   const bool given = mlp.fc1_main_grad.buffers || mlp.fc2_main_grad.buffers;
-  check_main_grad_options(kMlpOp, given, mlp.fc1_main_grad);
-  check_wgrad_queue(kMlpOp, "fc1_wgrad_queue", mlp.fc1_main_grad.queue, mlp.input);
-  check_wgrad_queue(kMlpOp, "fc2_wgrad_queue", mlp.fc2_main_grad.queue, mlp.input);
+  check_main_grad_options(mlp.op, given, mlp.fc1_main_grad);
+  check_wgrad_queue(mlp.op, "fc1_wgrad_queue", mlp.fc1_main_grad.queue, mlp.input);
+  check_wgrad_queue(mlp.op, "fc2_wgrad_queue", mlp.fc2_main_grad.queue, mlp.input);
   check_main_grad("fc1_main_grad", mlp.fc1_main_grad, fc1_weight, true);
   check_main_grad("fc2_main_grad", mlp.fc2_main_grad, fc2_weight, true);
-  check_memory(mlp);
 }
 
 }  // namespace
 
 OperandFormats check_grouped_mlp(const MlpArguments& mlp, std::string_view input_format,
                                  std::string_view weight_format, std::string_view grad_format) {
-  const OperandFormats formats = operand_formats(kMlpOp, input_format, weight_format, grad_format);
-  const Argument input{kMlpOp, "input", mlp.input}, probs{kMlpOp, "probs", mlp.probs};
-  const WeightArgument fc1_weight{kMlpOp, "fc1_weight", mlp.fc1_weight};
-  const WeightArgument fc2_weight{kMlpOp, "fc2_weight", mlp.fc2_weight};
+  const OperandFormats formats = operand_formats(mlp.op, input_format, weight_format, grad_format);
+  const Argument input{mlp.op, "input", mlp.input}, probs{mlp.op, "probs", mlp.probs};
+  const WeightArgument fc1_weight{mlp.op, "fc1_weight", mlp.fc1_weight};
+  const WeightArgument fc2_weight{mlp.op, "fc2_weight", mlp.fc2_weight};
   check_dtype(input, kFloatTypes);
   check_dim(input, 2);
   check_grouped_weight(fc1_weight, input);
   check_weight_size(fc1_weight, 2, mlp.input.sym_size(1), "the columns of 'input'");
   const c10::SymInt groups = fc1_weight.groups(), linear = fc1_weight.rows();
-  TP_CHECK_VALUE(linear % 2 == 0, kMlpOp, fc1_weight.name,
+  TP_CHECK_VALUE(linear % 2 == 0, mlp.op, fc1_weight.name,
                  "an even number of rows (gate and linear halves) in each group",
                  describe(fc1_weight.first()), "Concatenate the two halves along dimension 1");
   check_grouped_weight(fc2_weight, input);
   check_weight_size(fc2_weight, 0, groups, "the groups of 'fc1_weight'");
   check_weight_size(fc2_weight, 1, mlp.input.sym_size(1), "the columns of 'input'");
   check_weight_size(fc2_weight, 2, linear / 2, "half the rows of 'fc1_weight' in a group");
-  check_groups({kMlpOp, "group_sizes", mlp.group_sizes}, input, fc1_weight.name, groups);
+  check_groups({mlp.op, "group_sizes", mlp.group_sizes}, input, fc1_weight.name, groups);
   check_dtype(probs, {at::kFloat});
   check_dim(probs, 1);
   check_size(probs, 0, mlp.input.sym_size(0), "the rows of 'input'");
   check_same_device(probs, input);
-  if (mlp.fc1_bias) check_bias({kMlpOp, "fc1_bias", *mlp.fc1_bias}, input, groups, linear);
-  if (mlp.fc2_bias) check_bias({kMlpOp, "fc2_bias", *mlp.fc2_bias}, input, groups, fc2_weight.rows());
-  check_interleave(kMlpOp, mlp.interleave);
+  if (mlp.fc1_bias) check_bias({mlp.op, "fc1_bias", *mlp.fc1_bias}, input, groups, linear);
+  if (mlp.fc2_bias) check_bias({mlp.op, "fc2_bias", *mlp.fc2_bias}, input, groups, fc2_weight.rows());
+  check_interleave(mlp.op, mlp.interleave);
   const std::string fc1_name = fc1_weight.first_name(), fc2_name = fc2_weight.first_name();
-  check_interleaved_columns({kMlpOp, fc1_name.c_str(), fc1_weight.first()}, linear / 2, mlp.interleave);
-  check_launch_options(kMlpOp, mlp.options);
-  check_ragged_formats(kMlpOp, formats);
-  check_widths(input, {kMlpOp, fc2_name.c_str(), fc2_weight.first()}, formats);
+  check_interleaved_columns({mlp.op, fc1_name.c_str(), fc1_weight.first()}, linear / 2, mlp.interleave);
+  check_launch_options(mlp.op, mlp.options);
+  check_ragged_formats(mlp.op, formats);
+  check_widths(input, {mlp.op, fc2_name.c_str(), fc2_weight.first()}, formats);
   check_quantized_weight("quantized_fc1_weight", mlp.quantized_fc1, fc1_weight, formats);
   check_quantized_weight("quantized_fc2_weight", mlp.quantized_fc2, fc2_weight, formats);
   check_main_grads(mlp, fc1_weight, fc2_weight);
+  check_caller_buffers(input, mlp.input.sym_size(1), mlp.buffers);
+  check_memory(mlp);
   return formats;
 }
 
 // Both GEMMs have the same rows in the same groups, so one check serves them.
 void check_quantizable(const MlpArguments& mlp, const OperandFormats& formats, bool columns) {
   const std::optional<Tensor> sizes = mlp.group_sizes, none;
-  check_quantizable(kMlpOp, {mlp.input, mlp.fc1_weight, sizes, none, none, std::nullopt}, formats, columns);
+  check_quantizable(mlp.op, {mlp.input, mlp.fc1_weight, sizes, none, none, std::nullopt}, formats, columns);
   if (formats.input.is_quantized()) {
-    quantize::check_matrix({kMlpOp, "fc2_weight", mlp.fc2_weight[0]}, nullptr, formats.weight);
+    quantize::check_matrix({mlp.op, "fc2_weight", mlp.fc2_weight[0]}, nullptr, formats.weight);
   }
 }
 

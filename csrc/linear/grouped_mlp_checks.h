@@ -5,8 +5,6 @@
 
 namespace transformer_plugin::linear {
 
-inline constexpr const char* kMlpOp = "grouped_mlp";
-
 OperandFormats check_grouped_mlp(const MlpArguments& mlp, std::string_view input_format,
                                  std::string_view weight_format, std::string_view grad_format);
 // What the ops called below would refuse. `columns`: for weight gradients.

@@ -1,4 +1,5 @@
-// linear: input [..., K] times weight [N, K] transposed, plus bias [N], with its gradient, in any format.
+// linear: input [..., K] times weight [N, K] transposed, plus bias [N], with its gradient, in any format. linear_out: the
+// same into a buffer of the caller.
 #include <ATen/ops/mm.h>
 
 #include "common/autograd.h"
@@ -22,40 +23,47 @@ using OptionalTensor = std::optional<Tensor>;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-constexpr const char* kOp = "linear";
+constexpr const char *kOp = "linear", *kOutOp = "linear_out";
 const OptionalTensor kNoTensor = std::nullopt;
 
 // The arguments of a call.
 struct Call {
+  const char* op;
   const Tensor &input, &weight;
   const OptionalTensor& bias;
   std::string_view input_format, weight_format, grad_format;
   OptionalList quantized_weight;
   MainGrad main_grad;
+  CallerBuffers buffers;
+  bool save_original_input;
 
-  OperandFormats formats() const { return operand_formats(kOp, input_format, weight_format, grad_format); }
+  OperandFormats formats() const { return operand_formats(op, input_format, weight_format, grad_format); }
   LinearArguments layer(const Tensor& rows) const {
-    return {rows, weight, kNoTensor, bias, kNoTensor, quantized_weight, {}, main_grad};
+    return {rows,      weight,  kNoTensor,          bias, kNoTensor, quantized_weight, {},
+            main_grad, buffers, save_original_input};
   }
 };
 
 OperandFormats check_linear(const Call& call) {
   const OperandFormats formats = call.formats();
-  const Argument input{kOp, "input", call.input}, weight{kOp, "weight", call.weight};
-  const WeightArgument weights{kOp, "weight", call.weight};
+  const Argument input{call.op, "input", call.input}, weight{call.op, "weight", call.weight};
+  const WeightArgument weights{call.op, "weight", call.weight};
   check_dtype(input, formats.native() ? kGemmTypes : kFloatTypes);
-  TP_CHECK_VALUE(call.input.dim() > 0, kOp, "input", "at least 1 dimension", describe(call.input),
+  TP_CHECK_VALUE(call.input.dim() > 0, call.op, "input", "at least 1 dimension", describe(call.input),
                  "Reshape it first");
   check_pair(weight, input, 2);
   check_size(weight, 1, call.input.sym_size(-1), "the last dimension of 'input'");
   check_layer_widths(input, weights, formats);
-  if (call.bias) check_bias({kOp, "bias", *call.bias}, input, std::nullopt, call.weight.sym_size(0));
+  if (call.bias) check_bias({call.op, "bias", *call.bias}, input, std::nullopt, call.weight.sym_size(0));
   check_quantized_weight("quantized_weight", call.quantized_weight, weights, formats);
   const MainGrad& main_grad = call.main_grad;
   check_weight_gradient(main_grad, weights, false, call.input);
-  if (!main_grad.buffers) return formats;
-  CallMemory memory(kOp);
+  check_save_original_input(call.op, call.save_original_input, formats);
+  check_caller_buffers(input, call.weight.sym_size(0), call.buffers);
+  if (!main_grad.buffers && !call.buffers.given()) return formats;
+  CallMemory memory(call.op);
   memory.written("main_grad", main_grad.buffers);
+  call.buffers.add_to(memory);
   memory.read("input", call.input);
   memory.read("weight", call.weight);
   memory.read("bias", call.bias);
@@ -69,32 +77,56 @@ Tensor linear_meta(const Call& call) {
   return empty(call.input, with_columns(call.input, call.weight.sym_size(0)), call.input.scalar_type());
 }
 
+// The product of unquantized operands, [..., N], in the buffer if there is one.
+Tensor native_product(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                      const OptionalTensor& out) {
+  const Tensor x = as_matrix(input), w = transposed_view(weight);
+  if (!out) return from_matrix(dense_gemm(x, w, bias, x.scalar_type()), input);
+  dense_gemm_out(x, w, bias, std::nullopt, std::nullopt, as_matrix(*out));
+  mark_written(*out);
+  return *out;
+}
+
 Tensor linear(const Call& call) {
   const OperandFormats formats = check_linear(call);
   const BelowAutograd guard;
+  if (formats.native()) return native_product(call.input, call.weight, call.bias, call.buffers.out);
   const Tensor x = as_matrix(call.input);
-  if (formats.native()) {
-    return from_matrix(dense_gemm(x, transposed_view(call.weight), call.bias, x.scalar_type()), call.input);
-  }
   const LinearArguments layer = call.layer(x);
-  check_quantizable(kOp, layer, formats, false);
-  return from_matrix(quantized_linear_forward(layer, formats), call.input);
+  check_quantizable(call.op, layer, formats, false);
+  const Tensor output = quantized_linear_forward(layer, formats);
+  return call.buffers.out ? output : from_matrix(output, call.input);
 }
 
+// Calls the op below autograd.
 Tensor redispatch(const Call& call) {
   using Signature = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view,
                            std::string_view, std::string_view, OptionalList, const OptionalTensor&, bool,
-                           std::string_view, const OptionalTensor&);
+                           std::string_view, const OptionalTensor&, bool, const OptionalTensor&);
+  using OutSignature =
+      void(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, std::string_view,
+           std::string_view, std::string_view, OptionalList, const OptionalTensor&, bool, std::string_view,
+           const OptionalTensor&, bool, const OptionalTensor&);
+  const BelowAutograd guard;
+  const OptionalList& list = call.main_grad.buffers;
+  const OptionalTensor main_grad = list ? OptionalTensor((*list)[0]) : std::nullopt;
+  const auto& [out, dgrad_out] = call.buffers;
+  if (out) {
+    static const auto op = find_op<OutSignature>(kOutOp);
+    op.call(call.input, call.weight, *out, call.bias, call.input_format, call.weight_format, call.grad_format,
+            call.quantized_weight, main_grad, call.main_grad.accumulate, call.main_grad.weight_grad,
+            call.main_grad.queue, call.save_original_input, dgrad_out);
+    return *out;
+  }
   static const auto op = find_op<Signature>(kOp);
-  const OptionalList& buffers = call.main_grad.buffers;
   return op.call(call.input, call.weight, call.bias, call.input_format, call.weight_format, call.grad_format,
-                 call.quantized_weight, buffers ? OptionalTensor((*buffers)[0]) : std::nullopt,
-                 call.main_grad.accumulate, call.main_grad.weight_grad, call.main_grad.queue);
+                 call.quantized_weight, main_grad, call.main_grad.accumulate, call.main_grad.weight_grad,
+                 call.main_grad.queue, call.save_original_input, dgrad_out);
 }
 
-Tensor plain_forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
-  const BelowAutograd guard;
-  return redispatch({input, weight, bias, "none", "none", "none", std::nullopt, {}});
+Tensor plain_forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                     const OptionalTensor& out = std::nullopt) {
+  return redispatch({kOp, input, weight, bias, "none", "none", "none", std::nullopt, {}, {out}, false});
 }
 
 // Without quantization. Two nodes, with and without a bias, so that only tensors are saved.
@@ -125,7 +157,7 @@ class LinearFunction : public DifferentiableTwice<LinearFunction<has_bias>> {
   }
 };
 
-// The same with a main_grad or a queue. The gradients of input and bias have the bits of those above.
+// The same with a main_grad, a queue or buffers of the caller. All gradients have the bits of those above.
 template <bool has_bias>
 class LinearMainGradFunction : public DifferentiableOnce<LinearMainGradFunction<has_bias>> {
  public:
@@ -133,18 +165,26 @@ class LinearMainGradFunction : public DifferentiableOnce<LinearMainGradFunction<
   static constexpr bool is_traceable = true;
 
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight,
-                        const OptionalTensor& bias, const MainGrad& main_grad) {
-    const bool wants_weight = weight.requires_grad();
-    ctx->save_for_backward({wants_weight ? input : Tensor(), input.requires_grad() ? weight : Tensor()});
+                        const OptionalTensor& bias, const MainGrad& main_grad, const CallerBuffers& buffers) {
+    const bool wants_weight = weight.requires_grad(), wants_input = input.requires_grad();
+    ctx->save_for_backward({wants_weight ? input : Tensor(), wants_input ? weight : Tensor()});
     if (wants_weight) save_main_grad(ctx, "main_grad", main_grad);
-    return plain_forward(input, weight, bias);
+    if (wants_input) save_dgrad_out(ctx, buffers);
+    return plain_forward(input, weight, bias, buffers.out);
   }
 
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
     const Tensor grad = as_matrix(grads[0]);
     Tensor grad_input, grad_weight, grad_bias;
-    if (ctx->needs_input_grad(0)) grad_input = from_matrix(at::mm(grad, saved[1]), grads[0]);
+    if (ctx->needs_input_grad(0)) {
+      const OptionalTensor into = saved_dgrad_out(ctx);
+      grad_input = into ? *into : from_matrix(at::mm(grad, saved[1]), grads[0]);
+      if (into) {
+        Tensor matrix = as_matrix(*into);
+        at::mm_out(matrix, grad, saved[1]);
+      }
+    }
     const WeightGradient weight_gradient(ctx, "main_grad", 1, 1, false);
     if (weight_gradient.is_wanted()) {
       const Quantized g{grad, Tensor(), Tensor()}, x{as_matrix(saved[0]), Tensor(), Tensor()};
@@ -153,51 +193,75 @@ class LinearMainGradFunction : public DifferentiableOnce<LinearMainGradFunction<
     if constexpr (has_bias) {
       if (ctx->needs_input_grad(2)) grad_bias = call_bias_backward(grad);
     }
-    return {grad_input, grad_weight, grad_bias, Tensor()};
+    return {grad_input, grad_weight, grad_bias, Tensor(), Tensor()};
   }
 };
 
 Tensor linear_autograd(const Call& call) {
-  const auto& [input, weight, bias, input_format, weight_format, grad_format, quantized, main_grad] = call;
-  if (!any_wants_grad(input, weight, bias)) {
-    const BelowAutograd guard;
-    return redispatch(call);
-  }
+  const auto& [op, input, weight, bias, input_format, weight_format, grad_format, quantized, main_grad,
+               buffers, save_original_input] = call;
+  if (!any_wants_grad(input, weight, bias)) return redispatch(call);
   const bool is_native = input_format == "none" && weight_format == "none" && grad_format == "none";
   const bool is_plain = is_native && !quantized && main_grad.accumulate && main_grad.weight_grad == "none";
-  if (is_plain && !main_grad.buffers && !main_grad.queue) {
+  if (is_plain && !main_grad.buffers && !main_grad.queue && !buffers.given()) {
     return bias ? LinearFunction<true>::apply(input, weight, bias)
                 : LinearFunction<false>::apply(input, weight, bias);
   }
   const OperandFormats formats = check_linear(call);
   if (formats.native()) {
-    return bias ? LinearMainGradFunction<true>::apply(input, weight, bias, main_grad)
-                : LinearMainGradFunction<false>::apply(input, weight, bias, main_grad);
+    return bias ? LinearMainGradFunction<true>::apply(input, weight, bias, main_grad, buffers)
+                : LinearMainGradFunction<false>::apply(input, weight, bias, main_grad, buffers);
   }
   const Tensor x = as_matrix(input);
   const LinearArguments layer = call.layer(x);
-  check_quantizable(kOp, layer, formats, weight.requires_grad());
-  return from_matrix(quantized_linear_autograd(layer, formats), input);
+  check_quantizable(op, layer, formats, weight.requires_grad());
+  const Tensor output = quantized_linear_autograd(layer, formats);
+  return buffers.out ? output : from_matrix(output, input);
 }
 
 template <Tensor (*run)(const Call&)>
 Tensor entry_of(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                 std::string_view input_format, std::string_view weight_format, std::string_view grad_format,
                 OptionalList quantized_weight, const OptionalTensor& main_grad, bool accumulate,
-                std::string_view weight_grad, const OptionalTensor& wgrad_queue) {
+                std::string_view weight_grad, const OptionalTensor& wgrad_queue, bool save_original_input,
+                const OptionalTensor& dgrad_out) {
   const OptionalList buffers = main_grad ? OptionalList(at::TensorList(*main_grad)) : std::nullopt;
-  return run({input,
+  return run({kOp,
+              input,
               weight,
               bias,
               input_format,
               weight_format,
               grad_format,
               quantized_weight,
-              {buffers, accumulate, weight_grad, wgrad_queue}});
+              {buffers, accumulate, weight_grad, wgrad_queue},
+              {std::nullopt, dgrad_out},
+              save_original_input});
+}
+
+template <Tensor (*run)(const Call&)>
+void out_entry_of(const Tensor& input, const Tensor& weight, const Tensor& out, const OptionalTensor& bias,
+                  std::string_view input_format, std::string_view weight_format, std::string_view grad_format,
+                  OptionalList quantized_weight, const OptionalTensor& main_grad, bool accumulate,
+                  std::string_view weight_grad, const OptionalTensor& wgrad_queue, bool save_original_input,
+                  const OptionalTensor& dgrad_out) {
+  const OptionalList buffers = main_grad ? OptionalList(at::TensorList(*main_grad)) : std::nullopt;
+  run({kOutOp,
+       input,
+       weight,
+       bias,
+       input_format,
+       weight_format,
+       grad_format,
+       quantized_weight,
+       {buffers, accumulate, weight_grad, wgrad_queue},
+       {out, dgrad_out},
+       save_original_input});
 }
 
 }  // namespace
 
 TP_IMPL(kOp, entry_of<linear>, entry_of<linear_meta>, entry_of<linear_autograd>);
+TP_IMPL(kOutOp, out_entry_of<linear>, out_entry_of<linear_meta>, out_entry_of<linear_autograd>);
 
 }  // namespace transformer_plugin::linear

@@ -11,7 +11,7 @@
 #include "gemm/ops/calls.h"
 #include "gemm/ops/leading_dims.h"
 #include "linear/nonfinite.h"
-#include "linear/operands.h"
+#include "linear/products.h"
 #include "quantize/ops/calls.h"
 #include "quantize/ops/checks.h"
 #include "quantize/ops/group_tables.h"

@@ -9,6 +9,7 @@
 #include "common/tensor.h"
 #include "gemm/dispatch/checks.h"
 #include "linear/deferred_wgrad.h"
+#include "linear/products.h"
 
 namespace transformer_plugin::linear {
 

@@ -12,6 +12,7 @@
 #include "gemm/ops/leading_dims.h"
 #include "linear/main_grad.h"
 #include "linear/nonfinite.h"
+#include "linear/products.h"
 #include "linear/quantized_weight.h"
 #include "norm/calls.h"
 

@@ -58,19 +58,4 @@ void copy_weight(at::TensorList weight, const at::Tensor& out);
 void quantize_weight_operand_out(at::TensorList weight, const OperandFormats& formats,
                                  const QuantizedWeight& out, const std::optional<at::Tensor>& noop);
 
-// a @ b, or a @ b^T; for each group if group sizes are given. `matrices`: read in place of the data of `b`, if there are any.
-at::Tensor gemm_of(const Quantized& a, const Quantized& b, const std::optional<at::Tensor>& group_sizes,
-                   const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& bias_scale,
-                   bool transpose_b, at::ScalarType dtype, const gemm::LaunchOptions& options = {},
-                   at::TensorList matrices = {});
-// The operand as an op that writes an argument takes it. While a graph is traced E8M0 scales become bytes.
-Quantized as_traceable(const Quantized& operand);
-// grad^T @ input from columnwise operands: [N, K], or [G, N, K].
-at::Tensor wgrad_of(const Quantized& grad, const Quantized& input,
-                    const std::optional<at::Tensor>& group_sizes, at::ScalarType dtype,
-                    const gemm::LaunchOptions& options = {});
-// The same added to `out`, or written over it: one tensor of these sizes, or G matrices [N, K].
-void wgrad_into(const Quantized& grad, const Quantized& input, const std::optional<at::Tensor>& group_sizes,
-                at::TensorList out, bool accumulate, const gemm::LaunchOptions& options = {});
-
 }  // namespace transformer_plugin::linear

@@ -8,8 +8,9 @@
 #include "common/autograd.h"
 #include "common/check.h"
 #include "gemm/ops/calls.h"
+#include "gemm/ops/leading_dims.h"
 #include "linear/main_grad.h"
-#include "linear/operands.h"
+#include "linear/products.h"
 #include "linear/quantized_weight.h"
 #include "quantize/ops/checks.h"
 #include "quantize/ops/group_tables.h"
@@ -39,7 +40,7 @@ namespace {
 Tensor forward_gemm(const LinearArguments& layer, const OperandFormats& formats,
                     const QuantizedOperand& input, const QuantizedWeight& weight) {
   return gemm_of(input.rowwise, weight.forward, layer.group_sizes, layer.bias, layer.bias_scale, true,
-                 layer.input.scalar_type(), layer.options, weight.matrices);
+                 layer.input.scalar_type(), layer.options, weight.matrices, layer.buffers.out);
 }
 
 template <bool is_grouped>
@@ -49,7 +50,7 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
   static constexpr bool is_traceable = true;
   static constexpr const char* kMainGrad = "main_grad";
   static constexpr ptrdiff_t kSaved = 10;   // tensors saved before the matrices
-  static constexpr size_t kArguments = 12;  // with the weight as one
+  static constexpr size_t kArguments = 14;  // with the weight as one
 
   // Saves what it always needs, then the matrices of a weight without scales.
   static Tensor forward(AutogradContext* ctx, const Tensor& input, at::TensorList weight,
@@ -57,18 +58,21 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
                         const OptionalTensor& bias_scale, std::string_view input_key,
                         std::string_view weight_key, std::string_view grad_key,
                         const OptionalList& quantized_weight, int64_t max_sms, int64_t expected_rows,
-                        const MainGrad& main_grad) {
+                        const MainGrad& main_grad, const CallerBuffers& buffers, bool save_original_input) {
     const bool wants_input = input.requires_grad(), wants_weight = wants_grad(weight);
     const BelowAutograd guard;
     const OperandFormats formats = operand_formats("linear", input_key, weight_key, grad_key);
     const OptionalTensor column_sizes =
         wants_weight ? column_groups(input, group_sizes, formats) : group_sizes;
-    const QuantizedOperand x =
-        quantize_operand(input, column_sizes, formats.input, input_key, true, wants_weight);
+    const bool keeps_original = save_original_input && !formats.native();
+    const QuantizedOperand x = quantize_operand(input, column_sizes, formats.input, input_key, true,
+                                                wants_weight && !keeps_original);
     const QuantizedWeight w = weight_operand(weight, quantized_weight, formats, wants_input);
     ctx->saved_data["weight_columns"] = w.backward.transposed;
     // The backward needs the columnwise input only.
-    const Quantized columns = wants_weight ? x.columnwise : Quantized{};
+    Quantized columns;
+    if (wants_weight) columns = keeps_original ? Quantized{input, Tensor(), Tensor()} : x.columnwise;
+    if (wants_weight && keeps_original) ctx->saved_data["original_input"] = true;
     variable_list saved{columns.data,
                         columns.scale,
                         columns.amax,
@@ -89,7 +93,9 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
     const LaunchOptions options{max_sms, expected_rows};
     save_options(ctx, options);
     if (wants_weight) save_main_grad(ctx, kMainGrad, main_grad);
-    return forward_gemm({input, weight, group_sizes, bias, bias_scale, std::nullopt, options}, formats, x, w);
+    if (wants_input) save_dgrad_out(ctx, buffers);
+    return forward_gemm({input, weight, group_sizes, bias, bias_scale, std::nullopt, options, {}, buffers},
+                        formats, x, w);
   }
 
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
@@ -103,7 +109,7 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
         weight{saved[3], saved[4], saved[5], formats.weight, weight_key, weight_columns};
     const LaunchOptions options = saved_options(ctx);
     const OptionalTensor group_sizes = as_optional(saved[6]), column_sizes = as_optional(saved[9]);
-    const Tensor& grad = grads[0];
+    const Tensor grad = as_matrix(grads[0]);  // that of a buffer may have more dimensions
     const size_t matrices = saved_matrices(ctx);
     const WeightGradient weight_gradient(ctx, kMainGrad, 1, matrices, is_grouped);
     const bool wants_input = ctx->needs_input_grad(0), wants_weight = weight_gradient.is_wanted();
@@ -116,11 +122,13 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
                                                wants_weight, wants_bias && !saved[8].defined());
       grad_bias = bias;
       if (wants_input) {
-        grad_input = gemm_of(g.rowwise, weight, group_sizes, std::nullopt, std::nullopt, weight_columns,
-                             grad.scalar_type(), options, at::TensorList(saved).slice(kSaved));
+        grad_input = as_matrix(gemm_of(g.rowwise, weight, group_sizes, std::nullopt, std::nullopt,
+                                       weight_columns, grad.scalar_type(), options,
+                                       at::TensorList(saved).slice(kSaved), saved_dgrad_out(ctx)));
       }
       if (wants_weight) {
-        grad_weight = weight_gradient.compute(g.columnwise, input, column_sizes, grad.scalar_type(), options);
+        grad_weight = weight_gradient.compute(g.columnwise, columnwise_input(ctx, input, column_sizes),
+                                              column_sizes, grad.scalar_type(), options);
       }
       if (grad_bias.defined() && column_sizes && !group_sizes) grad_bias = grad_bias.squeeze(0);
     }
@@ -134,6 +142,13 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
     result[matrices + 2] = grad_bias;
     result[matrices + 3] = grad_scale;
     return result;
+  }
+
+  // Quantizes an original input: columnwise, where the rowwise operand was not kept.
+  static Quantized columnwise_input(AutogradContext* ctx, const Quantized& saved,
+                                    const OptionalTensor& column_sizes) {
+    if (ctx->saved_data.find("original_input") == ctx->saved_data.end()) return saved;
+    return quantize_operand(saved.data, column_sizes, saved.format, saved.key, false, true).columnwise;
   }
 
   static size_t saved_matrices(AutogradContext* ctx) {
@@ -220,6 +235,13 @@ void check_ragged_formats(const char* op, const OperandFormats& formats) {
   }
 }
 
+void check_save_original_input(const char* op, bool save, const OperandFormats& formats) {
+  TP_CHECK_VALUE(!save || !formats.input.stochastic_rounding, op, "save_original_input",
+                 "False with stochastic rounding of the input, whose backward would draw other numbers",
+                 "True with input_format '" << formats.input_key << "'",
+                 "Leave it out, or round the input to nearest");
+}
+
 void check_quantizable(const char* op, const LinearArguments& layer, const OperandFormats& formats,
                        bool columns) {
   const Argument input{op, "input", layer.input};
@@ -246,7 +268,7 @@ Tensor apply_quantized_linear(const LinearArguments& layer, const OperandFormats
   return QuantizedLinearFunction<is_grouped>::apply(
       layer.input, layer.weight, layer.group_sizes, layer.bias, layer.bias_scale, formats.input_key,
       formats.weight_key, formats.grad_key, layer.quantized_weight, layer.options.max_sms,
-      layer.options.expected_rows, layer.main_grad);
+      layer.options.expected_rows, layer.main_grad, layer.buffers, layer.save_original_input);
 }
 
 Tensor quantized_linear_autograd(const LinearArguments& layer, const OperandFormats& formats) {

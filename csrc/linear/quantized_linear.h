@@ -10,6 +10,7 @@
 #include "common/check.h"
 #include "common/format.h"
 #include "gemm/args/launch_options.h"
+#include "linear/caller_buffers.h"
 #include "linear/weights.h"
 
 namespace transformer_plugin::linear {
@@ -35,6 +36,8 @@ void check_block_width(const Argument& argument, int64_t dim, const OperandForma
 void check_layer_widths(const Argument& input, const WeightArgument& weight, const OperandFormats& formats);
 // With groups the blocks of input and gradient lie along rows.
 void check_ragged_formats(const char* op, const OperandFormats& formats);
+// Refuses an input that a second quantization would round to other values.
+void check_save_original_input(const char* op, bool save, const OperandFormats& formats);
 
 // input [M, K] and weight [N, K]; or, with group sizes, input [T, K] and weight [G, N, K] or several [N, K].
 // `quantized_weight` (linear/quantized_weight.h) is read instead of `weight`, which then gives sizes and dtype only.
@@ -47,6 +50,8 @@ struct LinearArguments {
   const std::optional<at::TensorList>& quantized_weight;
   gemm::LaunchOptions options = {};  // of the grouped GEMMs
   MainGrad main_grad = {};
+  CallerBuffers buffers = {};
+  bool save_original_input = false;  // for the weight gradient, which quantizes it in the backward
 };
 
 // Refuses, in the name of `op`, what the ops called below would refuse. `columns`: quantized columnwise too, for the weight

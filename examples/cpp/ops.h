@@ -39,11 +39,12 @@ inline at::Tensor grouped_linear(const at::Tensor& input, const at::Tensor& weig
   using Signature =
       at::Tensor(const at::Tensor&, at::TensorList, const at::Tensor&, const Optional&, const Optional&,
                  c10::string_view, c10::string_view, c10::string_view, OptionalList, int64_t, int64_t,
-                 OptionalList, bool, c10::string_view, const Optional&);
+                 OptionalList, bool, c10::string_view, const Optional&, bool, const Optional&);
   static const auto op = find<Signature>("transformer_plugin::grouped_linear");
   return op.call(input, weight, group_sizes, std::nullopt, std::nullopt, recipe.input, recipe.weight,
                  recipe.grad, std::nullopt, /*max_sms=*/0, /*expected_rows=*/-1, /*main_grad=*/std::nullopt,
-                 /*accumulate=*/true, /*weight_grad=*/"none", /*wgrad_queue=*/std::nullopt);
+                 /*accumulate=*/true, /*weight_grad=*/"none", /*wgrad_queue=*/std::nullopt,
+                 /*save_original_input=*/false, /*dgrad_out=*/std::nullopt);
 }
 
 }  // namespace tp

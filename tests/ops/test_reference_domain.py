@@ -32,8 +32,10 @@ CALLS: dict[str, list[tuple[str, Call]]] = {}
 for _case in CASES:
     CALLS.setdefault(_case.values[0].op, []).append((str(_case.id), _case.values[0]))
 #: Ops that agree within rounding errors, not to the bit: they use exp, or a sum without a documented order.
-#: Products are in test_reference_products.py, norm_linear is in test_norm_linear.py.
+#: Products are in test_reference_products.py, norm_linear is in test_norm_linear.py. Layers that write into a buffer
+#: have the bits of the layers, with which test_layer_out.py compares them.
 WITHIN = ("swiglu", "swiglu_backward", "grouped_bias_backward", "norm_linear")
+WITHIN += ("linear_out", "grouped_linear_out", "grouped_mlp_out")
 kinds = pytest.mark.parametrize("kind", KINDS)
 dtypes = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 

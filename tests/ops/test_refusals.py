@@ -25,7 +25,7 @@ BUFFERS = {
     op: [
         a.name
         for a in schema.arguments
-        if (a.alias_info is not None and a.alias_info.is_write) or a.name.endswith("main_grad")
+        if (a.alias_info is not None and a.alias_info.is_write) or a.name.endswith(("main_grad", "dgrad_out"))
     ]
     for op, schema in registered().items()
 }

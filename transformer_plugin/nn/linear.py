@@ -9,6 +9,7 @@ from torch import Tensor
 
 from transformer_plugin import ops
 from transformer_plugin.nn._autocast import operands
+from transformer_plugin.nn._caller_buffers import into_buffers
 from transformer_plugin.nn._module import layer_forward
 from transformer_plugin.nn._recipe import RecipeModule
 from transformer_plugin.nn.quantized_parameters import chosen_recipe, in_high_precision, quantize_parameter
@@ -35,6 +36,10 @@ class Linear(RecipeModule, torch.nn.Linear):
             :class:`GroupedLinear`; an attribute that may be set later. Not with ``DelayedScaling``.
         return_bias: whether ``forward`` leaves out the bias and returns it beside the output.
 
+        save_original_input: whether the backward keeps the input itself, and quantizes it again for the weight's
+            gradient, with the same bits; worth it where another layer keeps that tensor too, which then takes memory
+            once. An attribute that may be set later. Not with ``DelayedScaling`` or stochastic rounding of the input.
+
     Buffers: with ``DelayedScaling`` ``delayed_history [H, 3]``, ``delayed_scale [3]`` and ``delayed_amax [3]``,
     float32, of the input, the weight and the gradient. Otherwise none.
 
@@ -55,8 +60,10 @@ class Linear(RecipeModule, torch.nn.Linear):
         fuse_wgrad_accumulation: bool = False,
         return_bias: bool = False,
         delay_wgrad_compute: bool = False,
+        save_original_input: bool = False,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
+        self.save_original_input = save_original_input
         self.fuse_wgrad_accumulation, self.return_bias = fuse_wgrad_accumulation, return_bias
         self.delay_wgrad_compute = delay_wgrad_compute
         self.recipe = chosen_recipe(recipe)
@@ -69,8 +76,15 @@ class Linear(RecipeModule, torch.nn.Linear):
         self._reset_state()
 
     @layer_forward
-    def forward(self, input: Tensor) -> Any:
-        """Computes ``input @ weight.T + bias``. See the class for the shapes.
+    def forward(self, input: Tensor, *, out: Tensor | None = None, dgrad_out: Tensor | None = None) -> Any:
+        """Computes ``input @ weight.T + bias``.
+
+        Args:
+            input: ``[..., K]``, see the class.
+            out: ``[..., N]``, contiguous, in the dtype of the output: the output is written there, and what is
+                returned is that memory, with its gradient. Do not write it before the backward of what reads it.
+            dgrad_out: ``[..., K]``, contiguous, in the dtype of the product: the backward writes the gradient of
+                ``input`` there. Neither with ``DelayedScaling``.
 
         Returns:
             The output; with ``return_bias`` the output without the bias, and the bias.
@@ -78,13 +92,21 @@ class Linear(RecipeModule, torch.nn.Linear):
         quantized_weight = self._quantized_weight()
         input, weight, bias = operands(input, self.weight, None if self.return_bias else self.bias)
         into = self._weight_gradient()
+        if out is not None or dgrad_out is not None:
+            out, buffers = into_buffers(type(self).__name__, self.recipe, out, dgrad_out)
+            into.update(buffers)
         if isinstance(self.recipe, DelayedScaling):
             scale = self._delayed_scales(self.recipe, self._op_accepts(input, weight, bias))
             amax = self._current_amax if self.training else None
             output = ops.linear_scaled(input, weight, scale, amax, bias, *self._formats)
-        else:
+        elif out is None:
             output = ops.linear(input, weight, bias, *self._formats, quantized_weight, **into)
-            self._op_took(into)
+        else:
+            output = out
+            ops.linear_out(
+                input, weight, out, bias, *self._formats, quantized_weight=quantized_weight, **into
+            )
+        self._op_took(into)
         return (output, self.bias) if self.return_bias else output
 
     def extra_repr(self) -> str:

@@ -11,6 +11,7 @@ from transformer_plugin.ops import (
     gemm_plan as _gemm_plan,
     gemm_swiglu as _gemm_swiglu,
     grouped_mlp as _grouped_mlp,
+    layer_out as _layer_out,
     linear as _linear,
     norm as _norm,
     norm_linear as _norm_linear,
@@ -28,6 +29,7 @@ from transformer_plugin.ops.gemm_out import *
 from transformer_plugin.ops.gemm_plan import *
 from transformer_plugin.ops.gemm_swiglu import *
 from transformer_plugin.ops.grouped_mlp import *
+from transformer_plugin.ops.layer_out import *
 from transformer_plugin.ops.linear import *
 from transformer_plugin.ops.norm import *
 from transformer_plugin.ops.norm_linear import *
@@ -47,6 +49,7 @@ __all__ += _gemm_out.__all__
 __all__ += _gemm_plan.__all__
 __all__ += _gemm_swiglu.__all__
 __all__ += _grouped_mlp.__all__
+__all__ += _layer_out.__all__
 __all__ += _linear.__all__
 __all__ += _norm.__all__
 __all__ += _norm_linear.__all__

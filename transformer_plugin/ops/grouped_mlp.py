@@ -56,6 +56,7 @@ def grouped_mlp(
     weight_grad: str = "none",
     fc1_wgrad_queue: Tensor | None = None,
     fc2_wgrad_queue: Tensor | None = None,
+    dgrad_out: Tensor | None = None,
 ) -> Tensor:
     """``fc2(swiglu(fc1(input)) * probs)`` for each group of rows with the group's own weights and biases.
 
@@ -75,6 +76,8 @@ def grouped_mlp(
         max_sms, expected_rows: as for :func:`~transformer_plugin.ops.grouped_linear`, as is ``formats.resolve``.
         fc1_main_grad, fc2_main_grad, accumulate, weight_grad: likewise, with both buffers, either or none.
         fc1_wgrad_queue, fc2_wgrad_queue: likewise, a queue for each weight.
+        dgrad_out: where the backward writes the gradient of ``input``, as for
+            :func:`~transformer_plugin.ops.grouped_linear`.
 
     Returns:
         ``[T, H]`` in the dtype of ``input``, tail rows zero. Differentiable in input, weights, probs and biases.
@@ -88,5 +91,5 @@ def grouped_mlp(
     options = (quantized_fc1_weight, quantized_fc2_weight, interleave, max_sms, expected_rows)
     first = listed_or_none(fc1_main_grad, "grouped_mlp", "fc1_main_grad")
     second = listed_or_none(fc2_main_grad, "grouped_mlp", "fc2_main_grad")
-    into = (first, second, accumulate, weight_grad, fc1_wgrad_queue, fc2_wgrad_queue)
+    into = (first, second, accumulate, weight_grad, fc1_wgrad_queue, fc2_wgrad_queue, dgrad_out)
     return _ops.grouped_mlp.default(input, *weights, group_sizes, probs, *biases, *formats, *options, *into)

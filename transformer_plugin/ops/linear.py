@@ -60,6 +60,8 @@ def linear(
     accumulate: bool = True,
     weight_grad: str = "none",
     wgrad_queue: Tensor | None = None,
+    save_original_input: bool = False,
+    dgrad_out: Tensor | None = None,
 ) -> Tensor:
     """``input @ weight.T + bias`` with operands in the given formats; ``torch.nn.functional.linear`` by default.
 
@@ -79,18 +81,25 @@ def linear(
         main_grad, accumulate, weight_grad: where the gradient of the weight goes, see above; ``[N, K]``.
         wgrad_queue: a queue of :mod:`transformer_plugin.ops.deferred_wgrad`: the backward leaves the operands of the
             weight gradient there, and computes none.
+        save_original_input: whether the backward keeps ``input`` itself and quantizes it again for the weight's
+            gradient, with the same bits. It then takes no memory of its own where another layer keeps that tensor too.
+            Not with stochastic rounding of the input.
+        dgrad_out: where the backward writes the gradient of ``input``, contiguous, of its sizes and dtype; the gradient
+            that autograd gets is that memory. It must not be read or written between the backward and the use of that
+            gradient. Not written where ``input`` needs no gradient.
 
     Returns:
         ``[..., N]`` in the dtype of ``input``. Differentiable in ``input``, ``weight`` and ``bias``.
 
     Raises:
         TypeError: another dtype. ValueError: sizes or devices that do not agree, a format that does not exist,
-        formats of different families, a quantized weight that does not fit the weight and the formats; a ``main_grad``
-        that does not fit, shares memory with an argument or requires a gradient; its options without it.
+        formats of different families, a quantized weight that does not fit the weight and the formats; a buffer
+        that does not fit, shares memory with an argument or requires a gradient; options of one that is missing.
     """
-    gradient = (main_grad, accumulate, weight_grad, wgrad_queue)
+    gradient = (main_grad, accumulate, weight_grad, wgrad_queue, save_original_input, dgrad_out)
     is_plain = input_format == weight_format == grad_format == "none" and quantized_weight is None
-    if is_plain and main_grad is None and wgrad_queue is None and accumulate and weight_grad == "none":
+    no_buffers = main_grad is None and wgrad_queue is None and dgrad_out is None
+    if is_plain and no_buffers and accumulate and weight_grad == "none":
         # Strings that are not passed need not be parsed: 0.5 us.
         return _ops.linear.default(input, weight, bias)
     formats = layer_keys("linear", input_format, weight_format, grad_format)
@@ -113,6 +122,8 @@ def grouped_linear(
     accumulate: bool = True,
     weight_grad: str = "none",
     wgrad_queue: Tensor | None = None,
+    save_original_input: bool = False,
+    dgrad_out: Tensor | None = None,
 ) -> Tensor:
     """:func:`linear` for each group of rows with the group's own weight and bias.
 
@@ -127,7 +138,8 @@ def grouped_linear(
         max_sms, expected_rows: as for :func:`~transformer_plugin.ops.grouped_gemm`, for all products of forward and
             backward.
         main_grad, accumulate, weight_grad: see above; ``[G, N, K]`` or G matrices.
-        wgrad_queue: as for :func:`linear`.
+        wgrad_queue, save_original_input, dgrad_out: as for :func:`linear`; rows of ``dgrad_out`` past the last group
+            become zero.
 
     On Hopper pass :func:`transformer_plugin.formats.resolve` of the formats of input and gradient: weight gradients of
     groups that begin at any row then need no copy.
@@ -142,19 +154,15 @@ def grouped_linear(
     """
     matrices = listed(weight, "grouped_linear", "weight")
     required = (input, matrices, group_sizes, bias, bias_scale)
-    gradient = (
-        listed_or_none(main_grad, "grouped_linear", "main_grad"),
-        accumulate,
-        weight_grad,
-        wgrad_queue,
-    )
+    gradient = (listed_or_none(main_grad, "grouped_linear", "main_grad"), accumulate, weight_grad)
     formats = layer_keys("grouped_linear", input_format, weight_format, grad_format)
     is_plain = formats == _NO_FORMATS and quantized_weight is None and (max_sms, expected_rows) == (0, -1)
-    if is_plain and main_grad is None and wgrad_queue is None and accumulate and weight_grad == "none":
+    no_buffers = main_grad is None and wgrad_queue is None and dgrad_out is None
+    if is_plain and no_buffers and accumulate and weight_grad == "none":
         return _ops.grouped_linear.default(*required)  # what is not passed need not be parsed
-    return _ops.grouped_linear.default(
-        *required, *formats, quantized_weight, max_sms, expected_rows, *gradient
-    )
+    options = (quantized_weight, max_sms, expected_rows)
+    others = (wgrad_queue, save_original_input, dgrad_out)
+    return _ops.grouped_linear.default(*required, *formats, *options, *gradient, *others)
 
 
 def quantize_weight(

@@ -8,6 +8,7 @@ from transformer_plugin.reference import (
     gemm as _gemm,
     gemm_swiglu as _gemm_swiglu,
     grouped_mlp as _grouped_mlp,
+    layer_out as _layer_out,
     norm as _norm,
     norm_linear as _norm_linear,
     quantize as _quantize,
@@ -22,6 +23,7 @@ from transformer_plugin.reference.fused import *
 from transformer_plugin.reference.gemm import *
 from transformer_plugin.reference.gemm_swiglu import *
 from transformer_plugin.reference.grouped_mlp import *
+from transformer_plugin.reference.layer_out import *
 from transformer_plugin.reference.norm import *
 from transformer_plugin.reference.norm_linear import *
 from transformer_plugin.reference.quantize import *
@@ -38,6 +40,7 @@ __all__ += _fused.__all__
 __all__ += _gemm.__all__
 __all__ += _gemm_swiglu.__all__
 __all__ += _grouped_mlp.__all__
+__all__ += _layer_out.__all__
 __all__ += _norm.__all__
 __all__ += _norm_linear.__all__
 __all__ += _quantize.__all__

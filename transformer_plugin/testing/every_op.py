@@ -13,11 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_plugin.formats import Format
+from transformer_plugin.testing.every_op_layers import (
+    deferred_wgrad_calls,
+    layer_calls,
+    layer_out_calls,
+    operand,
+)
 from transformer_plugin.testing.every_op_quantize import (
     BFLOAT16,
     DENSE,
-    DIRECTIONS,
     FLOAT32,
     GROUPED,
     ROLES,
@@ -104,16 +108,6 @@ def _gemm_calls(draw: Draw) -> Calls:
     )
 
 
-def _operand(
-    name: str, x: Tensor, key: str, sizes: Tensor | None = None, *, transposed: bool = False
-) -> dict[str, Any]:
-    direction = "columns" if transposed else "rows"
-    more = amaxes_and_seed(x, key, direction, sizes)
-    data, scale = ops.quantize(x, key, sizes, **more, **DIRECTIONS[direction])
-    amax = [more["amax_t" if transposed else "amax"]] if Format.parse(key).needs_amax else []
-    return {name: data, f"{name}_scale": [scale, *amax], f"{name}_format": key}
-
-
 def _separate(b: dict[str, Any]) -> dict[str, Any]:
     """Returns the matrices of a quantized stack as a list, with separate scales."""
     scales = [scale.view(1) if scale.dim() == 0 else scale for part in b["b_scale"] for scale in part]
@@ -124,12 +118,12 @@ def _quantized_product_calls(draw: Draw, out: dict[str, Any], each: dict[str, An
     T, N, K, G = draw.TNKG
     sizes, kept = draw.group_sizes(), {"alpha": each["alpha"]}
     for a_key, b_key in (("fp8_tensor", "fp8_tensor"), ("fp8_block", "fp8_block:square"), ("nvfp4", "nvfp4")):
-        b = _operand("b", draw(N, K), b_key)
-        dense = {**_operand("a", draw(T, K), a_key), **b, "bias": draw(N)}
+        b = operand("b", draw(N, K), b_key)
+        dense = {**operand("a", draw(T, K), a_key), **b, "bias": draw(N)}
         yield "gemm", a_key, {**dense, "dtype": BFLOAT16}
         yield "gemm_out", a_key, {**dense, "out": draw.zeros(T, N), "beta": draw.rand(1)}
-        a = _operand("a", draw(T, K), a_key, sizes)
-        b = _operand("b", draw(G, N, K), b_key)
+        a = operand("a", draw(T, K), a_key, sizes)
+        b = operand("b", draw(G, N, K), b_key)
         grouped = {**a, **b, "group_sizes": sizes, **each}
         one = {**grouped, "b": [b["b"]]}
         yield "grouped_gemm", a_key, {**one, "dtype": BFLOAT16}
@@ -138,8 +132,8 @@ def _quantized_product_calls(draw: Draw, out: dict[str, Any], each: dict[str, An
             of_list = {**grouped, **_separate(b)}
             yield "grouped_gemm", f"{a_key}, a list", {**of_list, "dtype": BFLOAT16}
             yield "grouped_gemm_out", f"{a_key}, a list", {**of_list, **out}
-        grad = _operand("grad", draw(T, N), a_key, sizes, transposed=True)
-        input = _operand("input", draw(T, K), a_key, sizes, transposed=True)
+        grad = operand("grad", draw(T, N), a_key, sizes, transposed=True)
+        input = operand("input", draw(T, K), a_key, sizes, transposed=True)
         of_grad: dict[str, Any] = {**grad, **input, "group_sizes": sizes, **kept}
         yield "grouped_gemm_wgrad", a_key, {**of_grad, "dtype": BFLOAT16}
         into = {"accumulate": False, "beta": draw.rand(G)}
@@ -151,114 +145,16 @@ def _quantized_product_calls(draw: Draw, out: dict[str, Any], each: dict[str, An
 
 def _fp8_row_calls(draw: Draw, out: dict[str, Any], each: dict[str, Any]) -> Calls:
     T, N, K, G = draw.TNKG
-    a, one = _operand("a", draw(T, K), "fp8_row"), {"alpha": draw.rand(1), "bias": draw(N)}
-    dense = {**a, **_operand("b", draw(N, K), "fp8_row"), **one}
+    a, one = operand("a", draw(T, K), "fp8_row"), {"alpha": draw.rand(1), "bias": draw(N)}
+    dense = {**a, **operand("b", draw(N, K), "fp8_row"), **one}
     yield "gemm", "fp8_row", {**dense, "dtype": FLOAT32}
     yield "gemm_out", "fp8_row", {**dense, "out": draw.zeros(T, N), "beta": draw.rand(1)}
-    b = _operand("b", draw(G, N, K), "fp8_row")
+    b = operand("b", draw(G, N, K), "fp8_row")
     grouped = {**a, **b, **each, "group_sizes": draw.group_sizes()}
     yield "grouped_gemm", "fp8_row", {**grouped, "b": [b["b"]], "dtype": FLOAT32}
     yield "grouped_gemm_out", "fp8_row", {**grouped, "b": [b["b"]], **out}
     if G > 0:
         yield "grouped_gemm", "fp8_row, a list", {**grouped, **_separate(b), "dtype": FLOAT32}
-
-
-def _list_layer_calls(
-    draw: Draw, weights: tuple[Tensor, Tensor], common: dict[str, Any], probs: dict[str, Any]
-) -> Calls:
-    """Calls of the grouped layers whose weight is a list, with buffers for its gradients."""
-    fc1, fc2 = map(list, weights)
-    first, second = ([draw.zeros(*matrix.shape) for matrix in weight] for weight in (fc1, fc2))
-    name, into = f"{common['input_format']}, a list", {"accumulate": False, "weight_grad": "zeros"}
-    yield "grouped_linear", name, {**common, "weight": fc1, "main_grad": first, **into}
-    main_grads = {"fc1_main_grad": first, "fc2_main_grad": second}
-    yield "grouped_mlp", name, {**common, **probs, "fc1_weight": fc1, "fc2_weight": fc2, **main_grads, **into}
-
-
-def _layer_calls(draw: Draw) -> Calls:
-    T, N, K, G = draw.TNKG
-    sizes, probs = {"group_sizes": draw.group_sizes()}, {"probs": draw(T)}
-    for keys in ROLES:
-        roles = dict(zip(("input_format", "weight_format", "grad_format"), keys, strict=True))
-        weight, weights = draw(N, K, dtype=BFLOAT16), draw(G, N, K, dtype=BFLOAT16)
-        fc2 = draw(G, K, N // 2, dtype=BFLOAT16)
-        kept, quantized, kept_fc1, kept_fc2 = ({}, {}, {}, {})
-        if keys[0] != "none":
-            fresh = ops.quantize_weight([weight], **roles)
-            yield "quantize_weight", keys[0], {"weight": [weight], **roles}
-            yield "quantize_weight_out", keys[0], {"weight": [weight], **roles, "out": fresh}
-            kept = {"quantized_weight": fresh}
-            fresh = ops.quantize_weight([weights], **roles)
-            if G > 1:
-                of_list, name = {"weight": list(weights), **roles}, f"{keys[0]}, a list"
-                yield "quantize_weight", name, of_list
-                yield "quantize_weight_out", name, {**of_list, "out": fresh}
-            quantized, kept_fc1 = {"quantized_weight": fresh}, {"quantized_fc1_weight": fresh}
-            kept_fc2 = {"quantized_fc2_weight": ops.quantize_weight([fc2], **roles)}
-        input, bias = draw(T, K, dtype=BFLOAT16), draw(N, dtype=BFLOAT16)
-        yield "linear", keys[0], {"input": input, "weight": weight, "bias": bias, **roles, **kept}
-        into = {"main_grad": draw.zeros(N, K), "accumulate": False, "weight_grad": "zeros"}
-        yield "linear", f"{keys[0]}, main_grad", {"input": input, "weight": weight, **roles, **into}
-        biases = {"bias": draw(G, N, dtype=BFLOAT16), "bias_scale": draw(T)}
-        yield (
-            "grouped_linear",
-            keys[0],
-            {"input": input, "weight": [weights], **sizes, **biases, **roles, **quantized},
-        )
-        yield (
-            "grouped_mlp",
-            keys[0],
-            {
-                **{"input": input, "fc1_weight": [weights], "fc2_weight": [fc2], **sizes, **probs, **roles},
-                **{"fc1_bias": draw(G, N, dtype=BFLOAT16), "fc2_bias": draw(G, K, dtype=BFLOAT16)},
-                **{**kept_fc1, **kept_fc2},
-            },
-        )
-        if G > 0:
-            yield from _list_layer_calls(draw, (weights, fc2), {"input": input, **sizes, **roles}, probs)
-    product = {
-        "a": draw(T, K),
-        "b": draw(G, 2 * N, K),
-        **sizes,
-        **probs,
-        "bias": draw(G, 2 * N),
-        "interleave": 32,
-    }
-    yield "grouped_gemm_swiglu", "", {**product, "keep_input": True}
-    yield "grouped_gemm_swiglu_quantize", "", {**product, "keep_input": True, "format": "mxfp8"}
-    yield "check_group_sizes", "", {}
-    yield "swiglu", "", {"input": draw(T, K), **probs}
-    yield "swiglu_backward", "", {"grad": draw(T, K // 2), "input": draw(T, K), **probs}
-
-
-def _deferred_wgrad_calls(draw: Draw) -> Calls:
-    T, N, K, G = draw.TNKG
-    sizes, queue = draw.group_sizes(), {"queue": torch.tensor(ops.new_wgrad_queue())}
-    options: dict[str, Any] = {"dtype": BFLOAT16, "max_sms": 0, "expected_rows": -1, "copy": True}
-    yield "defer_wgrad", "", {**queue, "grad": draw(T, N), "input": draw(T, K), **options}
-    for key in ("fp8_block", "nvfp4"):
-        grad = _operand("grad", draw(T, N), key, sizes, transposed=True)
-        input = _operand("input", draw(T, K), key, sizes, transposed=True)
-        yield "defer_wgrad", key, {**queue, **grad, **input, "group_sizes": sizes, **options}
-    queue = {"queue": torch.tensor(ops.new_wgrad_queue())}
-    for accumulate in (False, True):
-        yield (
-            "run_deferred_wgrads",
-            f"{accumulate}",
-            {
-                **queue,
-                "out": [draw.zeros(G, N, K)],
-                "accumulate": accumulate,
-            },
-        )
-    number = int(queue["queue"])
-    yield "new_wgrad_queue", "", {}
-    yield "count_deferred_wgrads", "", {"queue": number}
-    layer = {"input": draw(T, K, dtype=BFLOAT16), "wgrad_queue": queue["queue"]}
-    yield "linear", "a queue", {**layer, "weight": draw(N, K, dtype=BFLOAT16)}
-    weights = [draw(G, N, K, dtype=BFLOAT16)]
-    yield "grouped_linear", "a queue", {**layer, "weight": weights, "group_sizes": sizes}
-    yield "release_wgrad_queue", "", {"queue": ops.new_wgrad_queue()}
 
 
 def _norm_calls(draw: Draw) -> Calls:
@@ -365,8 +261,8 @@ def _families(draw: Draw) -> Iterator[Calls]:
         yield quantize_calls(draw, key, False)
     for key in GROUPED:
         yield quantize_calls(draw, key, True)
-    families = (list_calls, scaled_calls, _gemm_calls, _layer_calls, _norm_calls, _norm_linear_calls)
-    for family in (*families, _deferred_wgrad_calls, _routing_calls):
+    families = (list_calls, scaled_calls, _gemm_calls, layer_calls, _norm_calls, _norm_linear_calls)
+    for family in (*families, layer_out_calls, deferred_wgrad_calls, _routing_calls):
         yield family(draw)
 
 

@@ -30,13 +30,14 @@ inline at::Tensor call_gemm(const at::Tensor& a, const at::Tensor& b, OptionalTe
 }
 
 inline void call_gemm_out(const at::Tensor& a, const at::Tensor& b, const at::Tensor& out, bool transpose_b,
-                          bool accumulate, const QuantizedKeys& keys = {}) {
+                          bool accumulate, const QuantizedKeys& keys = {},
+                          OptionalTensorArg bias = std::nullopt) {
   using Signature = void(const at::Tensor&, const at::Tensor&, const at::Tensor&, OptionalTensorArg, bool,
                          OptionalTensorArg, OptionalTensorArg, OptionalList, OptionalList, std::string_view,
                          std::string_view, bool);
   static const auto op = find_op<Signature>("gemm_out");
-  op.call(a, b, out, std::nullopt, transpose_b, std::nullopt, std::nullopt, keys.a_scale, keys.b_scale,
-          keys.a, keys.b, accumulate);
+  op.call(a, b, out, bias, transpose_b, std::nullopt, std::nullopt, keys.a_scale, keys.b_scale, keys.a,
+          keys.b, accumulate);
 }
 
 // The handle itself, for callers on the path of every call.
@@ -59,6 +60,18 @@ inline at::Tensor call_grouped_gemm(const at::Tensor& a, at::TensorList b, const
   return grouped_gemm_op().call(a, b, group_sizes, bias, bias_scale, transpose_b, dtype, alpha, rows,
                                 options.max_sms, options.expected_rows, keys.a_scale, keys.b_scale, keys.a,
                                 keys.b);
+}
+
+inline void call_grouped_gemm_out(const at::Tensor& a, at::TensorList b, const at::Tensor& group_sizes,
+                                  const at::Tensor& out, OptionalTensorArg bias, OptionalTensorArg bias_scale,
+                                  bool transpose_b, LaunchOptions options, const QuantizedKeys& keys) {
+  using Signature =
+      void(const at::Tensor&, at::TensorList, const at::Tensor&, const at::Tensor&, OptionalTensorArg,
+           OptionalTensorArg, bool, OptionalTensorArg, OptionalTensorArg, OptionalTensorArg, int64_t, int64_t,
+           OptionalList, OptionalList, std::string_view, std::string_view);
+  static const auto op = find_op<Signature>("grouped_gemm_out");
+  op.call(a, b, group_sizes, out, bias, bias_scale, transpose_b, std::nullopt, std::nullopt, std::nullopt,
+          options.max_sms, options.expected_rows, keys.a_scale, keys.b_scale, keys.a, keys.b);
 }
 
 inline at::Tensor call_grouped_gemm_wgrad(const at::Tensor& grad, const at::Tensor& input,

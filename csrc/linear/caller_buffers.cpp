@@ -1,0 +1,69 @@
+#include "linear/caller_buffers.h"
+
+#include <utility>
+
+#include "common/autograd.h"
+#include "gemm/ops/leading_dims.h"
+
+namespace transformer_plugin::linear {
+namespace {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+
+constexpr const char* kDgradOut = "dgrad_out";
+
+void check_buffer(const char* name, const Tensor& buffer, const Argument& input,
+                  const c10::SymDimVector& sizes, const char* meaning) {
+  const Argument argument{input.op, name, buffer};
+  check_defined(argument);
+  check_strided(argument);
+  check_same_dtype(argument, input);
+  TP_CHECK_VALUE(buffer.sym_sizes() == c10::SymIntArrayRef(sizes), input.op, name,
+                 "a buffer of the sizes " << c10::SymIntArrayRef(sizes) << " of " << meaning,
+                 describe(buffer), "Allocate it in these sizes, or pass a view of them");
+  check_same_device(argument, input);
+  check_contiguous(argument);
+  check_written(argument);
+  // check_written() lets it pass where no gradients are computed.
+  TP_CHECK_VALUE(!buffer.requires_grad(), input.op, name, "a tensor with requires_grad=False",
+                 describe(buffer) << " with requires_grad=True", "Pass buffer.detach()");
+}
+
+}  // namespace
+
+void CallerBuffers::add_to(CallMemory& memory) const {
+  for (const auto& [name, buffer] : {std::pair{"out", &out}, std::pair{kDgradOut, &dgrad_out}}) {
+    if (*buffer) memory.written(name, at::TensorList(**buffer));
+  }
+}
+
+void check_caller_buffers(const Argument& input, const c10::SymInt& columns, const CallerBuffers& buffers) {
+  if (buffers.out) {
+    check_buffer("out", *buffers.out, input, gemm::with_columns(input.tensor, columns), "the output");
+    // Its history would become that of the tensor it is a view of, and grow with each call.
+    TP_CHECK_VALUE(!at::GradMode::is_enabled() || !buffers.out->is_view(), input.op, "out",
+                   "a tensor that autograd does not know as a view of another",
+                   describe(*buffers.out) << ", a view", "Pass buffer.detach(), which has the same memory");
+  }
+  if (buffers.dgrad_out) {
+    check_buffer(kDgradOut, *buffers.dgrad_out, input, c10::SymDimVector(input.tensor.sym_sizes()),
+                 "'input'");
+  }
+}
+
+void save_dgrad_out(AutogradContext* ctx, const CallerBuffers& buffers) {
+  if (buffers.dgrad_out) ctx->saved_data[kDgradOut] = *buffers.dgrad_out;
+}
+
+std::optional<Tensor> saved_dgrad_out(const AutogradContext* ctx) {
+  const auto found = ctx->saved_data.find(kDgradOut);
+  if (found == ctx->saved_data.end()) return std::nullopt;
+  return found->second.toTensor().detach();
+}
+
+void mark_written(const Tensor& out) {
+  if (!out.is_inference()) out.unsafeGetTensorImpl()->bump_version();
+}
+
+}  // namespace transformer_plugin::linear

@@ -1,0 +1,109 @@
+// The products of a layer from quantized or plain operands, through the ops of the GEMMs.
+#include "linear/products.h"
+
+#include "gemm/ops/calls.h"
+#include "gemm/ops/leading_dims.h"
+#include "linear/caller_buffers.h"
+
+namespace transformer_plugin::linear {
+
+using namespace gemm;  // layers are made of its ops and checks
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+// [scale_inv], or of NVFP4 [scale_inv, amax], as the GEMM ops take it; none of unquantized values.
+class Scales {
+ public:
+  explicit Scales(const Quantized& values)
+      : tensors_{values.scale, values.amax}, count_(values.amax.defined() ? 2 : values.scale.defined()) {}
+  at::TensorList get() const { return {tensors_, count_}; }
+
+ private:
+  const Tensor tensors_[2];
+  const size_t count_;
+};
+
+// Unquantized values, in bfloat16, have no format for the GEMM ops.
+QuantizedKeys keys_of(const Quantized& a, const Scales& a_scale, const Quantized& b, const Scales& b_scale) {
+  if (a_scale.get().empty()) return {};
+  return {a_scale.get(), b_scale.get(), a.key, b.key};
+}
+
+}  // namespace
+
+Quantized as_traceable(const Quantized& operand) {
+  Quantized result = operand;
+  if (operand.scale.defined() && operand.scale.scalar_type() == at::kFloat8_e8m0fnu &&
+      is_traced(operand.scale)) {
+    result.scale = operand.scale.view(at::kByte);
+  }
+  return result;
+}
+
+namespace {
+
+void gemm_into(const Quantized& given_a, const Quantized& given_b, const OptionalTensor& group_sizes,
+               const OptionalTensor& bias, const OptionalTensor& bias_scale, bool transpose_b,
+               const LaunchOptions& options, at::TensorList matrices, const Tensor& out) {
+  const Quantized a = as_traceable(given_a), b = as_traceable(given_b);
+  const Scales a_scale(a), b_scale(b);
+  const QuantizedKeys keys = keys_of(a, a_scale, b, b_scale);
+  if (matrices.empty()) matrices = b.data;
+  if (group_sizes) {
+    call_grouped_gemm_out(a.data, matrices, *group_sizes, out, bias, bias_scale, transpose_b, options, keys);
+  } else {
+    call_gemm_out(a.data, b.data, as_matrix(out), transpose_b, false, keys, bias);
+  }
+  mark_written(out);
+}
+
+}  // namespace
+
+Tensor gemm_of(const Quantized& a, const Quantized& b, const OptionalTensor& group_sizes,
+               const OptionalTensor& bias, const OptionalTensor& bias_scale, bool transpose_b,
+               at::ScalarType dtype, const LaunchOptions& options, at::TensorList matrices,
+               const OptionalTensor& out) {
+  if (out) {
+    gemm_into(a, b, group_sizes, bias, bias_scale, transpose_b, options, matrices, *out);
+    return *out;
+  }
+  const Scales a_scale(a), b_scale(b);
+  const QuantizedKeys keys = keys_of(a, a_scale, b, b_scale);
+  const OptionalTensor none;
+  if (matrices.empty()) matrices = b.data;
+  return group_sizes ? call_grouped_gemm(a.data, matrices, *group_sizes, bias, bias_scale, transpose_b, dtype,
+                                         none, none, options, keys)
+                     : call_gemm(a.data, b.data, bias, transpose_b, dtype, none, keys);
+}
+
+Tensor wgrad_of(const Quantized& grad, const Quantized& input, const OptionalTensor& group_sizes,
+                at::ScalarType dtype, const LaunchOptions& options) {
+  const OptionalTensor none;
+  if (!grad.scale.defined()) {
+    return group_sizes
+               ? call_grouped_gemm_wgrad(grad.data, input.data, *group_sizes, dtype, none, none, options)
+               : call_gemm(grad.data.t(), input.data.t(), none, true, dtype);
+  }
+  if (!group_sizes) return gemm_of(grad, input, none, none, none, true, dtype);
+  const Scales grad_scale(grad), input_scale(input);
+  return call_grouped_gemm_wgrad(grad.data, input.data, *group_sizes, dtype, none, none, options,
+                                 keys_of(grad, grad_scale, input, input_scale));
+}
+
+void wgrad_into(const Quantized& given_grad, const Quantized& given_input, const OptionalTensor& group_sizes,
+                at::TensorList out, bool accumulate, const LaunchOptions& options) {
+  const Quantized grad = as_traceable(given_grad), input = as_traceable(given_input);
+  const Scales grad_scale(grad), input_scale(input);
+  const QuantizedKeys keys = keys_of(grad, grad_scale, input, input_scale);
+  if (group_sizes) {
+    call_grouped_gemm_wgrad_out(grad.data, input.data, *group_sizes, out, accumulate, options, keys);
+  } else if (grad.scale.defined()) {
+    call_gemm_out(grad.data, input.data, out[0], true, accumulate, keys);
+  } else {
+    call_gemm_out(grad.data.t(), input.data.t(), out[0], true, accumulate);
+  }
+}
+
+}  // namespace transformer_plugin::linear
