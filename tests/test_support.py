@@ -124,6 +124,12 @@ def test_formats_that_hopper_kernels_dequantize(recipe: Recipe, decodes: bool) -
     assert ("which dequantize to bfloat16" in forward) == decodes
 
 
+def test_what_decides_whether_experts_are_one_op() -> None:
+    rule = "experts: GroupedMLP runs both products as one op, while no hook or other forward needs a tensor between"
+    assert rule in tp.explain_support(None, "cpu") and rule in tp.explain_support(Float8BlockScaling(), "cpu")
+    assert "experts: GroupedMLP calls its two layers" in tp.explain_support(DelayedScaling(), "cpu")
+
+
 def test_where_nothing_runs() -> None:
     assert tp.explain_support(None, "mps") == (
         "no recipe on mps: this package does not run there; use a CPU or a CUDA device"

@@ -21,7 +21,7 @@ def explain_support(recipe: Recipe | None, device: torch.device | str) -> str:
             that nothing runs there.
 
     Returns:
-        One line each: the device, the formats of the three operands, quantization; then the products.
+        One line each: the device, the formats of the three operands, quantization, experts; then the products.
 
     Raises:
         TypeError: ``recipe`` is neither None nor a Recipe.
@@ -52,6 +52,7 @@ def explain_support(recipe: Recipe | None, device: torch.device | str) -> str:
         )
         lines[-1] += f", divided by 2^{recipe.margin}" if recipe.margin else ""
         lines[-1] += "; each tensor is read once, and the module's buffers keep the state"
+    lines.append("experts: " + _experts(recipe))
     lines.append("products: " + _products(formats, device))
     return "\n".join(lines)
 
@@ -65,6 +66,15 @@ def _conditions(formats: list[Format]) -> str:
         random = formats[2].stochastic_rounding
         return text + ("; gradients are rounded at random, seeded by torch's generator" if random else "")
     return ""
+
+
+def _experts(recipe: Recipe | None) -> str:
+    """Says what decides whether a GroupedMLP runs as one op."""
+    if isinstance(recipe, DelayedScaling):
+        return "GroupedMLP calls its two layers, whose scales are updated one after the other"
+    return (
+        "GroupedMLP runs both products as one op, while no hook or other forward needs a tensor between them"
+    )
 
 
 def _has_kernels(device: torch.device) -> bool:

@@ -134,7 +134,8 @@ def test_hooks_of_a_layer_are_called(register: Callable[..., Any], layer: str, c
     assert len(seen) == 1
     handle.remove()
     assert_all_same(step(module), expected)
-    assert len(seen) == 1 and calls == ONE + LAYERS + ONE
+    fused = (register, layer) in ((pre_hook, "fc1"), (pre_hook, "fc2"), (forward_hook, "fc2"))
+    assert len(seen) == 1 and calls == ONE + (ONE if fused else LAYERS) + ONE
 
 
 def test_a_hook_changes_what_it_changes() -> None:
@@ -241,8 +242,9 @@ def test_other_layers(calls: list[str]) -> None:
     first_only.fc2 = GroupedLinear(GROUPS, FEATURES, 48, bias=False)
     got = step(first_only)
     assert calls == ONE
-    first_only.fc2.register_forward_hook(lambda *_: None)
+    first_only.fc1.register_forward_hook(lambda *_: None)
     assert_all_same(step(first_only), got)
+    assert calls == ONE + LAYERS
 
 
 def test_calls_with_parameters_given_from_outside(calls: list[str]) -> None:

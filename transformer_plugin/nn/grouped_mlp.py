@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules.module import _has_any_global_hook
 
 from transformer_plugin import ops
 from transformer_plugin.launch import LaunchOptions, checked
 from transformer_plugin.nn._attributes import fixed, recipe_layers
 from transformer_plugin.nn._autocast import as_float32
+from transformer_plugin.nn._hooks import allow_one_op, call_forward_hooks, call_pre_hooks, have_hooks
 from transformer_plugin.nn._launched import LaunchedModule
 from transformer_plugin.nn._layouts import Layout
 from transformer_plugin.nn._module import layer_forward
@@ -21,19 +21,13 @@ from transformer_plugin.recipes import DelayedScaling, Recipe
 
 
 def _is_plain(layer: torch.nn.Module) -> bool:
-    """Whether calling the layer runs exactly ``GroupedLinear.forward``.
+    """Whether calling the layer runs exactly ``GroupedLinear.forward`` and its hooks, with current scales."""
+    kind = type(layer)
+    same: bool = getattr(kind, "forward", None) is GroupedLinear.forward and kind.__call__ is _CALL
+    return same and "forward" not in layer.__dict__ and not isinstance(layer.recipe, DelayedScaling)
 
-    False for another forward, and for a layer with hooks, which expect the layer's own input and output.
-    """
-    same: bool = getattr(type(layer), "forward", None) is GroupedLinear.forward
-    return same and not (
-        layer._forward_pre_hooks
-        or layer._forward_hooks
-        or layer._backward_pre_hooks
-        or layer._backward_hooks
-        or "forward" in layer.__dict__
-        or isinstance(layer.recipe, DelayedScaling)
-    )
+
+_CALL = torch.nn.Module.__call__
 
 
 def _check_interleave(interleave: int, ffn_hidden: int) -> None:
@@ -72,12 +66,16 @@ class GroupedMLP(LaunchedModule):
     Parameters, packed: ``fc1.weight [G, 2F, H]``, ``fc2.weight [G, H, F]``, and with bias ``fc1.bias [G, 2F]``,
     ``fc2.bias [G, H]``.
 
-    While ``fc1`` and ``fc2`` are unmodified, one op, :func:`~transformer_plugin.ops.grouped_mlp`, runs both; the result
-    has the same bits as calling the layers. The layers are called one by one if they have hooks, are of another class
-    (for example sharded separately), have different formats, or use
-    :class:`~transformer_plugin.recipes.DelayedScaling`. Modules that replace them are called in the same way:
-    ``fc1(input, group_sizes)``, and ``fc2(activation, group_sizes, bias_scale)``, where ``bias_scale`` is ``probs``
-    with biases and None without.
+    One op, :func:`~transformer_plugin.ops.grouped_mlp`, runs both layers; the result has the same bits as calling them.
+    They are called one by one if a hook needs a tensor between them (see below), one has another forward, they have
+    different formats, or use :class:`~transformer_plugin.recipes.DelayedScaling`. Modules that replace them are called
+    in the same way: ``fc1(input, group_sizes)``, and ``fc2(activation, group_sizes, bias_scale)``, where ``bias_scale``
+    is ``probs`` with biases and None without.
+
+    Hooks that keep the one op: all hooks of this module; forward pre-hooks of ``fc1``, which may replace its input;
+    forward pre-hooks and forward hooks of ``fc2`` whose code does not use the input of ``fc2``, such as
+    ``hook(module, *unused)``. They run before the op, and after it. A forward pre-hook of ``fc2`` does not change
+    the parameters of ``fc1``. Under ``torch.compile`` hooks of ``fc2`` do not keep it.
     """
 
     num_groups: int = fixed("num_groups")
@@ -146,7 +144,8 @@ class GroupedMLP(LaunchedModule):
         fc1, fc2, probs = self.fc1, self.fc2, as_float32(probs)
         group_sizes = sizes_tensor(group_sizes, input)
         if self._can_fuse(fc1, fc2):
-            return self._fused(input, group_sizes, probs)
+            run = self._fused_with_hooks if have_hooks(fc1, fc2) else self._fused
+            return run(input, group_sizes, probs)
         if input.dim() == 2 and (
             probs.shape != input.shape[:1] or probs.dtype != torch.float32 or probs.device != input.device
         ):
@@ -154,6 +153,24 @@ class GroupedMLP(LaunchedModule):
             ops.swiglu(input.new_empty(()).expand(input.shape[0], 2 * self.ffn_hidden), probs)
         activation = ops.swiglu(_gate_first(fc1(input, group_sizes), self.glu_interleave), probs)
         return fc2(activation, group_sizes, probs if getattr(fc2, "scale_bias", self.bias) else None)
+
+    def _fused_with_hooks(self, input: Tensor, group_sizes: Tensor, probs: Tensor) -> Tensor:
+        """Both layers in one op, and the hooks that need no tensor between them, in their order."""
+        fc1, fc2 = self.fc1, self.fc2
+        scale = probs if fc2.scale_bias else None
+        first = call_pre_hooks(fc1, (input, group_sizes))
+        unmade = (None, group_sizes, scale)
+        second = call_pre_hooks(fc2, unmade)
+        (args, kwargs), is_made = first, second[0] is not unmade
+        only_input = len(args) == 2 and args[1] is group_sizes and not kwargs
+        if only_input and not is_made and not second[1] and self._can_fuse(fc1, fc2):
+            return call_forward_hooks(fc2, second, self._fused(args[0], group_sizes, probs))
+        # Hooks have changed what the layers get, or the layers themselves.
+        linear = call_forward_hooks(fc1, first, fc1.forward(*args, **kwargs))
+        activation = ops.swiglu(_gate_first(linear, self.glu_interleave), probs)
+        if not is_made:
+            second = (activation, group_sizes, scale), second[1]
+        return call_forward_hooks(fc2, second, fc2.forward(*second[0], **second[1]))
 
     def _fused(self, input: Tensor, group_sizes: Tensor, probs: Tensor) -> Tensor:
         """Both layers in one op."""
@@ -194,8 +211,7 @@ class GroupedMLP(LaunchedModule):
     def _can_fuse(fc1: GroupedLinear, fc2: GroupedLinear) -> bool:
         """Whether one op can run both layers. Checked in every forward, because hooks and recipes may change."""
         return (
-            not _has_any_global_hook()
-            and _is_plain(fc1)
+            _is_plain(fc1)
             and _is_plain(fc2)
             and fc1._formats == fc2._formats
             and fc1.launch_options == fc2.launch_options
@@ -203,4 +219,5 @@ class GroupedMLP(LaunchedModule):
             and fc2.scale_bias == fc2.has_bias
             and not (fc1.return_bias or fc2.return_bias)
             and fc1.fuse_wgrad_accumulation == fc2.fuse_wgrad_accumulation
+            and (not have_hooks(fc1, fc2) or allow_one_op(fc1, fc2))
         )
