@@ -81,6 +81,11 @@ def triple_the_output(layer: Any, unused: Any, output: Tensor) -> Tensor:
     return 3 * output
 
 
+def add_a_hook(layer: Any, args: tuple[Any, ...]) -> None:
+    if not hasattr(layer, "added"):
+        layer.added = layer.register_forward_hook(triple_the_output)
+
+
 def add_the_input(layer: Any, args: tuple[Any, ...], output: Tensor) -> Tensor:
     return output + args[0].sum()
 
@@ -115,6 +120,7 @@ CASES: dict[str, tuple[Callable[[GroupedMLP], Any], list[str]]] = {
         lambda m: m.fc2.register_forward_hook(triple_the_output, always_call=True),
         LAYERS,
     ),
+    "a hook between the products is added": (lambda m: m.fc1.register_forward_pre_hook(add_a_hook), LAYERS),
     "other recipe": (
         lambda m: m.fc1.register_forward_pre_hook(lambda layer, args: setattr(layer, "recipe", BFloat16())),
         LAYERS,

@@ -144,8 +144,10 @@ class GroupedMLP(LaunchedModule):
         fc1, fc2, probs = self.fc1, self.fc2, as_float32(probs)
         group_sizes = sizes_tensor(group_sizes, input)
         if self._can_fuse(fc1, fc2):
-            run = self._fused_with_hooks if have_hooks(fc1, fc2) else self._fused
-            return run(input, group_sizes, probs)
+            if not have_hooks(fc1, fc2):
+                return self._fused(input, group_sizes, probs)
+            if allow_one_op(fc1, fc2):
+                return self._fused_with_hooks(input, group_sizes, probs)
         if input.dim() == 2 and (
             probs.shape != input.shape[:1] or probs.dtype != torch.float32 or probs.device != input.device
         ):
@@ -163,7 +165,8 @@ class GroupedMLP(LaunchedModule):
         second = call_pre_hooks(fc2, unmade)
         (args, kwargs), is_made = first, second[0] is not unmade
         only_input = len(args) == 2 and args[1] is group_sizes and not kwargs
-        if only_input and not is_made and not second[1] and self._can_fuse(fc1, fc2):
+        is_same = self._can_fuse(fc1, fc2) and allow_one_op(fc1, fc2)
+        if only_input and not is_made and not second[1] and is_same:
             return call_forward_hooks(fc2, second, self._fused(args[0], group_sizes, probs))
         # Hooks have changed what the layers get, or the layers themselves.
         linear = call_forward_hooks(fc1, first, fc1.forward(*args, **kwargs))
@@ -209,7 +212,7 @@ class GroupedMLP(LaunchedModule):
 
     @staticmethod
     def _can_fuse(fc1: GroupedLinear, fc2: GroupedLinear) -> bool:
-        """Whether one op can run both layers. Checked in every forward, because hooks and recipes may change."""
+        """Whether one op can run both layers without hooks. Checked in every forward, because recipes may change."""
         return (
             _is_plain(fc1)
             and _is_plain(fc2)
@@ -219,5 +222,4 @@ class GroupedMLP(LaunchedModule):
             and fc2.scale_bias == fc2.has_bias
             and not (fc1.return_bias or fc2.return_bias)
             and fc1.fuse_wgrad_accumulation == fc2.fuse_wgrad_accumulation
-            and (not have_hooks(fc1, fc2) or allow_one_op(fc1, fc2))
         )
