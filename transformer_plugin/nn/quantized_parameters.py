@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from transformer_plugin.formats import Format
 from transformer_plugin.functional._values import is_quantized
 from transformer_plugin.functional.quantize import quantize
+from transformer_plugin.parallel._wrapping import install_wrapper_checks
 from transformer_plugin.recipes import DelayedScaling, Recipe
 from transformer_plugin.tensor import GroupedTensor
 
@@ -80,6 +81,8 @@ def quantize_parameter(module: torch.nn.Module, name: str, key: str) -> None:
     if choice.keeps_values:
         quantized.high_precision_init_val = _kept(weight)  # type: ignore[attr-defined]
     setattr(module, name, quantized)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        install_wrapper_checks()
 
 
 def keep_values(parameter: Any, values: Tensor | None) -> None:

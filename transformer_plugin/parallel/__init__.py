@@ -1,5 +1,6 @@
 """Expert parallelism over a group of ranks, and data parallelism around it."""
 
+from transformer_plugin.parallel._quantized_gather import quantize_all_gather
 from transformer_plugin.parallel.clip import clip_grad_norm_
 from transformer_plugin.parallel.data import ExpertDataParallel, data_parallel, fully_shard
 from transformer_plugin.parallel.expert import EpConfig, EpContext, EpPlan
@@ -28,4 +29,5 @@ __all__ = [
     "ep_prepare",
     "fully_shard",
     "is_ep_bootstrapped",
+    "quantize_all_gather",
 ]

@@ -1,9 +1,10 @@
-"""Checks for torch's data-parallel wrappers, which do not know that ranks hold different experts.
+"""Checks for torch's data-parallel wrappers, which know neither that ranks hold different experts nor quantized values.
 
 ``DistributedDataParallel`` broadcasts rank 0's parameters when it is constructed, and FSDP2 averages gradients over its
-own ranks only. Neither consults the module. So the first layer with sharded experts installs two checks in the
-process. One runs when a module is put into a ``DistributedDataParallel`` (torch has a hook for this). The other runs
-when FSDP2 groups parameters (torch has no hook for this, so its constructor is wrapped).
+own ranks only. Neither consults the module. So the first layer with sharded experts, and the first quantized parameter
+that is made while there is a process group, install two checks in the process. One runs when a module is put into a
+``DistributedDataParallel`` (torch has a hook for this). The other runs when FSDP2 groups parameters (torch has no hook
+for this, so its constructor is wrapped).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from transformer_plugin.parallel._shard_experts import EXPERT_RANKS, ROUTER_RANKS, Ranks
+from transformer_plugin.tensor._base import FormatTensor
 
 
 def sharded_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, Ranks]]:
@@ -32,7 +34,7 @@ def sharded_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Modu
 
 @functools.cache
 def install_wrapper_checks() -> None:
-    """Installs the checks, once per process, when the first layer shards its experts."""
+    """Installs the checks, once per process, when the first layer shards its experts or has quantized parameters."""
     register_module_module_registration_hook(_check_ddp)
     try:
         from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -42,6 +44,7 @@ def install_wrapper_checks() -> None:
 
     @functools.wraps(original)
     def init(self: Any, params: list[Any], modules: Any, mesh_info: Any, *rest: Any, **named: Any) -> None:
+        _check_not_quantized(params)
         ranks = _check_fsdp_group(params, modules, mesh_info.mesh)
         original(self, params, modules, mesh_info, *rest, **named)
         if ranks is not None:
@@ -81,6 +84,17 @@ def _ddp_error(expected: str, got: str) -> ValueError:
         f"transformer_plugin::MoE: argument 'module' of DistributedDataParallel: expected {expected}, got {got}. Use "
         "transformer_plugin.parallel.data_parallel(model) in place of DistributedDataParallel(model)."
     )
+
+
+def _check_not_quantized(params: list[Any]) -> None:
+    """Raises if FSDP2 would shard quantized parameters, whose shards have no numbers that an optimizer could step."""
+    for parameter in params:
+        if isinstance(parameter, FormatTensor) and parameter.format.is_quantized:
+            raise ValueError(
+                "transformer_plugin::fully_shard: argument 'module': expected parameters in high precision, got a "
+                f"{parameter._described()}. Make the model without quantized_init, with recipes, and call "
+                "transformer_plugin.parallel.quantize_all_gather(model) first: FSDP2 then gathers quantized weights."
+            )
 
 
 def _check_fsdp_group(params: list[Any], modules: Any, mesh: Any) -> Ranks | None:

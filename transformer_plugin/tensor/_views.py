@@ -8,7 +8,7 @@ from torch import Tensor
 
 from transformer_plugin.tensor import _layout
 from transformer_plugin.tensor._base import Buffers, FormatTensor
-from transformer_plugin.tensor._table import handles, name_of
+from transformer_plugin.tensor._table import handles, name_of, unsupported
 from transformer_plugin.tensor.grouped import GroupedTensor
 from transformer_plugin.tensor.quantized import QuantizedTensor
 
@@ -26,6 +26,15 @@ def _expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if shape != list(value.shape):
         advice = "Expand what packed() or dequantize() gives"
         value._refuse("size", f"{_layout.sizes(value)}, the shape of the value", str(list(args[1])), advice)
+    return value._with(value._buffers)
+
+
+@handles("as_strided")
+def _as_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of its own sizes and strides: FSDP2 makes its parameter so."""
+    value, size, stride, offset = [*args, None, None][:4]
+    if (list(size), list(stride), offset or 0) != (list(value.shape), list(value.stride()), 0):
+        raise unsupported(func, value)
     return value._with(value._buffers)
 
 
