@@ -350,3 +350,22 @@ def test_grouped_layout_keeps_plain_initial_values(device: torch.device) -> None
     optimizer = tp.optim.MasterWeights(layer.parameters(), lambda p: torch.optim.SGD(p, lr=0.1))
     layer(torch.randn(9, 32, device=device), [4, 0, 5]).sum().backward()
     optimizer.step()
+
+
+@by_module
+def test_autocast(kind: str, device: torch.device) -> None:
+    """The nominal dtype is cast, no byte: with weights that bfloat16 has exactly, the bits of a plain layer."""
+    quantized, plain = make(kind, "fp8_block", device)
+    with torch.no_grad():
+        for p, q in zip(quantized.parameters(), plain.parameters(), strict=True):
+            q.copy_(q.bfloat16())
+            p.copy_(q)
+    results = []
+    for module in (quantized, plain):
+        with torch.autocast(device.type, torch.bfloat16):
+            results.append(run(module, "fp8_block"))
+    assert results[0][0].dtype == torch.bfloat16
+    for got, expected in zip(*results, strict=True):
+        assert got.dtype == expected.dtype
+        torch.testing.assert_close(got, expected, atol=1e-2, rtol=1e-2)
+    assert_same_bits(results[0][0], results[1][0])

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 import transformer_plugin as tp
@@ -29,6 +29,7 @@ from tests.parallel.gathered_model import (
     shard,
     step_of,
 )
+from tests.parallel.sharded_model import Block, mesh_of, one_step, rows_of
 from transformer_plugin.nn import GroupedLinear, Linear
 from transformer_plugin.parallel import quantize_all_gather
 from transformer_plugin.parallel._quantized_gather import QuantizedGatherTensor
@@ -214,7 +215,7 @@ def refused(rank: Rank) -> None:
             with pytest.raises(ValueError, match=rf"quantize_all_gather: argument 'model': expected {text}"):
                 layer(*arguments)
     layer = fully_shard(quantize_all_gather(Linear(256, 256, recipe=Float8BlockScaling()).to(rank.device)))
-    with pytest.raises(ValueError, match="expected weights that are not sharded, got a DTensor"):
+    with pytest.raises(ValueError, match="expected weights that FSDP2 has not sharded, got a DTensor"):
         quantize_all_gather(layer)
     layer.recipe = None
     with pytest.raises(
@@ -297,3 +298,67 @@ def test_unsharded(device: torch.device) -> None:
     with torch.no_grad():
         assert other.first.weight.mul_(2) is other.first.weight
         assert type(other.first.weight * 2) is Tensor
+
+
+def experts_over_ranks(rank: Rank, recipe: Any) -> None:
+    """Experts over two ranks, and the copies of each sharded by FSDP2: a DTensor of two meshes."""
+    mesh = mesh_of(rank)
+    results = []
+    for gathers in (False, True):
+        torch.manual_seed(0)
+        block: Any = Block(rank.device, recipe, mesh=mesh["experts"])
+        if gathers:
+            quantize_all_gather(block)
+            one_step(rank, block)  # before it is sharded
+            block.zero_grad()
+        tp.parallel.fully_shard(block, mesh)
+        optimizer = torch.optim.AdamW(block.parameters(), lr=0.1)
+        for step in range(2):
+            for i in range(2):
+                one_step(rank, block, 2 * step + i)
+            gradients = [local(p.grad).clone() for p in block.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+        rows = rows_of(rank.rank).to(rank.device)
+        results.append([*gradients, *(local(p) for p in block.parameters()), block(rows).detach()])
+    for got, expected in zip(*reversed(results), strict=True):
+        assert_same_bits(got, expected)
+    for name in ("fc1", "fc2"):
+        weight = getattr(block.moe.experts, name).weight
+        assert isinstance(weight, DTensor) and type(weight._local_tensor) is QuantizedGatherTensor
+    with pytest.raises(ValueError, match="expected weights that FSDP2 has not sharded, got a DTensor"):
+        quantize_all_gather(tp.parallel.fully_shard(Block(rank.device, recipe, mesh=mesh["experts"]), mesh))
+    state = block.state_dict()
+    assert type(state["moe.experts.fc1.weight"]._local_tensor) is Tensor
+    again = Block(rank.device, recipe, mesh=mesh["experts"])
+    tp.parallel.fully_shard(quantize_all_gather(again), mesh).load_state_dict(state)
+    assert_same_bits(again(rows).detach(), results[1][-1])
+
+
+@pytest.mark.parametrize("recipe", [Float8CurrentScaling(), Float8BlockScaling()], ids=["tensor", "block"])
+def test_experts_over_ranks(ranks: RankPool, recipe: Any) -> None:
+    ranks.run(experts_over_ranks, recipe)
+
+
+def compiled(rank: Rank) -> None:
+    """Blocks are compiled, as frameworks do it, and FSDP2 gathers around them."""
+    results = []
+    for compiles in (False, True):
+        torch._dynamo.reset()
+        model = quantize_all_gather(made(rank, Float8BlockScaling()))
+        if compiles:
+            for part in (model.first, model.norm, model.experts):
+                part.compile(fullgraph=True, backend="aot_eager")
+        shard(rank, model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for step in range(2):
+            outputs = step_of(model, rank, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append([*outputs, *(local(p) for p in model.parameters())])
+    for got, expected in zip(*reversed(results), strict=True):
+        assert_same_bits(got, expected)
+
+
+def test_compiled_blocks(pair: RankPool) -> None:
+    pair.run(compiled)

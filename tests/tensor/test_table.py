@@ -119,8 +119,16 @@ def test_flat_storage(device: torch.device) -> None:
 @pytest.mark.parametrize("case", CASES[::3], ids=str)
 def test_quantized_storage_is_asked_for(case: Any, device: torch.device) -> None:
     value = quantized(case, device)
-    with pytest.raises(ValueError, match=r"flat_bytes\(\)"):
-        value.view(-1)
+    for shape in ((-1,), (value.numel(),), (1, *value.shape)):
+        with pytest.raises(ValueError, match=r"flat_bytes\(\)"):
+            value.view(shape)
+    for other in (value.view(value.shape), value.as_strided(value.shape, value.stride())):
+        assert (
+            type(other) is type(value) and same_bytes(other, value) and other.data_ptr() == value.data_ptr()
+        )
+    for size, stride, offset in (((1,), (1,), 0), (value.shape, value.stride(), 8)):
+        with pytest.raises(ValueError, match=r"as_strided\.default"):
+            value.as_strided(size, stride, offset)
     rowwise, columnwise = case[2]
     for exists, other, data in (
         (rowwise, False, value.rowwise_data),

@@ -73,9 +73,10 @@ class QuantizedWeightMixin(ExpertShardMixin, PluginModule):
         kept = self.quantized_weight
         if kept is None:
             weight = self._parameters.get("weight")
-            if type(weight) is Parameter or not is_quantized(weight):  # the first is the common case
+            if type(weight) is Parameter:  # the common case
                 return None
-            return tensors_of(weight)
+            weight = getattr(weight, "_local_tensor", weight)  # of experts over ranks
+            return tensors_of(weight) if is_quantized(weight) else None
         if not torch.compiler.is_compiling():  # checking in a graph would recompile for every version
             kept.check(self._source_weight(), type(self).__name__)
         return kept.tensors

@@ -12,6 +12,7 @@ from torch.nn import Parameter
 
 from transformer_plugin.parallel import _gather_layout as layout
 from transformer_plugin.parallel._gather_layout import Part, Shards, refuse
+from transformer_plugin.parallel._shard_experts import Ranks
 from transformer_plugin.recipes import DelayedScaling
 from transformer_plugin.tensor import GroupedTensor, QuantizedTensor, _layout
 from transformer_plugin.tensor._base import Buffers, FormatTensor
@@ -133,11 +134,15 @@ class QuantizedGatherTensor(Tensor):
         """
         shards, names, kept = metadata
         gathered = dict(zip(names, (t.view(-1) for t in all_gather_outputs), strict=True))
-        gathered.update({name: t.view(torch.uint8).view(-1) for name, t in kept.items()})
+        for name, tensor in kept.items():
+            if tensor.is_cuda:  # made on the stream of the all-gather, and freed after this call
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+            gathered[name] = tensor.view(torch.uint8).view(-1)
         parts = layout.parts_of(shards)
         copied = [part for part in parts if not (part.is_joined and part.name in names)]
         if out is not None:
-            _fill(shards, copied, gathered, out._buffers._asdict())
+            value = getattr(out, "_local_tensor", out)  # of experts over ranks
+            _fill(shards, copied, gathered, value._buffers._asdict())
             return None
         buffers = {part.name: part.joined(gathered[part.name]) for part in parts if part not in copied}
         buffers.update({p.name: torch.empty(p.whole, dtype=p.dtype, device=self.device) for p in copied})
@@ -189,10 +194,7 @@ def _fill(
         _unsafe_preserve_version_counter(tuple(t for t in written if not t.is_inference())),
     ):
         for part in copied:
-            source = gathered[part.name]
-            if source.is_cuda:  # made on the stream of the all-gather, and freed after this call
-                source.record_stream(torch.cuda.current_stream(source.device))
-            part.copy(source, buffers[part.name])
+            part.copy(gathered[part.name], buffers[part.name])
         if shards.columns == "transposed":
             rows = (buffers["rowwise_data"], buffers["scale_inv"])
             layout.transpose(shards, *rows, *(buffers[name] for name in columns))
@@ -216,7 +218,7 @@ def quantize_all_gather(
       R * 32 for ``MXFP8BlockScaling`` and R * 16 for ``NVFP4BlockScaling``, so that shards are whole blocks. Any N for
       ``Float8CurrentScaling``, whose amax is reduced over the ranks in each all-gather, as those of NVFP4 and of the
       columns of ``Float8RowwiseScaling``.
-    - Of experts ``[G, N, K]`` FSDP2 shards G, a multiple of R.
+    - Of experts ``[G, N, K]`` FSDP2 shards G, a multiple of R. Of experts over ranks, G are those of one rank.
 
     A wrong number is a ValueError in the first forward, on all ranks.
 
@@ -242,9 +244,8 @@ def quantize_all_gather(
     for name, module in chosen:
         _check_layer(name, module, uses)
     for _, module in chosen:
-        weight = module.weight
-        if not isinstance(weight, QuantizedGatherTensor):
-            _replace(module, weight)
+        if not _is_replaced(module):
+            _restore(module)
             module.register_state_dict_post_hook(_save_plain)
             module.register_load_state_dict_post_hook(_restore)
     return model
@@ -287,8 +288,14 @@ def _check_layer(name: str, module: Any, uses: dict[int, int]) -> None:
             f"none in {what}",
             "Use parameters='packed', without parametrizations, or 'filter'",
         )
-    if hasattr(weight, "to_local"):
-        refuse("model", "weights that are not sharded", f"a DTensor in {what}", "Call it before fully_shard")
+    ranks = module._expert_ranks
+    if hasattr(weight, "to_local") and not (isinstance(ranks, Ranks) and ranks.mesh == weight.device_mesh):
+        refuse(
+            "model",
+            "weights that FSDP2 has not sharded",
+            f"a DTensor in {what}",
+            "Call it before fully_shard",
+        )
     if isinstance(weight, FormatTensor) and weight.format.is_quantized:
         refuse(
             "model",
@@ -330,12 +337,21 @@ def _save_plain(module: torch.nn.Module, state: dict[str, Any], prefix: str, *_:
         state[f"{prefix}weight"] = DTensor(plain, saved._spec, requires_grad=False)
 
 
+def _is_replaced(module: torch.nn.Module) -> bool:
+    """Whether the weight, or this rank's part of it, has the class, or is whole and quantized just now."""
+    weight: Any = module._parameters["weight"]
+    part = getattr(weight, "_local_tensor", weight)
+    return isinstance(part, QuantizedGatherTensor) or (
+        isinstance(part, FormatTensor) and part.format.is_quantized
+    )
+
+
 def _restore(module: torch.nn.Module, *_: Any) -> None:
-    """After ``load_state_dict(assign=True)``, which replaces parameters."""
-    weight: Any = module._parameters.get("weight")
-    shard = getattr(weight, "_local_tensor", None)
-    if shard is not None:
-        if not isinstance(shard, QuantizedGatherTensor):
-            weight._local_tensor = QuantizedGatherTensor(shard)
-    elif weight is not None and not isinstance(weight, QuantizedGatherTensor | FormatTensor):
+    """Gives the weight the class: at first, and after ``load_state_dict(assign=True)``, which replaces parameters."""
+    weight: Any = module._parameters["weight"]
+    if _is_replaced(module):
+        return
+    if hasattr(weight, "_local_tensor"):
+        weight._local_tensor = QuantizedGatherTensor(weight._local_tensor)
+    else:
         _replace(module, weight)

@@ -43,6 +43,8 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     value, shape = args[0], list(args[1])
     data = value._buffers.rowwise_data
     if value.format.is_quantized:
+        if shape == list(value.shape):  # DTensor's to_local()
+            return value._with(value._buffers)
         advice = "Call flat_bytes() for the bytes of the data, dequantize() for its numbers"
         value._refuse("size", "an unquantized value", f"{shape} of a {value._described()}", advice)
     if shape not in ([-1], [value.numel()]):
