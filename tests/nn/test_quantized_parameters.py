@@ -343,10 +343,14 @@ def test_made_on_the_meta_device(kind: str, device: torch.device) -> None:
         assert torch.equal(p, q)
 
 
-def test_grouped_layout_keeps_plain_initial_values(device: torch.device) -> None:
+def test_grouped_layout(device: torch.device) -> None:
     with tp.quantized_init(Float8BlockScaling(), preserve_high_precision_init_val=True):
         layer = GroupedLinear(3, 32, 32, parameters="grouped", device=device)
     assert type(layer.weight.get_high_precision_init_val()) is Tensor  # type: ignore[operator]
+    plain = GroupedLinear(3, 32, 32, parameters="grouped", device="meta")
+    plain.weight.main_grad = kept = torch.zeros(3, 32, 32)  # type: ignore[attr-defined]
+    plain.to_empty(device=device).reset_parameters()
+    assert type(plain.weight) is type(plain.bias) is tp.GroupedTensor and plain.weight.main_grad is kept
     optimizer = tp.optim.MasterWeights(layer.parameters(), lambda p: torch.optim.SGD(p, lr=0.1))
     layer(torch.randn(9, 32, device=device), [4, 0, 5]).sum().backward()
     optimizer.step()
