@@ -217,6 +217,13 @@ def refused(rank: Rank) -> None:
     layer = fully_shard(quantize_all_gather(Linear(256, 256, recipe=Float8BlockScaling()).to(rank.device)))
     with pytest.raises(ValueError, match="expected weights that FSDP2 has not sharded, got a DTensor"):
         quantize_all_gather(layer)
+    layer(torch.randn(16, 256, device=rank.device))
+    layer.reshard()
+    layer.recipe = MXFP8BlockScaling()
+    with pytest.raises(
+        ValueError, match=r"expected 'fp8_block:e4m3,pow2,square', .* first all-gather, got 'mxfp8"
+    ):
+        layer(torch.randn(16, 256, device=rank.device))
     layer.recipe = None
     with pytest.raises(
         ValueError, match="expected a recipe that quantizes weights from their values, got None"

@@ -101,6 +101,10 @@ class QuantizedGatherTensor(Tensor):
             advice = "Set the recipe before quantize_all_gather, or shard a layer that was not changed by it"
             refuse("model", "a recipe that quantizes weights from their values", str(module.recipe), advice)
         rows, key = self.high_precision, _layout.parsed(formats[1]).key
+        first = module.__dict__.setdefault("_gathered_format", key)  # FSDP2 keeps buffers of these sizes
+        if key != first:
+            advice = "Set the recipe before the first forward"
+            refuse("model", f"'{first}', the weight format of the first all-gather", f"'{key}'", advice)
         shards = Shards(key, tuple(outer_size), mesh.size(), layout.columns_of(formats, rows.device))
         layout.check(shards, type(module).__name__)
         _check_rows(shards, rows)
@@ -144,11 +148,12 @@ class QuantizedGatherTensor(Tensor):
             value = getattr(out, "_local_tensor", out)  # of experts over ranks
             _fill(shards, copied, gathered, value._buffers._asdict())
             return None
+        device = all_gather_outputs[0].device  # with CPU offload not that of the shard
         buffers = {part.name: part.joined(gathered[part.name]) for part in parts if part not in copied}
-        buffers.update({p.name: torch.empty(p.whole, dtype=p.dtype, device=self.device) for p in copied})
+        buffers.update({p.name: torch.empty(p.whole, dtype=p.dtype, device=device) for p in copied})
         own = [buffers[part.name] for part in copied]
         if shards.columns == "transposed":
-            columns = layout.transposed_buffers(shards, self.device)
+            columns = layout.transposed_buffers(shards, device)
             buffers.update(columns)
             own += columns.values()
         _fill(shards, copied, gathered, buffers)
