@@ -6,13 +6,15 @@
     python examples/train_moe.py --reference          # the same model and data in plain PyTorch
     python examples/train_moe.py --compare            # both, step by step
     python examples/train_moe.py --resume             # continues a stopped run, bit for bit
+    python examples/train_moe.py --data-parallel ddp --parameters list --expert-ranks 1
+    python examples/train_moe.py --ranks 1 --data-parallel none --cuda-graph --format fp8_block --cached-weights
     torchrun --nproc_per_node 2 examples/train_moe.py # the same as the first, with another launcher
 
-Every rank reads different data (FSDP2) and has its share of the experts (expert parallelism). It runs on GPUs if there
-is one for each rank, otherwise on the CPU. Results are in --out: loss.png, metrics.jsonl, sample.txt, checkpoints. A
-new run renames an earlier one to <out>.previous; it never moves or deletes other files. A run can be resumed with
-another number of ranks if --batch-size gives the same number of sequences per step. Ctrl-C finishes the step, saves and
-exits. After a second Ctrl-C, or if a rank does not respond, the run ends without saving.
+Every rank reads different data (FSDP2 or DDP) and has its share of the experts (expert parallelism). It runs on GPUs
+if there is one for each rank, otherwise on the CPU. Results are in --out: loss.png, metrics.jsonl, sample.txt,
+checkpoints. A new run renames an earlier one to <out>.previous; it never moves or deletes other files. A run can be
+resumed with another number of ranks if --batch-size gives the same number of sequences per step. Ctrl-C finishes the
+step, saves and exits. After a second Ctrl-C, or if a rank does not respond, the run ends without saving.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from moe_lm.config import PRESETS, Config, Options, UserError, memory_here, shor
 from moe_lm.stopping import INTERRUPTED, StopRequest
 
 FORMATS = ("none", "bf16", "fp8_tensor", "fp8_row", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4")
+LAYOUTS, WRAPPERS = ("packed", "list", "grouped"), ("fsdp", "ddp", "none")
 CPU_STEPS = 400  # default on a CPU: three to four minutes on two cores
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)  # the disk failed, not the program
 
@@ -81,6 +84,12 @@ def parse(arguments: list[str]) -> tuple[Config, Options]:
     )
     parser.add_argument("--text", help="file or folder (default: the standard library of this Python)")
     parser.add_argument("--reference", action=flag, help="run the experts in plain PyTorch")
+    parser.add_argument(
+        "--parameters", choices=LAYOUTS, help="layout of the experts' weights (default: packed)"
+    )
+    parser.add_argument("--data-parallel", choices=WRAPPERS, help="none: one rank (default: fsdp)")
+    parser.add_argument("--cached-weights", action=flag, help="quantize the experts' weights once per step")
+    parser.add_argument("--cuda-graph", action=flag, help="a training step is one CUDA graph (one GPU)")
     parser.add_argument("--compile", action=flag, help="torch.compile the model")
     parser.add_argument("--compare", action=flag, help="train both implementations, alternating step by step")
     parser.add_argument("--resume", action=flag, help="continue from the last checkpoint in --out")
@@ -105,10 +114,12 @@ def parse(arguments: list[str]) -> tuple[Config, Options]:
     values = {name: value for name, value in values.items() if name not in option_names}
     Config(**values).check()  # before the import of torch, which takes seconds
     here = launched["LOCAL_WORLD_SIZE"] or values.get("ranks", Config.ranks)
-    on_gpus = _gpus() >= here
+    gpus = _gpus()
+    on_gpus = gpus >= here
     values.setdefault("dtype", "bfloat16" if on_gpus else "float32")
     values.setdefault("steps", Config.steps if on_gpus else CPU_STEPS)
     config = Config(**values)
+    options.check_graph(config, gpus)
     if not on_gpus:
         config.check_memory(memory_here(), here)
     return config, options
@@ -134,7 +145,7 @@ def work(config: Config, options: Options, stop: StopRequest) -> int:
     from moe_lm.world import joined_world
 
     try:
-        with joined_world(repeatable=not options.compare) as world:
+        with joined_world(config.sharing, repeatable=not options.compare) as world:
             if options.compare:
                 from moe_lm.compare import compare
 

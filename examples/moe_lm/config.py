@@ -39,6 +39,7 @@ INTEGERS: dict[str, tuple[int, int]] = {
     "seq_len": (1, 2**20),
     "batch_size": (1, 2**20),
     "ranks": (1, 1024),
+    "expert_ranks": (0, 1024),
     "steps": (1, 99_999_999),  # a checkpoint's folder name has 8 digits
     "warmup_steps": (0, 99_999_999),
     "seed": (-(2**63), 2**63 - 1),
@@ -90,7 +91,8 @@ def option(name: str) -> str:
 class Config:
     """Everything that the losses depend on. A checkpoint can only be resumed with an equal Config.
 
-    Exception: ranks and batch_size may change if their product is the same, because the text is then the same.
+    Exception: ranks and batch_size may change if their product is the same, because the text is then the same, and so
+    may expert_ranks.
     """
 
     # The model. hidden is the width inside one expert; all sizes count elements.
@@ -112,6 +114,15 @@ class Config:
     #: whether the experts run in plain PyTorch instead of transformer_plugin.
     reference: bool = False
     compile: bool = False
+    #: how the weights of the experts are laid out: packed, list or grouped, as in transformer_plugin.nn.GroupedLinear.
+    parameters: str = "packed"
+    #: whether the experts' weights are quantized once after each optimizer step, not in each forward.
+    cached_weights: bool = False
+    # The ranks.
+    #: how gradients are averaged over ranks: fsdp (FSDP2), ddp, or none, for one rank.
+    data_parallel: str = "fsdp"
+    #: ranks over which the experts are sharded; 0: all with packed parameters, otherwise one.
+    expert_ranks: int = 0
     # The data.
     text: str | None = None
     text_bytes: int = 8_000_000
@@ -133,20 +144,7 @@ class Config:
     def check(self) -> None:
         """Raises for a configuration that cannot run, before anything is started."""
         check_limits(self)
-        if self.ranks > self.experts:
-            raise UserError(
-                "argument '--ranks'",
-                f"at most one rank per expert ({self.experts} experts)",
-                f"{self.ranks} ranks",
-                "Use fewer ranks or more --experts.",
-            )
-        if self.experts % self.ranks:
-            raise UserError(
-                "argument '--experts'",
-                f"a multiple of the number of ranks ({self.ranks})",
-                str(self.experts),
-                f"Use for example --experts {-(-self.experts // self.ranks) * self.ranks}.",
-            )
+        self._check_expert_ranks()
         if self.topk > self.experts:
             raise UserError(
                 "argument '--topk'", f"at most the {self.experts} experts", str(self.topk), "Lower it."
@@ -164,6 +162,75 @@ class Config:
             raise UserError(
                 option("format"), "none, because plain PyTorch supports no other", self.format, do
             )
+        self._check_layout()
+
+    @property
+    def sharing(self) -> int:
+        """The number of ranks over which the experts are sharded."""
+        return self.expert_ranks or (self.ranks if self.parameters == "packed" else 1)
+
+    @property
+    def autocasts(self) -> bool:
+        """Whether parameters stay float32 and torch.autocast converts them. FSDP2 converts what it gathers."""
+        return self.data_parallel != "fsdp" and self.dtype != "float32"
+
+    def _check_expert_ranks(self) -> None:
+        """Checks that the ranks can share the experts."""
+        if self.expert_ranks and self.ranks % self.expert_ranks:
+            raise UserError(
+                option("expert_ranks"),
+                f"a divisor of the number of ranks ({self.ranks})",
+                str(self.expert_ranks),
+                "Use for example --expert-ranks 1.",
+            )
+        if self.sharing > self.experts:
+            raise UserError(
+                "argument '--ranks'",
+                f"at most one rank per expert ({self.experts} experts)",
+                f"{self.sharing} ranks",
+                "Use fewer ranks or more --experts.",
+            )
+        if self.experts % self.sharing:
+            raise UserError(
+                "argument '--experts'",
+                f"a multiple of the number of ranks ({self.sharing})",
+                str(self.experts),
+                f"Use for example --experts {-(-self.experts // self.sharing) * self.sharing}.",
+            )
+        if self.data_parallel == "none" and self.ranks > 1:
+            raise UserError(
+                option("data_parallel"),
+                f"fsdp or ddp, which average the gradients of {self.ranks} ranks",
+                "none",
+                "Choose one of them, or use --ranks 1.",
+            )
+
+    def _check_layout(self) -> None:
+        """Checks options of the experts' weights that exclude each other."""
+        if self.parameters != "packed" and self.sharing > 1:
+            expected = f"packed, for experts that are sharded over {self.sharing} ranks"
+            raise UserError(option("parameters"), expected, self.parameters, "Use --expert-ranks 1.")
+        if self.reference and self.parameters != "packed":
+            raise UserError(
+                option("parameters"),
+                "packed, the only one in plain PyTorch",
+                self.parameters,
+                "Leave it out.",
+            )
+        if self.reference and self.data_parallel == "ddp" and self.sharing > 1:
+            expected = "fsdp, for plain PyTorch with experts that are sharded over ranks"
+            raise UserError(option("data_parallel"), expected, "ddp", "Use --expert-ranks 1.")
+        if not self.cached_weights:
+            return
+        if self.reference or self.format in ("none", "fp8_delayed"):
+            got = "plain PyTorch" if self.reference else f"--format {self.format}"
+            expected = "a format that quantizes weights from their present values"
+            raise UserError(
+                option("cached_weights"), expected, got, "Leave it out, or choose another --format."
+            )
+        if self.data_parallel == "fsdp":
+            expected = "--data-parallel ddp or none, because FSDP2 gathers new weights in each forward"
+            raise UserError(option("cached_weights"), expected, "fsdp", "Choose one of them.")
 
     def _check_blocks(self) -> None:
         """Checks that the widths, and for nvfp4 the rows of an expert, are multiples of the format's block."""
@@ -185,9 +252,13 @@ class Config:
         A run needs more. The bound rejects sizes that are certainly impossible.
         """
         tokens = self.batch_size * self.seq_len
-        layer = 4 * self.dim**2 + self.experts * self.dim + self.experts * 3 * self.hidden * self.dim
-        parameters = (2 * 256 * self.dim + self.layers * layer) // self.ranks
-        rows = int(self.capacity_factor * tokens * self.topk) + self.experts // self.ranks * self.alignment
+        dense = 2 * 256 * self.dim + self.layers * (4 * self.dim**2 + self.experts * self.dim)
+        experts = self.layers * self.experts * 3 * self.hidden * self.dim
+        if self.data_parallel == "fsdp":
+            parameters = (dense + experts) // self.ranks
+        else:
+            parameters = dense + experts // self.sharing
+        rows = int(self.capacity_factor * tokens * self.topk) + self.experts // self.sharing * self.alignment
         rows = 0 if self.reference else rows
         activations = tokens * (256 * 4 + self.layers * self.dim * 2) + rows * self.dim * 2
         return ranks_here * (PROCESS_BYTES + 16 * parameters + activations)
@@ -226,14 +297,34 @@ class Options:
     checkpoint_every: int = 100
     sample_length: int = 400
     compare: bool = False
+    #: whether a whole training step is one CUDA graph.
+    cuda_graph: bool = False
 
     def check(self) -> None:
         """Raises for options that exclude each other."""
         check_limits(self)
         if self.compare and self.resume:
             raise UserError(option("resume"), "no --compare", "both", "A comparison always starts anew.")
+        if self.compare and self.cuda_graph:
+            do = "Leave out one of them."
+            raise UserError(option("cuda_graph"), "no --compare, which reads sizes on the host", "both", do)
         if not self.out:
             raise UserError(option("out"), "the name of a folder", "''", f"The default is {Options.out}.")
+
+    def check_graph(self, config: Config, gpus: int) -> None:
+        """Raises if the steps of this run cannot be a CUDA graph."""
+        if not self.cuda_graph:
+            return
+        name = option("cuda_graph")
+        if gpus == 0:
+            raise UserError(name, "a GPU", "none", "Leave it out.")
+        if config.ranks > 1 or config.data_parallel != "none":
+            got = f"--ranks {config.ranks} --data-parallel {config.data_parallel}"
+            raise UserError(name, "--ranks 1 --data-parallel none", got, "Add these options.")
+        if config.reference:
+            raise UserError(
+                name, "no --reference, which reads sizes on the host", "both", "Leave out one of them."
+            )
 
 
 #: model sizes; each entry overrides the defaults of Config.
@@ -268,18 +359,27 @@ SHARED_OUT = (
     "ranks",
     "batch_size",
 )  # the ranks divide the sequences of a step, so only the product matters
+PARALLEL_OPTIONS = ("parameters", "cached_weights", "data_parallel", "expert_ranks")  # newer than checkpoints
 
 
 def difference(old: dict[str, Any], new: Config) -> list[str]:
     """Returns lines ``name was OLD and is NEW`` for all values that differ."""
+    old = {**{name: getattr(Config, name) for name in PARALLEL_OPTIONS}, **old}
     before, now = (
         {**each, "ranks * batch_size": each["ranks"] * each["batch_size"]} for each in (old, asdict(new))
     )
-    free = set(SHARED_OUT)
-    if new.format == "fp8_delayed" and 1 in (old["ranks"], new.ranks):
-        free.remove("ranks")  # the state of delayed scaling has another shape with one rank
+    free = {*SHARED_OUT, "expert_ranks"}
+    if new.format == "fp8_delayed" and (_sharing(old) == 1) != (new.sharing == 1):
+        free -= {"ranks", "expert_ranks"}  # the state of delayed scaling of sharded experts has another shape
     return [
         f"{name} was {before.get(name)!r} and is {value!r}"
         for name, value in now.items()
         if name not in free and before.get(name) != value
     ]
+
+
+def _sharing(old: dict[str, Any]) -> int:
+    """The number of ranks that shared the experts of a saved configuration."""
+    every = old["ranks"] if old["parameters"] == "packed" else 1
+    ranks: int = old["expert_ranks"] or every
+    return ranks

@@ -8,6 +8,7 @@ same names.
 from __future__ import annotations
 
 import hashlib
+import re
 
 import torch
 import torch.nn.functional as F
@@ -52,12 +53,15 @@ class Block(nn.Module):
         self.attention = Attention(config, **factory)
         self.norm2 = nn.RMSNorm(config.dim, **factory)
         self.moe = build_moe(config, mesh, **factory)
-        self.converts_experts = config.dtype != "float32" and not config.reference  # see trainer.shard
+        self.dtype = getattr(torch, config.dtype)
+        # With the mesh of trainer.shard, FSDP2 does not convert the experts.
+        self.converts_experts = config.dtype != "float32" and not config.reference
 
     def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         x_BTD = x_BTD + self.attention(self.norm1(x_BTD), cos, sin)
         normed_BTD = self.norm2(x_BTD)
-        with torch.autocast(x_BTD.device.type, x_BTD.dtype, enabled=self.converts_experts):
+        converts = self.converts_experts or torch.is_autocast_enabled(x_BTD.device.type)
+        with torch.autocast(x_BTD.device.type, self.dtype, enabled=converts):
             mixture = self.moe(normed_BTD)
         return x_BTD + mixture.output, mixture.aux_loss
 
@@ -123,7 +127,8 @@ def build_moe(config: Config, mesh: DeviceMesh, **factory: object) -> nn.Module:
         config.hidden,
         config.experts,
         config.topk,
-        mesh=mesh,
+        mesh=mesh if mesh.size() > 1 else None,
+        parameters=config.parameters,
         router=tpnn.RouterConfig(aux_loss_coeff=config.aux_loss_coeff),
         dispatch=tpnn.DispatchConfig(
             capacity=capacity if config.capacity_factor else None,
@@ -137,20 +142,32 @@ def build_moe(config: Config, mesh: DeviceMesh, **factory: object) -> nn.Module:
 
 @torch.no_grad()
 def initialise(model: nn.Module, config: Config) -> None:
-    """Sets weights that depend only on (seed, name): equal for both implementations and any number of ranks."""
+    """Sets weights that depend only on (seed, name): equal for all implementations, layouts and numbers of ranks."""
+    packed: dict[str, Tensor] = {}  # of the layout "list", which has one parameter for each expert
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2:
             parameter.fill_(1.0)
-            continue
-        seed = int.from_bytes(hashlib.sha256(f"{config.seed}/{name}".encode()).digest()[:7], "little")
-        generator = torch.Generator().manual_seed(seed)
-        into_residual = name.endswith(("attention.out.weight", "fc2.weight"))
-        std = parameter.shape[-1] ** -0.5 * ((2 * config.layers) ** -0.5 if into_residual else 1.0)
-        if name.startswith(("embedding", "head")):
-            std = 0.02
-        value = torch.randn(parameter.shape, generator=generator) * std
-        if isinstance(parameter, DTensor):  # experts, of which this rank has a shard
-            mesh = parameter.device_mesh
-            parameter.to_local().copy_(value.chunk(mesh.size())[mesh.get_local_rank()])
+        elif match := re.fullmatch(r"(.*\.experts\..*\.weight)(\d+)", name):
+            if match[1] not in packed:
+                packed[match[1]] = _drawn(match[1], (config.experts, *parameter.shape), config)
+            parameter.copy_(packed[match[1]][int(match[2])])
         else:
-            parameter.copy_(value)
+            _set(parameter, _drawn(name, tuple(parameter.shape), config))
+
+
+def _drawn(name: str, shape: tuple[int, ...], config: Config) -> Tensor:
+    seed = int.from_bytes(hashlib.sha256(f"{config.seed}/{name}".encode()).digest()[:7], "little")
+    generator = torch.Generator().manual_seed(seed)
+    into_residual = name.endswith(("attention.out.weight", "fc2.weight"))
+    std = shape[-1] ** -0.5 * ((2 * config.layers) ** -0.5 if into_residual else 1.0)
+    if name.startswith(("embedding", "head")):
+        std = 0.02
+    return torch.randn(shape, generator=generator) * std
+
+
+def _set(parameter: Tensor, value: Tensor) -> None:
+    if isinstance(parameter, DTensor):  # experts, of which this rank has a shard
+        mesh = parameter.device_mesh
+        parameter.to_local().copy_(value.chunk(mesh.size())[mesh.get_local_rank()])
+    else:
+        parameter.copy_(value)

@@ -90,7 +90,8 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(experts, dim, **factory))
 
     def forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits_NE = F.linear(x_ND.float(), self.weight.float())
+        with torch.autocast(x_ND.device.type, enabled=False):
+            logits_NE = F.linear(x_ND.float(), self.weight.float())
         best_NK, indices_NK = logits_NE.topk(self.topk, dim=-1)
         experts = self.weight.shape[0]
         share_E = torch.bincount(indices_NK.flatten(), minlength=experts) / indices_NK.numel()

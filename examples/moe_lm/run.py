@@ -33,8 +33,11 @@ def describe(config: Config, trainer: Trainer) -> str:
     active = shared + experts * config.topk // config.experts
     kind = "plain PyTorch" if config.reference else "transformer_plugin"
     number = config.dtype if config.format == "none" else f"{config.format} on {config.dtype}"
+    parts = [config.parameters] * (config.parameters != "packed")
+    parts += [config.data_parallel] * (config.data_parallel != "fsdp")
+    other = f" ({', '.join(parts)})" if parts else ""
     return (
-        f"{kind}, {number}, {trainer.world.size} ranks on {trainer.world.device.type}: "
+        f"{kind}, {number}, {trainer.world.size} ranks on {trainer.world.device.type}{other}: "
         f"{config.layers} layers, {config.experts} experts, top {config.topk}, "
         f"{(shared + experts) / 1e6:.1f} M parameters, {active / 1e6:.1f} M active"
     )
@@ -96,7 +99,7 @@ class Run:
         if options.resume:
             with world.together():
                 folder = checkpoint.check(self.out, config)
-        self.trainer = Trainer(config, world, corpus)
+        self.trainer = Trainer(config, world, corpus, options.cuda_graph)
         if folder is not None:
             self.step = checkpoint.load(folder, self.trainer, world)
             stop.resumable = str(self.step)

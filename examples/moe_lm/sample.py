@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from moe_lm.trainer import Trainer
 
@@ -17,17 +18,18 @@ def generate(trainer: Trainer, length: int, temperature: float = 0.7) -> str:
     The window has a fixed size and is padded on the right. Attention is causal, so the padding does not change the
     prediction.
     """
-    config, world, model = trainer.config, trainer.world, trainer.model
+    config, world = trainer.config, trainer.world
     window = min(CONTEXT, config.seq_len)
-    model.eval()
-    model.set_reshard_after_forward(False)  # gather the parameters once
+    trainer.model.eval()
+    if isinstance(trainer.model, FSDPModule):
+        trainer.model.set_reshard_after_forward(False)  # gather the parameters once
     generator = torch.Generator().manual_seed((config.seed * 4099 + world.rank) % 2**63)
     text = list(PROMPT.encode())
     with torch.compiler.set_stance("force_eager"):  # compiling is slower than one short sequence
         for _ in range(length):
             recent = text[-window:]
             padded = torch.tensor([recent + [0] * (window - len(recent))], device=world.device)
-            logits, _ = model(padded)
+            logits = trainer.predict(padded)
             probabilities = (logits[0, len(recent) - 1].double().cpu() / temperature).softmax(-1)
             text.append(int(torch.multinomial(probabilities, 1, generator=generator)))
     return bytes(text).decode("utf-8", errors="replace")

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import transformer_plugin as tp
 from moe_lm.config import Config
 from moe_lm.data import Corpus, draw_batch
+from moe_lm.graph import GraphedIteration
 from moe_lm.model import LanguageModel, initialise
 from moe_lm.world import World
 
@@ -26,46 +27,86 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def shard(model: LanguageModel, config: Config, mesh: DeviceMesh) -> None:
     """FSDP2: every rank stores a shard of the float32 parameters, and computes in ``config.dtype``.
 
-    The experts of ``tp.nn.MoE`` are sharded over all ranks already. With a mesh of one dimension FSDP2 leaves them
+    The experts of ``tp.nn.MoE`` may be sharded over all ranks already. With a mesh of one dimension FSDP2 leaves them
     alone, so a block has no hooks inside and compiles to one graph; it converts their weights to ``config.dtype``.
     """
+    copies, sharing = mesh["copies"].size(), mesh["experts"].size()
+    whole = mesh["experts"] if copies == 1 else mesh["copies"] if sharing == 1 else mesh
     policy = MixedPrecisionPolicy(
         param_dtype=DTYPES[config.dtype], reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     for block in model.blocks:
-        if config.reference and mesh.size() > 1:  # these have no mark that says how they are sharded
+        if config.reference and sharing > 1:  # these have no mark that says how they are sharded
             fully_shard(block.moe.experts, mesh=mesh["copies"], mp_policy=policy)
             block.moe.experts.set_gradient_divide_factor(mesh.size())
-        tp.parallel.fully_shard(block, mesh["experts"], mp_policy=policy)
-    tp.parallel.fully_shard(model, mesh["experts"], mp_policy=policy)
+            if copies > 1:
+                block.moe.experts.set_force_sum_reduction_for_comms(
+                    True
+                )  # Gloo has no reduction with a factor
+        tp.parallel.fully_shard(block, whole, mp_policy=policy)
+    tp.parallel.fully_shard(model, whole, mp_policy=policy)
+
+
+def parallelize(model: LanguageModel, config: Config, mesh: DeviceMesh) -> torch.nn.Module:
+    """Returns what to call for a forward whose backward averages gradients over all ranks."""
+    if config.data_parallel == "ddp":
+        # Buffers are constants, or equal on ranks with the same experts.
+        return tp.parallel.data_parallel(model, broadcast_buffers=False)
+    if config.data_parallel == "fsdp":
+        shard(model, config, mesh)
+    return model
 
 
 def compile_blocks(model: LanguageModel, config: Config) -> None:
-    """Compiles each block to one graph. Call it before :func:`shard`, so that FSDP2's hooks stay outside."""
+    """Compiles each block to one graph. Call it before :func:`parallelize`, so that FSDP2's hooks stay outside.
+
+    FSDP2 has hooks inside of a block whose experts are sharded over some of the ranks, which is then several graphs.
+    """
+    whole = not config.reference
+    if config.data_parallel == "fsdp" and 1 < config.sharing < config.ranks:
+        whole = False
     for block in model.blocks:
         if config.reference:  # the host reads the sizes of its exchange, between two graphs
             block.moe.forward = torch.compiler.disable(block.moe.forward)
-        block.forward = torch.compile(block.forward, fullgraph=not config.reference)
+        block.forward = torch.compile(block.forward, fullgraph=whole)
+
+
+def make_optimizer(model: LanguageModel, config: Config) -> torch.optim.Optimizer:
+    """AdamW. The fused kernel needs one class of tensor in each group; experts may be another one."""
+    decayed, others, experts = [], [], []
+    for name, parameter in model.named_parameters():
+        group = experts if ".experts." in name else decayed if parameter.ndim > 1 else others
+        group.append(parameter)
+    groups = [
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+        {"params": experts, "weight_decay": config.weight_decay},
+    ]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
 
 
 class Trainer:
-    """Model, optimizer and data of a run on this rank: a ``Stateful`` of ``torch.distributed.checkpoint``."""
+    """Model, optimizer and data of a run on this rank: a ``Stateful`` of ``torch.distributed.checkpoint``.
 
-    def __init__(self, config: Config, world: World, corpus: Corpus) -> None:
+    Args:
+        config, world, corpus: of the run.
+        cuda_graph: whether a step is a CUDA graph, on one GPU without data parallelism.
+    """
+
+    def __init__(self, config: Config, world: World, corpus: Corpus, cuda_graph: bool = False) -> None:
         self.config, self.world, self.corpus = config, world, corpus
         self.model = LanguageModel(config, world.mesh["experts"], world.device, DTYPES[config.dtype])
         initialise(self.model, config)
         if config.compile:
             compile_blocks(self.model, config)
-        shard(self.model, config, world.mesh)
-        decayed, others = [], []
-        for parameter in self.model.parameters():
-            (decayed if parameter.ndim > 1 else others).append(parameter)
-        groups = [
-            {"params": decayed, "weight_decay": config.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ]
-        self.optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
+        self.parallel = parallelize(self.model, config, world.mesh)
+        self.optimizer = make_optimizer(self.model, config)
+        if config.cached_weights:
+            self._quantize_weights()
+            tp.optim.refresh_after(self.optimizer)
+        self.iterate: Callable[[Tensor, Tensor], Tensor] = self._iterate
+        if cuda_graph:
+            self.iterate = GraphedIteration(self._iterate, self._make_capturable)
 
     @property
     def tokens_per_step(self) -> int:
@@ -73,12 +114,14 @@ class Trainer:
         return self.config.batch_size * self.config.seq_len * self.world.size
 
     def learning_rate(self, step: int) -> float:
-        """Linear warm-up, then a half cosine down to a twentieth."""
+        """Linear warm-up, then a half cosine down to a twentieth. A number of float32, as it is in a CUDA graph."""
         config = self.config
         if step < config.warmup_steps:
-            return config.lr * (step + 1) / config.warmup_steps
-        done = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
-        return config.lr * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done)))
+            rate = config.lr * (step + 1) / config.warmup_steps
+        else:
+            done = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
+            rate = config.lr * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done)))
+        return float(torch.tensor(rate, dtype=torch.float32))
 
     def step(self, step: int, stop: bool = False) -> Tensor:
         """Trains on batch ``step``.
@@ -91,18 +134,59 @@ class Trainer:
         inputs, targets = self._batch(self.corpus.train, config.seed, step)
         # nvfp4 rounds at random. The seed depends on the step, so checkpoints need not save generator states.
         torch.manual_seed(((config.seed * 1_000_003 + step) * 4099 + world.rank) % 2**63)
-        logits, balance = self.model(inputs)
+        self._set_learning_rate(self.learning_rate(step))
+        losses = self.iterate(inputs, targets)
+        wish = torch.full((1,), float(stop), device=world.device)
+        numbers = torch.cat([losses[:2], wish])
+        dist.all_reduce(numbers, group=world.group)
+        return torch.cat([numbers / world.size, losses[2:]])
+
+    def _iterate(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Forward, backward, clipping and the optimizer's step, without waiting for the device.
+
+        Returns:
+            float32 ``[3]``, cross entropy and load-balancing loss of this rank, and the norm of the gradient.
+        """
+        with self._autocast():
+            logits, balance = self.parallel(inputs)
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         (loss + balance).backward()
-        norm = tp.clip_grad_norm_(self.model, config.clip_norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate(step)
+        if self.config.format == "fp8_delayed" and self.config.sharing < self.world.size:
+            tp.nn.reduce_amax(
+                self.model, self.world.mesh.get_group("copies")
+            )  # copies of experts use the same scales
+        norm = tp.clip_grad_norm_(self.model, self.config.clip_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        wish = torch.full((), float(stop), device=world.device)
-        numbers = torch.stack([loss.detach(), balance.detach(), wish])
-        dist.all_reduce(numbers, group=world.group)
-        return torch.cat([numbers / world.size, norm[None]])
+        return torch.stack([loss.detach(), balance.detach(), norm])
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(
+            self.world.device.type, DTYPES[self.config.dtype], enabled=self.config.autocasts
+        )
+
+    def _set_learning_rate(self, rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+    def _make_capturable(self) -> None:
+        """Lets a CUDA graph read the learning rate, which changes, from memory."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = torch.full((), group["lr"], device=self.world.device)
+            group["capturable"] = True
+
+    def _quantize_weights(self) -> None:
+        for block in self.model.blocks:
+            block.moe.experts.quantize_weights()
+
+    def predict(self, inputs: Tensor) -> Tensor:
+        """Returns logits, without changing the state of a recipe in ``eval`` mode."""
+        with self._autocast():
+            logits, _ = self.model(inputs)
+        return logits
 
     @torch.no_grad()
     def evaluate(self, before_each: Callable[[], None] = lambda: None) -> float:
@@ -112,7 +196,7 @@ class Trainer:
         for i in range(self.config.eval_batches):
             before_each()
             inputs, targets = self._batch(self.corpus.validation, 123, i)
-            logits, _ = self.model(inputs)
+            logits = self.predict(inputs)
             losses.append(F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
         self.model.train()
         total = torch.stack(losses).mean()
@@ -134,6 +218,8 @@ class Trainer:
     def state_dict(self) -> dict[str, Any]:
         """Returns this rank's shards. The position in the data is the step, which is in the checkpoint's manifest."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
+        for group in optimizer["param_groups"]:  # the same with a CUDA graph as without
+            group.update(lr=float(group["lr"]), capturable=False)
         return {"model": model, "optimizer": optimizer}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -144,3 +230,5 @@ class Trainer:
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
         )
+        if self.config.cached_weights:
+            self._quantize_weights()

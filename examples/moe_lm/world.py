@@ -24,7 +24,7 @@ class World:
     size: int
     device: torch.device
     group: ProcessGroup
-    #: ("copies", "experts"): ranks with the same experts (here one each), by ranks over which experts are sharded.
+    #: ("copies", "experts"): ranks with the same experts, by ranks over which experts are sharded.
     mesh: DeviceMesh
 
     @property
@@ -64,9 +64,12 @@ def under_torchrun() -> bool:
 
 
 @contextmanager
-def joined_world(repeatable: bool = True, timeout: timedelta = timedelta(minutes=5)) -> Iterator[World]:
+def joined_world(
+    sharing: int | None = None, repeatable: bool = True, timeout: timedelta = timedelta(minutes=5)
+) -> Iterator[World]:
     """Joins the group of all ranks: NCCL if there is a GPU for each rank, otherwise Gloo on the CPU.
 
+    ``sharing`` is the number of ranks over which the experts are sharded, by default all.
     ``repeatable`` asks torch for deterministic algorithms, so that resumed runs have the same bits.
     """
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -90,7 +93,8 @@ def joined_world(repeatable: bool = True, timeout: timedelta = timedelta(minutes
     try:
         group = dist.group.WORLD
         assert group is not None
-        mesh = init_device_mesh(device.type, (1, size), mesh_dim_names=("copies", "experts"))
+        sharing = sharing or size
+        mesh = init_device_mesh(device.type, (size // sharing, sharing), mesh_dim_names=("copies", "experts"))
         yield World(rank, size, device, group, mesh)
     finally:
         dist.destroy_process_group()

@@ -63,6 +63,27 @@ def read_checkpoint(out: Path, step: int) -> dict[str, Any]:
         return content
 
 
+def assert_same_results(out: Path, expected_out: Path, steps: int) -> None:
+    """Equal metrics except for times, and equal bits in the checkpoints of a step."""
+    got_metrics, expected_metrics = (
+        [
+            {name: value for name, value in record.items() if name != "tokens_per_second"}
+            for record in read_metrics(run)
+        ]
+        for run in (out, expected_out)
+    )
+    assert got_metrics == expected_metrics
+    got, expected = read_checkpoint(out, steps), read_checkpoint(expected_out, steps)
+    assert got["model"].keys() == expected["model"].keys()
+    for name, value in expected["model"].items():
+        assert torch.equal(got["model"][name], value), name
+    assert got["optimizer"]["state"].keys() == expected["optimizer"]["state"].keys()
+    for name, moments in expected["optimizer"]["state"].items():
+        for key, value in moments.items():
+            assert torch.equal(got["optimizer"]["state"][name][key], value), (name, key)
+    assert got["optimizer"]["param_groups"] == expected["optimizer"]["param_groups"]
+
+
 @pytest.fixture(scope="session")
 def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Text that is the same for every version of Python."""

@@ -12,11 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.examples.conftest import arguments, losses_of, read_checkpoint, read_metrics, train
+from tests.examples.conftest import (
+    arguments,
+    assert_same_results,
+    losses_of,
+    read_checkpoint,
+    read_metrics,
+    train,
+)
 from tests.examples.processes import SOON, finish, has_done, ranks_of, started, wait_for
 
 STEPS = 40
-UNTIMED = ("tokens_per_second",)
 
 IMPLEMENTATIONS = [pytest.param("--no-reference", id="plugin")]
 
@@ -61,28 +67,7 @@ def test_interrupted_and_resumed_is_bit_for_bit_the_whole_run(whole_run, tmp_pat
 
     train(out, *options, "--resume")
 
-    assert_same_results(out, whole)
-
-
-def assert_same_results(out: Path, expected_out: Path) -> None:
-    """Equal metrics except for times, and equal bits in the last checkpoints."""
-    got_metrics, expected_metrics = (
-        [
-            {name: value for name, value in record.items() if name not in UNTIMED}
-            for record in read_metrics(run)
-        ]
-        for run in (out, expected_out)
-    )
-    assert got_metrics == expected_metrics
-    got, expected = read_checkpoint(out, STEPS), read_checkpoint(expected_out, STEPS)
-    assert got["model"].keys() == expected["model"].keys()
-    for name, value in expected["model"].items():
-        assert torch.equal(got["model"][name], value), name
-    assert got["optimizer"]["state"].keys() == expected["optimizer"]["state"].keys()
-    for name, moments in expected["optimizer"]["state"].items():
-        for key, value in moments.items():
-            assert torch.equal(got["optimizer"]["state"][name][key], value), (name, key)
-    assert got["optimizer"]["param_groups"] == expected["optimizer"]["param_groups"]
+    assert_same_results(out, whole, STEPS)
 
 
 @pytest.mark.gpus(2)
@@ -94,7 +79,7 @@ def test_resumed_on_gpus_is_bit_for_bit_the_whole_run(number: str, text_file: Pa
     done = train(tmp_path / "run", *options, "--stop-at", "17", gpu=True)
     assert f"stopped after step 17 of {STEPS}; continue with --resume" in done.stdout
     train(tmp_path / "run", *options, "--resume", gpu=True)
-    assert_same_results(tmp_path / "run", tmp_path / "whole")
+    assert_same_results(tmp_path / "run", tmp_path / "whole", STEPS)
 
 
 def test_a_checkpoint_holds_every_weight_once(whole_run) -> None:

@@ -84,6 +84,45 @@ def test_numbers(name: str, capsys: pytest.CaptureFixture[str]) -> None:
             "Leave out one of them, or --compare the two.",
         ),
         (
+            "--data-parallel none",
+            "argument '--data-parallel': expected fsdp or ddp, which average the gradients of 2 ranks, got none. "
+            "Choose one of them, or use --ranks 1.",
+        ),
+        (
+            "--expert-ranks 2 --ranks 3 --experts 12",
+            "argument '--expert-ranks': expected a divisor of the number of ranks (3), got 2. "
+            "Use for example --expert-ranks 1.",
+        ),
+        (
+            "--parameters list --expert-ranks 2",
+            "argument '--parameters': expected packed, for experts that are sharded over 2 ranks, got list. "
+            "Use --expert-ranks 1.",
+        ),
+        (
+            "--parameters grouped --reference",
+            "argument '--parameters': expected packed, the only one in plain PyTorch, got grouped. Leave it out.",
+        ),
+        (
+            "--reference --data-parallel ddp",
+            "argument '--data-parallel': expected fsdp, for plain PyTorch with experts that are sharded over ranks, "
+            "got ddp. Use --expert-ranks 1.",
+        ),
+        (
+            "--cached-weights --data-parallel ddp --format fp8_delayed",
+            "argument '--cached-weights': expected a format that quantizes weights from their present values, got "
+            "--format fp8_delayed. Leave it out, or choose another --format.",
+        ),
+        (
+            "--cached-weights --format fp8_block",
+            "argument '--cached-weights': expected --data-parallel ddp or none, because FSDP2 gathers new weights in "
+            "each forward, got fsdp. Choose one of them.",
+        ),
+        (
+            "--cuda-graph --compare",
+            "argument '--cuda-graph': expected no --compare, which reads sizes on the host, got both. "
+            "Leave out one of them.",
+        ),
+        (
             "--hidden 100 --format nvfp4",
             "argument '--hidden': expected a multiple of 16, the block of nvfp4, got 100. "
             "Use for example --hidden 112.",
@@ -94,11 +133,52 @@ def test_the_whole_line(arguments: str, line: str, capsys: pytest.CaptureFixture
     assert refusal(capsys, *arguments.split()) == f"train_moe: {line}"
 
 
+@pytest.mark.parametrize(
+    ("gpus", "arguments", "line"),
+    [
+        (0, "--ranks 1 --data-parallel none", "expected a GPU, got none. Leave it out."),
+        (
+            2,
+            "",
+            "expected --ranks 1 --data-parallel none, got --ranks 2 --data-parallel fsdp. Add these options.",
+        ),
+        (
+            1,
+            "--ranks 1",
+            "expected --ranks 1 --data-parallel none, got --ranks 1 --data-parallel fsdp. Add these options.",
+        ),
+        (
+            1,
+            "--ranks 1 --data-parallel none --reference",
+            "expected no --reference, which reads sizes on the host, got both. Leave out one of them.",
+        ),
+    ],
+)
+def test_steps_that_are_no_cuda_graph(
+    gpus: int,
+    arguments: str,
+    line: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(train_moe, "_gpus", lambda: gpus)
+    printed = refusal(capsys, "--cuda-graph", *arguments.split())
+    assert printed == f"train_moe: argument '--cuda-graph': {line}"
+
+
 def test_what_is_right_is_taken() -> None:
     command = "--seed -1 --lr 0 --warmup-steps 0 --weight-decay 0 --stop-at 3 --capacity-factor 1.5"
     config, options = train_moe.parse(command.split())
     assert (config.seed, config.lr, config.warmup_steps, config.weight_decay) == (-1, 0.0, 0, 0.0)
     assert (options.stop_at, config.capacity_factor) == (3, 1.5)
+    for command, sharing in (
+        ("", 2),
+        ("--parameters grouped", 1),
+        ("--ranks 8 --expert-ranks 4", 4),
+        ("--ranks 3 --parameters list --experts 4", 1),
+        ("--ranks 4 --experts 6 --expert-ranks 2 --data-parallel ddp --format fp8_block --cached-weights", 2),
+    ):
+        assert train_moe.parse(command.split())[0].sharing == sharing
 
 
 def test_sizes_that_no_memory_holds() -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from moe_lm import checkpoint
-from moe_lm.config import Config, UserError, difference
+from moe_lm.config import PARALLEL_OPTIONS, Config, UserError, difference
 from moe_lm.folder import RunFolder
 from moe_lm.world import World
 from torch.distributed.device_mesh import init_device_mesh
@@ -187,6 +187,28 @@ def test_ranks_that_share_the_same_sequences(
 ) -> None:
     old, new = (Config(ranks=ranks, batch_size=size, format=format) for ranks, size in (before, now))
     assert "; ".join(difference(asdict(old), new)) == got
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "got"),
+    [
+        ({}, {"expert_ranks": 1}, ""),
+        ({}, {"parameters": "list"}, "parameters was 'packed' and is 'list'"),
+        ({"data_parallel": "ddp"}, {}, "data_parallel was 'ddp' and is 'fsdp'"),
+        ({"format": "fp8_delayed"}, {"format": "fp8_delayed", "expert_ranks": 2}, ""),
+        (
+            {"format": "fp8_delayed"},
+            {"format": "fp8_delayed", "expert_ranks": 1},
+            "expert_ranks was 0 and is 1",
+        ),
+    ],
+)
+def test_other_ways_to_share_the_experts(before: dict[str, Any], now: dict[str, Any], got: str) -> None:
+    old, new = Config(**before), Config(**now)
+    assert "; ".join(difference(asdict(old), new)) == got
+    saved_earlier = {name: value for name, value in asdict(old).items() if name not in PARALLEL_OPTIONS}
+    if before.keys() <= {"format"}:  # of a program without these options
+        assert "; ".join(difference(saved_earlier, new)) == got
 
 
 def test_files_that_somebody_has_added_stay(saved) -> None:

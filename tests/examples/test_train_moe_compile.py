@@ -10,23 +10,10 @@ from typing import Any
 import pytest
 import torch
 from moe_lm.config import PRESETS, Config
-from moe_lm.data import load_corpus
-from moe_lm.trainer import Trainer
-from moe_lm.world import World
 from torch._dynamo.utils import counters
-from torch.distributed.device_mesh import init_device_mesh
 
+from tests.examples.trainers import losses
 from transformer_plugin.testing.distributed import Rank, RankPool
-
-STEPS = 5
-
-
-def losses(rank: Rank, config: Config) -> list[float]:
-    """Of some steps of training, and of an evaluation."""
-    mesh = init_device_mesh(rank.device.type, (1, rank.size), mesh_dim_names=("copies", "experts"))
-    world = World(rank.rank, rank.size, rank.device, rank.group, mesh)
-    trainer = Trainer(config, world, load_corpus(config.text, config.text_bytes, config.seq_len + 1))
-    return [*(float(trainer.step(step)[0]) for step in range(STEPS)), trainer.evaluate()]
 
 
 def train_both_ways(
