@@ -25,7 +25,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -120,6 +120,8 @@ def parse(arguments: list[str]) -> tuple[Config, Options]:
     values.setdefault("steps", Config.steps if on_gpus else CPU_STEPS)
     config = Config(**values)
     options.check_graph(config, gpus)
+    if options.compare:
+        replace(config, reference=False).in_plain_pytorch().check()
     if not on_gpus:
         config.check_memory(memory_here(), here)
     return config, options

@@ -30,8 +30,10 @@ def compare(config: Config, options: Options, world: World, stop: StopRequest) -
     """
     corpus = load_text(config, options, world)
     owned = claim_folder(Path(options.out), config, world)
-    plain = replace(config, reference=True, format="none", parameters="packed", cached_weights=False)
-    trainers = [Trainer(plain, world, corpus), Trainer(replace(config, reference=False), world, corpus)]
+    trainers = [
+        Trainer(config.in_plain_pytorch(), world, corpus),
+        Trainer(replace(config, reference=False), world, corpus),
+    ]
     if world.first:
         say("\n".join(describe(trainer.config, trainer) for trainer in trainers))
     curves: list[list[torch.Tensor]] = [[], []]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +173,11 @@ class Config:
     def autocasts(self) -> bool:
         """Whether parameters stay float32 and torch.autocast converts them. FSDP2 converts what it gathers."""
         return self.data_parallel != "fsdp" and self.dtype != "float32"
+
+    def in_plain_pytorch(self) -> Config:
+        """The configuration of the other implementation in a comparison, on the same ranks."""
+        changes = {"format": "none", "parameters": "packed", "cached_weights": False}
+        return replace(self, reference=True, expert_ranks=self.sharing, **changes)
 
     def _check_expert_ranks(self) -> None:
         """Checks that the ranks can share the experts."""

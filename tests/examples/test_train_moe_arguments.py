@@ -108,6 +108,11 @@ def test_numbers(name: str, capsys: pytest.CaptureFixture[str]) -> None:
             "got ddp. Use --expert-ranks 1.",
         ),
         (
+            "--compare --data-parallel ddp",
+            "argument '--data-parallel': expected fsdp, for plain PyTorch with experts that are sharded over ranks, "
+            "got ddp. Use --expert-ranks 1.",
+        ),
+        (
             "--cached-weights --data-parallel ddp --format fp8_delayed",
             "argument '--cached-weights': expected a format that quantizes weights from their present values, got "
             "--format fp8_delayed. Leave it out, or choose another --format.",

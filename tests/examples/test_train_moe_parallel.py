@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -157,6 +158,15 @@ def test_compiled(config: Config, layout: str, wrapper: str, cached: bool) -> No
     with RankPool(2, "gloo") as pool:
         for got, expected in pool.run(compiled_and_eager, config, timeout=280):
             assert got == expected
+
+
+def test_comparison(text_file: Path, tmp_path: Path) -> None:
+    """Both implementations under DDP; plain PyTorch has packed weights."""
+    options = ["--data-parallel", "ddp", "--parameters", "list", "--compare", "--eval-batches", "1"]
+    train(tmp_path / "run", *options, "--text", str(text_file), "--steps", "8")
+    report = json.loads((tmp_path / "run/compare.json").read_text())
+    plain, plugin = report["losses"].values()
+    assert plugin == pytest.approx(plain, rel=ROUNDING["none"]) and plain[-1] < plain[0] - 0.5
 
 
 OPTIONS = ["--data-parallel", "ddp", "--parameters", "list", "--steps", "8", "--eval-batches", "1"]
