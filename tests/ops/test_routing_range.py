@@ -143,8 +143,6 @@ def test_reference_and_op_agree(
         (None,) if function == "softmax" else (None, torch.zeros(16), torch.randn(16, generator=generator))
     )
     num_groups, group_topk, score_topk = groups
-    if score_topk is not None and score_topk > 16 // num_groups:
-        pytest.skip("a group has fewer experts")
     for kind in KINDS:
         logits = draw(kind, tokens, 16, seed=4)
         logits = logits.masked_fill(torch.rand(tokens, 16, generator=generator) < 0.3, -INF)
