@@ -39,10 +39,8 @@ def shard(model: LanguageModel, config: Config, mesh: DeviceMesh) -> None:
         if config.reference and sharing > 1:  # these have no mark that says how they are sharded
             fully_shard(block.moe.experts, mesh=mesh["copies"], mp_policy=policy)
             block.moe.experts.set_gradient_divide_factor(mesh.size())
-            if copies > 1:
-                block.moe.experts.set_force_sum_reduction_for_comms(
-                    True
-                )  # Gloo has no reduction with a factor
+            if copies > 1:  # Gloo has no reduction with a factor
+                block.moe.experts.set_force_sum_reduction_for_comms(True)
         tp.parallel.fully_shard(block, whole, mp_policy=policy)
     tp.parallel.fully_shard(model, whole, mp_policy=policy)
 
