@@ -12,6 +12,7 @@ from transformer_plugin import ops
 from transformer_plugin.launch import LaunchOptions, checked
 from transformer_plugin.nn._attributes import fixed, recipe_layers
 from transformer_plugin.nn._autocast import as_float32
+from transformer_plugin.nn._caller_buffers import buffer_of
 from transformer_plugin.nn._hooks import allow_one_op, call_forward_hooks, call_pre_hooks, have_hooks
 from transformer_plugin.nn._launched import LaunchedModule
 from transformer_plugin.nn._layouts import Layout
@@ -128,13 +129,23 @@ class GroupedMLP(LaunchedModule):
             layer.forget_quantized_weights()
 
     @layer_forward
-    def forward(self, input: Tensor, group_sizes: Tensor | Sequence[int], probs: Tensor) -> Tensor:
+    def forward(
+        self,
+        input: Tensor,
+        group_sizes: Tensor | Sequence[int],
+        probs: Tensor,
+        *,
+        out: Tensor | None = None,
+        dgrad_out: Tensor | None = None,
+    ) -> Tensor:
         """Runs the experts.
 
         Args:
             input: ``[T, H]``, sorted by group.
             group_sizes: int32 or int64 ``[G]`` on the device of ``input``; a list or a tuple is converted in each call.
             probs: ``[T]``, the weight of each row. It is converted to float32 if it has another dtype.
+            out, dgrad_out: ``[T, H]``, buffers of the output and of the gradient of ``input`` as in
+                :meth:`Linear.forward`.
 
         Returns:
             ``[T, H]`` in the dtype of ``input``, differentiable in ``input``, ``probs`` and the parameters. Under
@@ -145,16 +156,20 @@ class GroupedMLP(LaunchedModule):
         group_sizes = sizes_tensor(group_sizes, input)
         if self._can_fuse(fc1, fc2):
             if not have_hooks(fc1, fc2):
-                return self._fused(input, group_sizes, probs)
-            if allow_one_op(fc1, fc2):
+                return self._fused(input, group_sizes, probs, out, dgrad_out)
+            if out is None and dgrad_out is None and allow_one_op(fc1, fc2):
                 return self._fused_with_hooks(input, group_sizes, probs)
         if input.dim() == 2 and (
             probs.shape != input.shape[:1] or probs.dtype != torch.float32 or probs.device != input.device
         ):
             # The op rejects these here, before the first layer changes its state of delayed scaling.
             ops.swiglu(input.new_empty(()).expand(input.shape[0], 2 * self.ffn_hidden), probs)
-        activation = ops.swiglu(_gate_first(fc1(input, group_sizes), self.glu_interleave), probs)
-        return fc2(activation, group_sizes, probs if getattr(fc2, "scale_bias", self.bias) else None)
+        of_first = {} if dgrad_out is None else {"dgrad_out": dgrad_out}
+        of_second = {} if out is None else {"out": out}
+        linear = fc1(input, group_sizes, **of_first)
+        activation = ops.swiglu(_gate_first(linear, self.glu_interleave), probs)
+        scale = probs if getattr(fc2, "scale_bias", self.bias) else None
+        return fc2(activation, group_sizes, scale, **of_second)
 
     def _fused_with_hooks(self, input: Tensor, group_sizes: Tensor, probs: Tensor) -> Tensor:
         """Both layers in one op, and the hooks that need no tensor between them, in their order."""
@@ -175,7 +190,14 @@ class GroupedMLP(LaunchedModule):
             second = (activation, group_sizes, scale), second[1]
         return call_forward_hooks(fc2, second, fc2.forward(*second[0], **second[1]))
 
-    def _fused(self, input: Tensor, group_sizes: Tensor, probs: Tensor) -> Tensor:
+    def _fused(
+        self,
+        input: Tensor,
+        group_sizes: Tensor,
+        probs: Tensor,
+        out: Tensor | None = None,
+        dgrad_out: Tensor | None = None,
+    ) -> Tensor:
         """Both layers in one op."""
         fc1, fc2 = self.fc1, self.fc2
         quantized = (fc1._quantized_weight(), fc2._quantized_weight())
@@ -189,7 +211,14 @@ class GroupedMLP(LaunchedModule):
             rest += (first[0], second[0], *(first if first[0] is not None else second)[1:])
         names = ("fc1_wgrad_queue", "fc2_wgrad_queue")
         queues: dict[str, Any] = dict(zip(names, (fc1._wgrad_queue(), fc2._wgrad_queue()), strict=True))
-        output = ops.grouped_mlp(input, fc1_weight, fc2_weight, group_sizes, probs, *rest, **queues)
+        required = (input, fc1_weight, fc2_weight, group_sizes, probs)
+        if dgrad_out is not None:
+            queues["dgrad_out"] = dgrad_out
+        if out is None:
+            output = ops.grouped_mlp(*required, *rest, **queues)
+        else:
+            output = buffer_of(out)
+            ops.grouped_mlp_out(*required, output, *rest, **queues)
         for layer, gradient in ((fc1, first), (fc2, second)):
             layer._op_took({"weight_grad": gradient[2]} if gradient else {})
         return output
@@ -221,5 +250,6 @@ class GroupedMLP(LaunchedModule):
             and not fc1.scale_bias
             and fc2.scale_bias == fc2.has_bias
             and not (fc1.return_bias or fc2.return_bias)
+            and not (fc1.save_original_input or fc2.save_original_input)
             and fc1.fuse_wgrad_accumulation == fc2.fuse_wgrad_accumulation
         )

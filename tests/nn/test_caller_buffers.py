@@ -1,0 +1,82 @@
+"""Modules that write into buffers of the caller: the bits of modules without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.nn.common import by_recipe
+from tests.nn.delayed_layers import batch, make
+from transformer_plugin.recipes import DelayedScaling
+from transformer_plugin.testing.numerics import assert_same_bits
+
+by_layer = pytest.mark.parametrize(
+    "kind", ["Linear", "GroupedLinear", "GroupedLinear list", "GroupedMLP", "GroupedMLP hooked"]
+)
+
+
+def run(module: Any, inputs: Any, **buffers: Any) -> list[torch.Tensor]:
+    *arguments, grad = inputs
+    x = arguments[0].detach().clone().requires_grad_()
+    output = module(x, *arguments[1:], **buffers)
+    for p in module.parameters():
+        p.grad = None
+    output.backward(grad)
+    return [output, x.grad, *(p.grad for p in module.parameters())]
+
+
+@by_recipe
+@by_layer
+def test_same_bits(kind: str, name: str, device: torch.device) -> None:
+    """Three steps with the same two buffers and other numbers."""
+    module = make(kind, name, device=device)
+    first = batch(kind, name, 0, device)
+    out, dgrad_out = torch.zeros_like(first[-1]), torch.zeros_like(first[0])
+    for seed in range(3):
+        inputs = (first[0].detach() * (seed + 1), *first[1:])
+        torch.manual_seed(seed)
+        expected = run(module, inputs)
+        torch.manual_seed(seed)
+        got = run(module, inputs, out=out, dgrad_out=dgrad_out)
+        for a, b in zip(got, expected, strict=True):
+            assert_same_bits(a, b)
+        assert got[0].data_ptr() == out.data_ptr() and out.grad_fn is None
+        assert_same_bits(dgrad_out, expected[1])
+        assert_same_bits(run(module, inputs, out=out)[0], out)
+
+
+@pytest.mark.parametrize("argument", ["out", "dgrad_out"])
+@by_layer
+def test_refusals(kind: str, argument: str) -> None:
+    module = make(kind)
+    inputs = batch(kind, "fp8_block", 0)
+    like = inputs[-1] if argument == "out" else inputs[0]
+    for wrong, text in (
+        (like.new_zeros(like.shape[0] + 1, *like.shape[1:]), "of the sizes"),
+        (torch.zeros_like(like, requires_grad=True), "requires_grad=False"),
+    ):
+        with pytest.raises(ValueError, match=f"argument '{argument}': expected .*{text}"):
+            run(module, inputs, **{argument: wrong})
+        assert not bool(wrong.any())
+    for layer in module.modules():
+        if hasattr(layer, "recipe"):
+            layer.recipe = DelayedScaling()
+            break
+    if "list" not in kind:
+        with pytest.raises(ValueError, match=f"argument '{argument}': expected None with DelayedScaling"):
+            run(module, inputs, **{argument: torch.zeros_like(like)})
+
+
+@by_layer
+def test_a_buffer_that_is_written_too_early(kind: str) -> None:
+    """What the next op saved is checked by torch, as for its own ops in place."""
+    module = make(kind)
+    inputs = batch(kind, "fp8_block", 0)
+    out = torch.zeros_like(inputs[-1])
+    loss = module(*inputs[:-1], out=out).square().sum()  # saves the output
+    with torch.no_grad():
+        module(*inputs[:-1], out=out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
