@@ -184,6 +184,8 @@ def memory_of(layer: Layer, call: Callable[..., tuple[Tensor, ...]], data: Batch
 
 #: The allocator rounds each tensor up to 512 bytes.
 ROUNDED = 64 * 512
+#: What torch gives cuBLAS on Hopper. A graph that calls it has one of its own; eager calls share the one they have.
+WORKSPACE = 32 << 20
 
 
 @pytest.mark.gpu
@@ -211,4 +213,5 @@ def test_memory(kind: str, name: str, mode: str, record_property: Callable[..., 
         record_property(f"peak {i}", (peak, eager[1]))
         print(f"{kind}, {name}, {mode}: keeps {kept} ({eager[0]}), peak {peak} ({eager[1]})")
         assert kept <= eager[0] + copies + ROUNDED
-        assert peak <= eager[1] + copies + ROUNDED
+        calls_cublas = mode == "reduce-overhead" and (kind, name) == ("Linear", "none")
+        assert peak <= eager[1] + copies + (WORKSPACE if calls_cublas else 0) + ROUNDED

@@ -292,7 +292,8 @@ def test_unsharded(device: torch.device) -> None:
         one(*inputs).square().sum().backward()
     assert_alike(model, plain, "gradients")
     for one in (model, plain):
-        torch.optim.AdamW(one.parameters(), lr=0.1).step()
+        # torch chooses between its implementations, which round differently, by the class of the parameters.
+        torch.optim.AdamW(one.parameters(), lr=0.1, foreach=False).step()
     assert_alike(model, plain)
     state = model.state_dict()
     assert all(type(t) is Tensor for t in state.values())
