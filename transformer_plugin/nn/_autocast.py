@@ -43,9 +43,9 @@ def _dtype(input: Tensor) -> torch.dtype | None:
     """Returns the autocast dtype for the input's device, or None outside of autocast."""
     if not isinstance(input, Tensor):  # the op raises the error
         return None
-    device = input.device.type
     # Other devices, such as "meta", have no autocast; torch raises an error if asked.
-    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+    device = "cuda" if input.is_cuda else "cpu"
+    if not torch.is_autocast_enabled(device) or not (input.is_cuda or input.is_cpu):
         return None
     return torch.get_autocast_dtype(device)
 

@@ -130,6 +130,8 @@ class RecipeModule(QuantizedWeightMixin, DelayedWgradMixin):
 
     def _weight_gradient(self) -> dict[str, Any]:
         """The arguments of a layer's op that say where and when the weight's gradient is computed."""
+        if not (self.fuse_wgrad_accumulation or self._delays_wgrad or self.save_original_input):
+            return {}  # the common case, in every forward
         queue, names = self._wgrad_queue(), ("main_grad", "accumulate", "weight_grad")
         arguments: dict[str, Any] = dict(zip(names, self._main_grad(), strict=False))
         if self.save_original_input:
@@ -146,7 +148,7 @@ class RecipeModule(QuantizedWeightMixin, DelayedWgradMixin):
 
     def _op_took(self, arguments: dict[str, Any]) -> None:
         """Called with what :meth:`_weight_gradient` returned, once the layer's op has accepted the call."""
-        if arguments.get("weight_grad", "none") != "none":
+        if arguments and arguments.get("weight_grad", "none") != "none":
             mark_added(self._weights())
 
     def _extra_options(self) -> str:

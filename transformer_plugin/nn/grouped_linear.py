@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -30,6 +30,9 @@ from transformer_plugin.nn._recipe import RecipeModule
 from transformer_plugin.nn.quantized_parameters import chosen_recipe, in_high_precision, quantize_parameter
 from transformer_plugin.parallel._shard_experts import draw_uniform
 from transformer_plugin.recipes import DelayedScaling, Recipe
+
+_ops = torch.ops.transformer_plugin
+_NO_OPTIONS = LaunchOptions()
 
 
 def sizes_tensor(group_sizes: Tensor | Sequence[int], input: Tensor) -> Tensor:
@@ -175,14 +178,17 @@ class GroupedLinear(RecipeModule):
 
     def _packed_parameters(self) -> tuple[Tensor, Tensor | None]:
         """This rank's part of the packed weight and bias."""
-        weight, bias = self._parameters_named(("weight", "bias"))
+        found: dict[str, Any] = self._parameters
+        # Parametrizations compute an attribute when it is read.
+        weight = found["weight"] if "weight" in found else self.weight  # noqa: SIM401
+        bias = found["bias"] if "bias" in found else self.bias  # noqa: SIM401
         if self._expert_ranks is None:
             return weight, bias
         return self._local(weight), None if bias is None else self._local(bias)
 
     def _operands(self, input: Tensor) -> tuple[Tensor, Tensor | list[Tensor], Tensor | None]:
         """Input, weight and bias as the ops take them, cast as ``torch.autocast`` casts those of a linear layer."""
-        if self.parameter_layout == "packed":
+        if self._parameter_layout == "packed":
             return operands(input, *self._packed_parameters())
         bias: Tensor | None = None
         if self.has_bias:
@@ -244,11 +250,7 @@ class GroupedLinear(RecipeModule):
         """
         group_sizes = sizes_tensor(group_sizes, input)
         if (bias_scale is not None) != self.scale_bias:
-            raise ValueError(
-                "transformer_plugin::GroupedLinear: argument 'bias_scale': expected "
-                f"{'a tensor [T]' if self.scale_bias else 'None'} with scale_bias={self.scale_bias}, got "
-                f"{'None' if self.scale_bias else 'a tensor'}. Use the same choice in the constructor and the call."
-            )
+            self._refuse_bias_scale()
         quantized_weight = self._quantized_weight()
         bias_scale = None if bias_scale is None else as_float32(bias_scale)
         input, weight, bias = self._operands(input)
@@ -259,17 +261,42 @@ class GroupedLinear(RecipeModule):
         if out is not None or dgrad_out is not None:
             out, buffers = into_buffers(type(self).__name__, self.recipe, out, dgrad_out)
             into.update(buffers)
-        if isinstance(self.recipe, DelayedScaling):
-            output = self._delayed_product(self.recipe, input, weight, group_sizes, bias, bias_scale)
-        else:
-            layer = (bias, bias_scale, *self._formats, quantized_weight, *self.launch_options)
-            if out is None:
-                output = ops.grouped_linear(input, weight, group_sizes, *layer, **into)
-            else:
-                output = out
-                ops.grouped_linear_out(input, weight, group_sizes, out, *layer, **into)
-            self._op_took(into)
+        given = (input, weight, group_sizes, bias, bias_scale)
+        output = self._product(given, quantized_weight, into, out)
         return (output, kept_bias) if self.return_bias else output
+
+    def _product(
+        self,
+        operands: tuple[Any, ...],
+        quantized_weight: list[Tensor] | None,
+        into: dict[str, Any],
+        out: Tensor | None,
+    ) -> Tensor:
+        """Calls the op of the recipe with the operands, and with buffers for what it and its backward compute."""
+        input, weight, group_sizes, *biases = operands
+        if isinstance(self._recipe, DelayedScaling):
+            return self._delayed_product(self._recipe, *operands)
+        is_plain = self._recipe is None and quantized_weight is None and self._launch_options == _NO_OPTIONS
+        if is_plain and out is None and not into:
+            # What is not passed need not be parsed, and the wrapper has nothing to convert.
+            matrices = [weight] if isinstance(weight, Tensor) else weight
+            output: Tensor = _ops.grouped_linear.default(input, matrices, group_sizes, *biases)
+            return output
+        layer = (*biases, *self._formats, quantized_weight, *self._launch_options)
+        if out is None:
+            output = ops.grouped_linear(input, weight, group_sizes, *layer, **into)
+        else:
+            output = out
+            ops.grouped_linear_out(input, weight, group_sizes, out, *layer, **into)
+        self._op_took(into)
+        return output
+
+    def _refuse_bias_scale(self) -> NoReturn:
+        raise ValueError(
+            "transformer_plugin::GroupedLinear: argument 'bias_scale': expected "
+            f"{'a tensor [T]' if self.scale_bias else 'None'} with scale_bias={self.scale_bias}, got "
+            f"{'None' if self.scale_bias else 'a tensor'}. Use the same choice in the constructor and the call."
+        )
 
     def _delayed_product(
         self,

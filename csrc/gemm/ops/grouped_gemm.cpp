@@ -226,15 +226,19 @@ class GroupedGemmFunction : public DifferentiableTwice<GroupedGemmFunction> {
         or_undefined(bias_scale),     or_undefined(alpha), or_undefined(rows)};
     if (a.requires_grad()) saved.insert(saved.end(), b.begin(), b.end());
     ctx->save_for_backward(std::move(saved));
-    ctx->saved_data["matrices"] = static_cast<int64_t>(b.size());
-    ctx->saved_data["is_stack"] = is_stack(b);
-    ctx->saved_data["transpose_b"] = transpose_b;
-    ctx->saved_data["has_bias"] = bias.has_value();
-    ctx->saved_data["num_rows"] = a.sym_size(0);
+    // Only what is not the common case, as each entry costs host time.
+    if (!is_stack(b)) ctx->saved_data["matrices"] = static_cast<int64_t>(b.size());
+    if (!transpose_b) ctx->saved_data["not_transposed"] = true;
+    if (bias) ctx->saved_data["has_bias"] = true;
+    if (rows) ctx->saved_data["num_rows"] = a.sym_size(0);
     save_options(ctx, {max_sms, expected_rows});
     const BelowAutograd guard;
     return call_grouped_gemm(a, b, group_sizes, bias, bias_scale, transpose_b, dtype, alpha, rows,
                              {max_sms, expected_rows});
+  }
+
+  static bool has_entry(const AutogradContext* ctx, const char* name) {
+    return ctx->saved_data.find(name) != ctx->saved_data.end();
   }
 
   // A row that the index names several times gets the sum of their gradients.
@@ -245,7 +249,7 @@ class GroupedGemmFunction : public DifferentiableTwice<GroupedGemmFunction> {
     if (common != dtype) {
       for (Tensor& matrix : matrices) matrix = matrix.to(common);
     }
-    const bool transpose_b = ctx->saved_data["transpose_b"].toBool();
+    const bool transpose_b = !has_entry(ctx, "not_transposed");
     const Tensor taken = call_grouped_gemm(grad.to(common), matrices, sizes, std::nullopt, std::nullopt,
                                            !transpose_b, dtype, alpha, std::nullopt, saved_options(ctx));
     return rows ? call_gather_rows_backward(taken, *rows, sizes, ctx->saved_data["num_rows"].toSymInt())
@@ -257,7 +261,7 @@ class GroupedGemmFunction : public DifferentiableTwice<GroupedGemmFunction> {
                               const Tensor& sizes, const OptionalTensor& alpha, const OptionalTensor& rows) {
     const auto [g, a] = same_dtype(grad, input);
     const at::ScalarType dtype = input.scalar_type();
-    const bool transpose_b = ctx->saved_data["transpose_b"].toBool();
+    const bool transpose_b = !has_entry(ctx, "not_transposed");
     const LaunchOptions options = saved_options(ctx);
     if (!transpose_b && !rows) {
       return call_grouped_gemm_wgrad(a, g, sizes, dtype, alpha, std::nullopt, options);
@@ -269,7 +273,8 @@ class GroupedGemmFunction : public DifferentiableTwice<GroupedGemmFunction> {
   // The gradients of a list are views of one tensor.
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
-    const auto matrices = static_cast<size_t>(ctx->saved_data["matrices"].toInt());
+    const bool of_stack = !has_entry(ctx, "matrices");
+    const size_t matrices = of_stack ? 1 : static_cast<size_t>(ctx->saved_data["matrices"].toInt());
     const Tensor &grad = grads[0], &sizes = saved[1];
     const OptionalTensor alpha = as_optional(saved[4]), rows = as_optional(saved[5]);
     variable_list result(matrices + 10);  // one for each argument, and each matrix of `b`
@@ -278,7 +283,7 @@ class GroupedGemmFunction : public DifferentiableTwice<GroupedGemmFunction> {
     }
     if (saved[0].defined()) {
       const Tensor stack = gradient_of_b(ctx, grad, saved[0], sizes, alpha, rows);
-      if (ctx->saved_data["is_stack"].toBool()) {
+      if (of_stack) {
         result[1] = stack;
       } else {
         const variable_list each = stack.unbind();
@@ -287,7 +292,7 @@ class GroupedGemmFunction : public DifferentiableTwice<GroupedGemmFunction> {
         }
       }
     }
-    const bool has_bias = ctx->saved_data["has_bias"].toBool();
+    const bool has_bias = has_entry(ctx, "has_bias");
     std::tie(result[matrices + 2], result[matrices + 3]) =
         bias_gradients(ctx, has_bias, grad, sizes, saved[2], saved[3], matrices + 2);
     return result;
