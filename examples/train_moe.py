@@ -63,8 +63,8 @@ def number(kind: Callable[[str], float], name: str) -> Callable[[str], float]:
 INTEGER, FLOAT = number(int, "a whole number"), number(float, "a number")
 
 
-def parse(arguments: list[str]) -> tuple[Config, Options]:
-    """Converts the command line to a configuration. Options override the preset."""
+def _parser() -> Parser:
+    """Every field of the configuration is an option."""
     parser = Parser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -100,7 +100,14 @@ def parse(arguments: list[str]) -> tuple[Config, Options]:
             kind = {"int": INTEGER, "float": FLOAT}[str(field.type)]
             name = str(field.type).upper()
             parser.add_argument(option, type=kind, metavar=name, help=f"default {field.default}")
-    given = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
+    return parser
+
+
+def parse(arguments: list[str]) -> tuple[Config, Options]:
+    """Converts the command line to a configuration. Options override the preset."""
+    given = {
+        name: value for name, value in vars(_parser().parse_args(arguments)).items() if value is not None
+    }
     launched = {
         name: _from_launcher(name) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK")
     }

@@ -126,6 +126,15 @@ TABLE: dict[str, tuple[Callable[[], object], int]] = {
         lambda: ops.grouped_mlp(of(T, K), of(G, 2 * N, K), of(G, K, N), SIZES, torch.rand(T)),
         3 * PRODUCT,
     ),
+    "linear_out": (lambda: ops.linear_out(of(T, K), of(N, K), of(T, N)), PRODUCT),
+    "grouped_linear_out": (
+        lambda: ops.grouped_linear_out(of(T, K), of(G, N, K), SIZES, of(T, N)),
+        PRODUCT,
+    ),
+    "grouped_mlp_out": (
+        lambda: ops.grouped_mlp_out(of(T, K), of(G, 2 * N, K), of(G, K, N), SIZES, torch.rand(T), of(T, K)),
+        3 * PRODUCT,
+    ),
 }
 
 

@@ -103,6 +103,9 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "grouped_linear": _grouped_linear,
     "grouped_linear_scaled": _linear,
     "grouped_mlp": _mlp,
+    "linear_out": _linear,
+    "grouped_linear_out": _grouped_linear,
+    "grouped_mlp_out": _mlp,
 }
 
 
