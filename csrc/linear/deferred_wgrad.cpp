@@ -2,6 +2,7 @@
 // are kept.
 #include "linear/deferred_wgrad.h"
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -314,6 +315,10 @@ void check_run(const Tensor& queue, at::TensorList out) {
     TP_CHECK_VALUE(out[i].dim() == 2 || (out[i].dim() == 3 && out.size() == 1), kRun, name,
                    "a matrix, or one tensor [G, N, K]", describe(out[i]),
                    "Pass buffers of the sizes of the weight");
+    // Without gradients in the queue no product checks the buffers, which may be set to zero.
+    TP_CHECK_VALUE(at::has_internal_overlap(out[i]) != at::MemOverlap::Yes, kRun, name,
+                   "a buffer with memory for each element", describe(out[i]) << ", which is expanded",
+                   "Pass a buffer of its own");
   }
   check_written(kRun, "out", out);
   CallMemory memory(kRun);
