@@ -2,6 +2,7 @@
 // gradient, in any format. grouped_linear_out: the same into a buffer of the caller.
 
 #include "common/autograd.h"
+#include "common/group_offsets.h"
 #include "common/register.h"
 #include "common/tensor.h"
 #include "gemm/dispatch/checks.h"
@@ -96,7 +97,32 @@ Tensor native_product(const Call& call) {
                  call.options, call.weight, call.buffers.out);
 }
 
+// Whether the call is one product, which checks its arguments itself.
+bool is_one_product(const Call& call) {
+  if (!call.input.defined() || !call.group_sizes->defined() || call.weight.empty()) return false;
+  const auto& [buffers, accumulate, weight_grad, queue] = call.main_grad;
+  return call.input_format == "none" && call.weight_format == "none" && call.grad_format == "none" &&
+         !call.quantized_weight && !buffers && !queue && accumulate && weight_grad == "none" &&
+         !call.buffers.given();
+}
+
+// Calls the product. What it refuses is refused by the checks of the layer, which name the layer's arguments; checking
+// in every call would double the host time of checks.
+Tensor checked_product(const Call& call) {
+  if (call.input.is_cuda()) check_earlier_sizes(call.op);
+  try {
+    return native_product(call);
+  } catch (const c10::Error&) {
+    check_quantizable(call.op, call.layer(), check_grouped_linear(call), false);
+    throw;
+  }
+}
+
 Tensor grouped_linear(const Call& call) {
+  if (is_one_product(call)) {
+    const BelowAutograd guard;
+    return checked_product(call);
+  }
   const OperandFormats formats = check_grouped_linear(call);
   const LinearArguments layer = call.layer();
   check_quantizable(call.op, layer, formats, false);
@@ -133,11 +159,10 @@ Tensor redispatch(const Call& call) {
 
 Tensor grouped_linear_autograd(const Call& call) {
   if (!any_wants_grad(call.input, call.weight, call.bias, call.bias_scale)) return redispatch(call);
+  if (is_one_product(call)) return checked_product(call);
   const OperandFormats formats = check_grouped_linear(call);
   const LinearArguments layer = call.layer();
   check_quantizable(call.op, layer, formats, wants_grad(call.weight));
-  const bool is_plain = !call.main_grad.buffers && !call.main_grad.queue && !call.buffers.given();
-  if (formats.native() && is_plain) return native_product(call);
   return quantized_linear_autograd(layer, formats);
 }
 
