@@ -198,6 +198,9 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "str weight_format=\"fp8_tensor:e4m3\", str grad_format=\"fp8_tensor:e5m2\", int max_sms=0, "
       "int expected_rows=-1) -> Tensor");
 
+  // Autograd passes the gradient of "value", a new tensor, on to "source", which stands for the same numbers.
+  m.def("connect_gradient(Tensor value, Tensor source) -> ()");
+
   // Raises what a GPU noticed about the group sizes of earlier calls; calls with group sizes do so too.
   m.def("check_group_sizes() -> ()");
 

@@ -132,5 +132,7 @@ def test_options_are_those_of_the_weight_with_a_buffer(
 
 
 def test_expanded_buffers_are_refused_without_gradients(queues: list[Tensor]) -> None:
-    with pytest.raises(ValueError, match=r"argument 'out\[0\]': expected a buffer with memory for each element"):
+    with pytest.raises(
+        ValueError, match=r"argument 'out\[0\]': expected a buffer with memory for each element"
+    ):
         ops.run_deferred_wgrads(queues[0], torch.zeros(1).expand(N, K), accumulate=False)

@@ -32,6 +32,12 @@ def permuted(name: str) -> Tensor:
     return ops.permute_weights(of(T, 1), slot, source)
 
 
+def connected() -> Tensor:
+    value = torch.randn(T, K)
+    ops.connect_gradient(value, of(T, K))
+    return value
+
+
 def aux_loss() -> Tensor:
     scores, load = ops.router_scores(of(T, G)), ops.count_tokens_per_expert(INDICES, G)
     return ops.aux_loss(scores, load, T, 1, 0.1)
@@ -49,6 +55,7 @@ CALLS: list[tuple[str, Callable[[], Tensor]]] = [
     ("swiglu", lambda: ops.swiglu(of(T, K))),
     ("rms_norm", lambda: ops.rms_norm(of(T, K), of(K), 1e-5)),
     ("layer_norm", lambda: ops.layer_norm(of(T, K), of(K), of(K), 1e-5)),
+    ("connect_gradient", connected),
     ("permute", lambda: permuted("permute")),
     ("unpermute", lambda: permuted("unpermute")),
     ("permute_weights", lambda: permuted("permute_weights")),

@@ -2,6 +2,7 @@
 
 from transformer_plugin.ops import (
     activation as _activation,
+    connect_gradient as _connect_gradient,
     deferred_wgrad as _deferred_wgrad,
     delayed_scaling as _delayed_scaling,
     expert_parallel as _expert_parallel,
@@ -20,6 +21,7 @@ from transformer_plugin.ops import (
     routing as _routing,
 )
 from transformer_plugin.ops.activation import *
+from transformer_plugin.ops.connect_gradient import *
 from transformer_plugin.ops.deferred_wgrad import *
 from transformer_plugin.ops.delayed_scaling import *
 from transformer_plugin.ops.expert_parallel import *
@@ -40,6 +42,7 @@ from transformer_plugin.ops.routing import *
 # A function may have the name of its module, so the modules have other names here.
 __all__: list[str] = []
 __all__ += _activation.__all__
+__all__ += _connect_gradient.__all__
 __all__ += _deferred_wgrad.__all__
 __all__ += _delayed_scaling.__all__
 __all__ += _expert_parallel.__all__

@@ -2,6 +2,7 @@
 
 from transformer_plugin.reference import (
     activation as _activation,
+    connect_gradient as _connect_gradient,
     deferred_wgrad as _deferred_wgrad,
     delayed_scaling as _delayed_scaling,
     fused as _fused,
@@ -17,6 +18,7 @@ from transformer_plugin.reference import (
     routing as _routing,
 )
 from transformer_plugin.reference.activation import *
+from transformer_plugin.reference.connect_gradient import *
 from transformer_plugin.reference.deferred_wgrad import *
 from transformer_plugin.reference.delayed_scaling import *
 from transformer_plugin.reference.fused import *
@@ -34,6 +36,7 @@ from transformer_plugin.reference.routing import *
 # A function may have the name of its module, so modules are imported under other names here.
 __all__: list[str] = []
 __all__ += _activation.__all__
+__all__ += _connect_gradient.__all__
 __all__ += _deferred_wgrad.__all__
 __all__ += _delayed_scaling.__all__
 __all__ += _fused.__all__

@@ -12,6 +12,7 @@ from transformer_plugin.tensor import _checks, _layout
 from transformer_plugin.tensor._base import Buffers, FormatTensor, new_value
 
 UNQUANTIZED = "none"
+_ops = torch.ops.transformer_plugin
 
 
 class _FromTensor(torch.autograd.Function):
@@ -35,6 +36,17 @@ def differentiable(data: Tensor, group_sizes: Tensor | None) -> GroupedTensor:
     A call of this function is one node of a graph that torch.compile traces.
     """
     value: GroupedTensor = _FromTensor.apply(data, group_sizes)
+    return value
+
+
+def over(data: Tensor, group_sizes: Tensor | None) -> GroupedTensor:
+    """:func:`differentiable`, in a third of its host time where nothing is traced."""
+    if torch.compiler.is_compiling() or type(data) is not Tensor:
+        return differentiable(data, group_sizes)
+    nothing = (None,) * 5
+    arguments = ("GroupedTensor", UNQUANTIZED, data.shape, data.dtype, False)
+    value: GroupedTensor = new_value(*arguments, data.detach(), *nothing, group_sizes)
+    _ops.connect_gradient.default(value, data)
     return value
 
 
@@ -91,7 +103,7 @@ class GroupedTensor(FormatTensor):
         if format == UNQUANTIZED:
             data = cls._check_unquantized(buffers, dtype)
             if data.requires_grad and torch.is_grad_enabled():
-                return differentiable(data, group_sizes)
+                return over(data, group_sizes)
             value: GroupedTensor = cls._make(buffers, UNQUANTIZED, data.shape, data.dtype, requires_grad)
             return value
         parsed = _checks.format_of(op, format)

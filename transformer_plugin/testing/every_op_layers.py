@@ -115,6 +115,7 @@ def layer_out_calls(draw: Draw) -> Calls:
         "fc1_weight": [draw(G, N, K, dtype=BFLOAT16)],
         "fc2_weight": [draw(G, K, N // 2, dtype=BFLOAT16)],
     }
+    yield "connect_gradient", "", {"value": draw(T, K), "source": draw(T, K)}
     mlp = {"input": input, **weights, **sizes, "probs": draw(T)}
     yield "grouped_mlp", "buffers", {**mlp, **roles, "dgrad_out": keeps["dgrad_out"]}
     yield "grouped_mlp_out", "", {**mlp, "out": draw(T, K, dtype=BFLOAT16), "dgrad_out": keeps["dgrad_out"]}
