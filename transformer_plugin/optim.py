@@ -11,6 +11,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from transformer_plugin.nn.quantized_weight import copies_of
+from transformer_plugin.parallel.clip import gradient_of
 from transformer_plugin.tensor._base import FormatTensor
 
 __all__ = ["MasterWeights", "refresh_after"]
@@ -83,7 +84,7 @@ class MasterWeights:
     def step(self) -> None:
         """One step of the optimizer, and its result in the parameters."""
         for parameter, master in zip(self.parameters, self.master_weights, strict=True):
-            grad = _gradient_of(parameter)
+            grad = gradient_of(parameter)
             master.grad = None if grad is None else grad.to(master.dtype)
         self.optimizer.step()
         for parameter, master in zip(self.parameters, self.master_weights, strict=True):
@@ -131,14 +132,6 @@ class MasterWeights:
         for parameter, master, weight in zip(self.parameters, self.master_weights, saved, strict=True):
             master.copy_(weight)
             parameter.copy_(master.detach())
-
-
-def _gradient_of(parameter: Tensor) -> Tensor | None:
-    """The gradient of a parameter, wherever the backward has left it."""
-    main_grad: Tensor | None = getattr(parameter, "main_grad", None)
-    if parameter.grad is None or getattr(parameter, "grad_added_to_main_grad", False):
-        return main_grad
-    return parameter.grad
 
 
 def _master_of(parameter: Tensor) -> Tensor:

@@ -109,6 +109,45 @@ def test_clipping_of_placements(four: RankPool) -> None:
     four.run(check_clipping_of_placements)
 
 
+@pytest.mark.parametrize("marked", [False, True], ids=["no-grad", "grad-to-discard"])
+def test_clipping_of_main_grads(marked: bool) -> None:
+    """Gradients that a backward added to ``main_grad`` count, and what autograd got in their place does not."""
+    torch.manual_seed(0)
+    plain, fused = tp.nn.GroupedMLP(2, 8, 16, bias=True), tp.nn.GroupedMLP(2, 8, 16, bias=True)
+    fused.load_state_dict(plain.state_dict())
+    for layer in (fused.fc1, fused.fc2):
+        layer.fuse_wgrad_accumulation = True
+        layer.weight.main_grad = torch.zeros_like(layer.weight)
+        if marked:
+            layer.weight.grad_added_to_main_grad = False
+    x, sizes = 10 * torch.randn(5, 8), torch.tensor([2, 3])
+    for experts in (plain, fused):
+        experts(x, sizes, torch.ones(5)).square().sum().backward()
+    if marked:
+        fused.fc1.weight.grad.fill_(math.nan)
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    assert expected > 1
+    torch.testing.assert_close(tp.clip_grad_norm_(fused, 1.0), expected)
+    for layer, other in ((fused.fc1, plain.fc1), (fused.fc2, plain.fc2)):
+        torch.testing.assert_close(layer.weight.main_grad, other.weight.grad)
+        torch.testing.assert_close(layer.bias.grad, other.bias.grad)
+
+
+def check_clipping_of_sharded_main_grads(rank: Rank) -> None:
+    mesh = init_device_mesh(rank.device.type, (rank.size,))
+    whole = torch.arange(1.0, 17.0, device=rank.device).view(4, 4)
+    weight: Any = torch.nn.Parameter(torch.distributed.tensor.distribute_tensor(whole, mesh, [Shard(0)]))
+    weight.main_grad = weight.detach().to_local().clone()
+    norm = tp.clip_grad_norm_(weight, 1.0)
+    torch.testing.assert_close(norm, whole.norm())
+    everyone = DTensor.from_local(weight.main_grad, mesh, [Shard(0)]).full_tensor()
+    torch.testing.assert_close(everyone, whole / whole.norm())
+
+
+def test_clipping_of_sharded_main_grads(ranks: RankPool) -> None:
+    ranks.run(check_clipping_of_sharded_main_grads)
+
+
 def test_clipping_reads_nothing() -> None:
     with FakeTensorMode():  # its tensors have no values to read
         parameters = [torch.nn.Parameter(torch.empty(3, dtype=d)) for d in (torch.float32, torch.bfloat16)]

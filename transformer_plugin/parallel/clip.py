@@ -32,6 +32,9 @@ def clip_grad_norm_(
     an averaged gradient. All ranks call this function with the same parameters in the same order, and get the same norm
     and factor. Communication is enqueued on the device; the host does not wait for it.
 
+    A gradient is ``parameter.main_grad`` where ``parameter.grad_added_to_main_grad`` is True or where there is no
+    ``parameter.grad``; a plain ``main_grad`` of a ``DTensor`` is this rank's part.
+
     Args:
         parameters: a module, a tensor or tensors; parameters without a gradient are skipped.
         max_norm: the largest norm.
@@ -81,7 +84,28 @@ def _gradients(parameters: torch.nn.Module | Tensor | Iterable[Tensor]) -> list[
     elif isinstance(parameters, Tensor):
         parameters = [parameters]
     once = {id(parameter): parameter for parameter in parameters}
-    return [parameter.grad for parameter in once.values() if parameter.grad is not None]
+    return [found for parameter in once.values() if (found := gradient_of(parameter)) is not None]
+
+
+def gradient_of(parameter: Any) -> Tensor | None:
+    """The gradient of a parameter, wherever the backward has left it.
+
+    With ``grad_added_to_main_grad`` a ``.grad`` is a tensor without a meaning.
+    """
+    main_grad = getattr(parameter, "main_grad", None)
+    added = getattr(parameter, "grad_added_to_main_grad", False)
+    if not isinstance(main_grad, Tensor) or not (added or parameter.grad is None):
+        grad: Tensor | None = parameter.grad
+        return grad
+    main_grad = main_grad.detach()
+    if not hasattr(parameter, "to_local") or hasattr(main_grad, "to_local"):
+        return main_grad
+    from torch.distributed.tensor import DTensor
+
+    sizes = {"shape": parameter.shape, "stride": parameter.stride()}
+    return DTensor.from_local(
+        main_grad, parameter.device_mesh, parameter.placements, run_check=False, **sizes
+    )
 
 
 def _groups_and_part(gradient: Tensor) -> tuple[list[ProcessGroup], Tensor]:
