@@ -59,6 +59,31 @@ def _restore(parameter: Any, attributes: dict[str, Any]) -> None:
             setattr(parameter, hooks, registered)
 
 
+def has_other_sizes(module: torch.nn.Module, state: dict[str, Any], prefix: str, errors: list[str]) -> bool:
+    """Before ``load_state_dict``: whether it fails for entries of this layer, which then stays as it is.
+
+    torch copies the entries that fit before it raises the error about the others.
+
+    Args:
+        module: the layer.
+        state, prefix: as torch passes them to the layer.
+        errors: what is known to be wrong with the state; entries of other sizes are added in torch's words.
+    """
+    if module._load_state_dict_pre_hooks:  # torch calls them later; they may change the entries
+        return False
+    known = len([text for text in errors if f" for {prefix}" in text])
+    for name, own in (*module._parameters.items(), *module._buffers.items()):
+        value = state.get(prefix + name)
+        if own is None or not isinstance(value, Tensor) or value.shape == own.shape:
+            continue
+        known += 1
+        errors.append(
+            f"size mismatch for {prefix}{name}: copying a param with shape {value.shape} from checkpoint, the shape "
+            f"in current model is {own.shape}."
+        )
+    return known > 0
+
+
 def fit_assigned(module: torch.nn.Module, state: dict[str, Any], prefix: str, errors: list[str]) -> list[str]:
     """Before ``load_state_dict(assign=True)``: changes entries of a state into the types of the module's parameters.
 

@@ -18,6 +18,7 @@ from transformer_plugin.nn._main_grad import main_grads, mark_added
 from transformer_plugin.nn._parameter_types import (
     after_load,
     fit_assigned,
+    has_other_sizes,
     keeping_attributes,
     keeping_types,
 )
@@ -265,6 +266,8 @@ class RecipeModule(QuantizedWeightMixin, DelayedWgradMixin):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         metadata, _, missing, _, errors = arguments
+        if has_other_sizes(self, state_dict, prefix, errors):
+            return  # torch raises the error
         assigns = metadata.get("assign_to_params_buffers", False)
         refused = fit_assigned(self, state_dict, prefix, errors) if assigns else []
         super()._load_from_state_dict(state_dict, prefix, *arguments)
