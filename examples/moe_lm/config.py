@@ -222,6 +222,11 @@ class Config:
                 self.parameters,
                 "Leave it out.",
             )
+        if self.format == "fp8_delayed" and self.parameters == "list":
+            expected = "packed or grouped, for the scales of --format fp8_delayed"
+            raise UserError(
+                option("parameters"), expected, "list", "Choose one of them, or another --format."
+            )
         if self.reference and self.data_parallel == "ddp" and self.sharing > 1:
             expected = "fsdp, for plain PyTorch with experts that are sharded over ranks"
             raise UserError(option("data_parallel"), expected, "ddp", "Use --expert-ranks 1.")

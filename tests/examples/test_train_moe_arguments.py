@@ -99,6 +99,11 @@ def test_numbers(name: str, capsys: pytest.CaptureFixture[str]) -> None:
             "Use --expert-ranks 1.",
         ),
         (
+            "--parameters list --expert-ranks 1 --format fp8_delayed",
+            "argument '--parameters': expected packed or grouped, for the scales of --format fp8_delayed, got list. "
+            "Choose one of them, or another --format.",
+        ),
+        (
             "--parameters grouped --reference",
             "argument '--parameters': expected packed, the only one in plain PyTorch, got grouped. Leave it out.",
         ),
