@@ -217,3 +217,7 @@ def test_sizes_in_a_list_are_made_a_tensor(sizes: list[int] | tuple[int, ...]) -
         TypeError, match="argument 'group_sizes': expected one of the dtypes int32, int64, got float32"
     ):
         layer(input, [2.0, 0.0, 3.0])
+    with pytest.raises(TypeError, match="argument 'input': expected a tensor, got None"):
+        layer(None, sizes)
+    with pytest.raises(TypeError, match="argument 'group_sizes': expected a tensor, got list of str"):
+        layer(input, ["2", "0", "3"])

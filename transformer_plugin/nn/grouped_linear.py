@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -35,11 +35,15 @@ _ops = torch.ops.transformer_plugin
 _NO_OPTIONS = LaunchOptions()
 
 
-def sizes_tensor(group_sizes: Tensor | Sequence[int], input: Tensor) -> Tensor:
-    """The sizes as a tensor on the device of the input. If a value is no integer, the op raises."""
-    if isinstance(group_sizes, Tensor) or group_sizes is None:
-        return group_sizes
-    return torch.tensor(group_sizes, dtype=None if group_sizes else torch.int64, device=input.device)
+def sizes_tensor(group_sizes: Tensor | Sequence[int], input: Any) -> Tensor:
+    """Sizes in a list as a tensor on the device of the input. What is no list of integers is refused by the op."""
+    if isinstance(group_sizes, Tensor) or not isinstance(group_sizes, list | tuple | range):
+        return cast(Tensor, group_sizes)
+    try:
+        dtype = None if group_sizes else torch.int64
+        return torch.tensor(group_sizes, dtype=dtype, device=getattr(input, "device", None))
+    except (TypeError, ValueError):
+        return cast(Tensor, group_sizes)
 
 
 class GroupedLinear(RecipeModule):
