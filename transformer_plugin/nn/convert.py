@@ -86,6 +86,9 @@ def convert(
     Names of parameters, the ``state_dict``, hooks and references to the modules stay as they are. Subclasses of
     ``torch.nn.Linear`` and other modules are left alone.
 
+    Without gradients ``torch.nn.TransformerEncoderLayer`` reads the weights of its layers and does not call them, so
+    that their recipe has no effect, unless ``torch.backends.mha.set_fastpath_enabled(False)`` was called.
+
     Args:
         model: any module.
         recipe: of :mod:`transformer_plugin.recipes`; None changes no number format.
