@@ -221,6 +221,22 @@ def test_hooks_of_the_layers_inside() -> None:
     assert_same_gradients(moe, other)
 
 
+def test_groups_that_share_a_weight() -> None:
+    """The parameter gets the sum of their gradients, in a new ``.grad`` and in one that exists."""
+    gradients = []
+    for delay in (False, True):
+        torch.manual_seed(0)
+        layer: Any = nn.GroupedLinear(3, 8, 4, parameters="list", delay_wgrad_compute=delay)
+        layer.weight1 = layer.weight0
+        x, sizes = torch.randn(9, 8), torch.tensor([4, 2, 3])
+        for _ in range(2):
+            layer(x, sizes).square().sum().backward()
+            layer.backward_dw()
+        gradients.append([layer.weight0.grad, layer.weight2.grad])
+    for got, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
 def test_switched_off_and_on() -> None:
     """What waits is computed later also after the attribute changed."""
     delayed, usual = both("Linear")

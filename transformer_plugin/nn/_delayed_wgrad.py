@@ -142,11 +142,17 @@ class DelayedWgradMixin(WgradHooks):
             ops.run_deferred_wgrads(queue, main_grad_buffers(type(self).__name__, weights))
             return
         fresh = all(weight.grad is None for weight in weights)
-        grads = [_empty_grad(weight, not fresh) if weight.grad is None else weight.grad for weight in weights]
+        grads: list[Tensor] = []
+        seen: set[int] = set()  # one parameter may be the weight of several groups
+        for weight in weights:
+            own = None if id(weight) in seen else weight.grad
+            grads.append(_empty_grad(weight, not fresh) if own is None else own)
+            seen.add(id(weight))
         ops.run_deferred_wgrads(queue, [_plain(grad) for grad in grads], not fresh)
         for weight, grad in zip(weights, grads, strict=True):
-            if weight.requires_grad and weight.grad is None:
-                weight.grad = grad
+            if not weight.requires_grad or weight.grad is grad:
+                continue
+            weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
 
 
 def _plain(grad: Tensor) -> Tensor:
