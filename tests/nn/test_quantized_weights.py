@@ -330,6 +330,19 @@ def test_inference_mode(kind: str) -> None:
         assert_same_bits(got, module(*arguments))
 
 
+@by_module
+def test_training_after_inference_mode(kind: str) -> None:
+    """A backward may keep a copy that was made and refreshed in inference mode."""
+    module = make(kind)
+    x, sizes, probs = torch.randn(6, 48), torch.tensor([1, 2, 2]), torch.rand(6)
+    arguments = ARGUMENTS.get(kind, lambda *given: given)(x, sizes, probs)
+    with torch.inference_mode():
+        module.quantize_weights()
+        module.quantize_weights()
+    module(*arguments).sum().backward()
+    assert all(parameter.grad is not None for parameter in module.parameters())
+
+
 @pytest.fixture
 def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()

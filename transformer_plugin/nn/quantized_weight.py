@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -43,7 +44,7 @@ class QuantizedWeight:
     def __init__(self, weight: Tensor | Sequence[Tensor], formats: Formats) -> None:
         self.formats: Formats = (formats[0], formats[1], formats[2])
         self._take(weight)
-        with torch.no_grad():
+        with torch.no_grad(), _outside_of_inference_mode():
             #: What the ops take: data, scales and, of ``nvfp4``, amaxes, along rows and, where needed, along columns.
             self.tensors: list[Tensor] = ops.quantize_weight(self._values(), *self.formats)
         self._seen: list[_Seen] | None = [_Seen.of(source) for source in self._sources]
@@ -154,6 +155,11 @@ class QuantizedWeight:
         if state["behind"] is not None:
             pairs = zip(self._sources, state["behind"], strict=True)
             self._seen = [_Seen.of(source, behind) for source, behind in pairs]
+
+
+def _outside_of_inference_mode() -> AbstractContextManager[Any]:
+    """For tensors that later backwards may keep, which autograd refuses of those made in inference mode."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 class QuantizedCopies:
