@@ -83,8 +83,8 @@ class MasterWeights:
     @torch.no_grad()
     def step(self) -> None:
         """One step of the optimizer, and its result in the parameters."""
-        for parameter, master in zip(self.parameters, self.master_weights, strict=True):
-            grad = gradient_of(parameter)
+        grads = [gradient_of(parameter, "MasterWeights") for parameter in self.parameters]
+        for grad, master in zip(grads, self.master_weights, strict=True):
             master.grad = None if grad is None else grad.to(master.dtype)
         self.optimizer.step()
         for parameter, master in zip(self.parameters, self.master_weights, strict=True):

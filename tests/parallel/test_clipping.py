@@ -142,6 +142,36 @@ def check_clipping_of_sharded_main_grads(rank: Rank) -> None:
     torch.testing.assert_close(norm, whole.norm())
     everyone = DTensor.from_local(weight.main_grad, mesh, [Shard(0)]).full_tensor()
     torch.testing.assert_close(everyone, whole / whole.norm())
+    before = weight.main_grad.clone()
+    weight.grad = torch.zeros_like(weight)
+    with pytest.raises(ValueError, match="expected 'grad_added_to_main_grad' on a DTensor"):
+        tp.clip_grad_norm_(weight, 0.1)
+    assert_same_bits(weight.main_grad, before)
+    weight.grad_added_to_main_grad = True
+    tp.clip_grad_norm_(weight, 0.1)
+    torch.testing.assert_close(weight.main_grad, before / 10)
+
+
+def check_clipping_of_main_grads_of_experts(rank: Rank) -> None:
+    """With the flag of Megatron, experts over ranks have the norm of a layer without main_grad."""
+    norms = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        dispatch = tp.nn.DispatchConfig(max_tokens=8)
+        moe = tp.nn.MoE(16, 8, 4, 2, group=rank.group, dispatch=dispatch, device=rank.device)
+        for layer in (moe.experts.fc1, moe.experts.fc2):
+            layer.fuse_wgrad_accumulation = fused
+            if fused:
+                layer.weight.main_grad = torch.zeros_like(layer.weight.to_local()).detach()
+                layer.weight.grad_added_to_main_grad = False
+        generator = torch.Generator().manual_seed(rank.rank)
+        moe(torch.randn(8, 16, generator=generator).to(rank.device)).output.square().sum().backward()
+        norms.append(tp.clip_grad_norm_(moe.experts, 1.0))
+    torch.testing.assert_close(*norms)
+
+
+def test_clipping_of_main_grads_of_experts(pair: RankPool) -> None:
+    pair.run(check_clipping_of_main_grads_of_experts)
 
 
 def test_clipping_of_sharded_main_grads(ranks: RankPool) -> None:

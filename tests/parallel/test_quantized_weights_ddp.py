@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+import transformer_plugin as tp
 from transformer_plugin.nn import GroupedMLP
 from transformer_plugin.recipes import Float8BlockScaling
 from transformer_plugin.testing.distributed import Rank, RankPool
@@ -67,6 +70,36 @@ def two_forwards_with_defaults(rank: Rank) -> None:
         results.append([p.grad for p in layer.parameters()])
     for got, expected in zip(*results, strict=True):
         assert_same_bits(got, expected)
+
+
+def quantized_parameters(rank: Rank) -> None:
+    """Made with one seed they need no broadcast. The steps are those of a layer in high precision."""
+    recipe, results = Float8BlockScaling(), []
+    for quantized in (True, False):
+        torch.manual_seed(0)
+        with tp.quantized_init(recipe, preserve_high_precision_init_val=True) if quantized else nullcontext():
+            layer = GroupedMLP(3, 128, 256, recipe=recipe, device=rank.device)
+        model = DistributedDataParallel(layer, process_group=rank.group, init_sync=not quantized)
+        optimizer: Any = (
+            tp.optim.MasterWeights(layer.parameters(), lambda weights: torch.optim.AdamW(weights, lr=0.01))
+            if quantized
+            else torch.optim.AdamW(layer.parameters(), lr=0.01)
+        )
+        generator, outputs = torch.Generator().manual_seed(rank.rank), []
+        for _ in range(STEPS):
+            rows, probs = torch.randn(20, 128, generator=generator), torch.rand(20, generator=generator)
+            sizes = torch.tensor([5, 4 + rank.rank, 10], device=rank.device)
+            outputs.append(model(rows.to(rank.device), sizes, probs.to(rank.device)))
+            outputs[-1].square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(outputs)
+    for got, expected in zip(*results, strict=True):
+        assert_same_bits(got.detach(), expected.detach())
+
+
+def test_quantized_parameters(pair: RankPool) -> None:
+    pair.run(quantized_parameters)
 
 
 def test_two_forwards_with_the_defaults_of_ddp(pair: RankPool) -> None:

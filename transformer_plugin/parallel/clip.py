@@ -33,7 +33,8 @@ def clip_grad_norm_(
     and factor. Communication is enqueued on the device; the host does not wait for it.
 
     A gradient is ``parameter.main_grad`` where ``parameter.grad_added_to_main_grad`` is True or where there is no
-    ``parameter.grad``; a plain ``main_grad`` of a ``DTensor`` is this rank's part.
+    ``parameter.grad``; a plain ``main_grad`` of a ``DTensor`` is this rank's part. A ``DTensor`` with both gradients
+    needs the attribute, because its ``.grad`` may be the zeros that torch makes of a missing gradient.
 
     Args:
         parameters: a module, a tensor or tensors; parameters without a gradient are skipped.
@@ -52,7 +53,7 @@ def clip_grad_norm_(
             "transformer_plugin::clip_grad_norm_: argument 'norm_type': expected a number above 0, or inf, got "
             f"{norm_type}. Pass 2.0 for the Euclidean norm."
         )
-    gradients = _gradients(parameters)
+    gradients = _gradients(parameters)  # raises before anything is scaled
     if not gradients:
         return torch.tensor(0.0)
     parts: dict[Place, tuple[list[ProcessGroup], list[Tensor]]] = {}
@@ -84,16 +85,28 @@ def _gradients(parameters: torch.nn.Module | Tensor | Iterable[Tensor]) -> list[
     elif isinstance(parameters, Tensor):
         parameters = [parameters]
     once = {id(parameter): parameter for parameter in parameters}
-    return [found for parameter in once.values() if (found := gradient_of(parameter)) is not None]
+    found = (gradient_of(parameter, "clip_grad_norm_") for parameter in once.values())
+    return [gradient for gradient in found if gradient is not None]
 
 
-def gradient_of(parameter: Any) -> Tensor | None:
+def gradient_of(parameter: Any, op: str) -> Tensor | None:
     """The gradient of a parameter, wherever the backward has left it.
 
     With ``grad_added_to_main_grad`` a ``.grad`` is a tensor without a meaning.
+
+    Args:
+        parameter: the parameter.
+        op: the name for errors.
     """
     main_grad = getattr(parameter, "main_grad", None)
-    added = getattr(parameter, "grad_added_to_main_grad", False)
+    added = getattr(parameter, "grad_added_to_main_grad", None)
+    has_both = isinstance(main_grad, Tensor) and parameter.grad is not None
+    if has_both and added is None and hasattr(parameter, "to_local"):
+        raise ValueError(
+            f"transformer_plugin::{op}: argument 'parameters': expected 'grad_added_to_main_grad' on a DTensor that "
+            f"has both .grad and main_grad, got none on one of sizes {list(parameter.shape)}. Set it to False before "
+            "the first forward; layers that add to main_grad then set it to True."
+        )
     if not isinstance(main_grad, Tensor) or not (added or parameter.grad is None):
         grad: Tensor | None = parameter.grad
         return grad
