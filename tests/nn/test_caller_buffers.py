@@ -9,7 +9,8 @@ import torch
 
 from tests.nn.common import by_recipe
 from tests.nn.delayed_layers import batch, make
-from transformer_plugin.recipes import DelayedScaling
+from transformer_plugin.nn import GroupedLinear, GroupedMLP, Linear, quantized_init
+from transformer_plugin.recipes import DelayedScaling, Float8BlockScaling, MXFP8BlockScaling, Recipe
 from transformer_plugin.testing.numerics import assert_same_bits
 
 by_layer = pytest.mark.parametrize(
@@ -80,3 +81,22 @@ def test_a_buffer_that_is_written_too_early(kind: str) -> None:
         module(*inputs[:-1], out=out)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@pytest.mark.parametrize("recipe", [Float8BlockScaling(), MXFP8BlockScaling()], ids=["fp8_block", "mxfp8"])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_quantized_parameters_without_gradients(recipe: Recipe, mode: Any, device: torch.device) -> None:
+    x, sizes = torch.randn(32, 128, device=device), torch.tensor([16, 0, 12], device=device)
+    options: dict[str, Any] = {"recipe": recipe, "device": device}
+    with quantized_init(recipe):
+        layers = (
+            (Linear(128, 128, **options), (x,)),
+            (GroupedLinear(3, 128, 128, **options), (x, sizes)),
+            (GroupedMLP(3, 128, 128, **options), (x, sizes, torch.rand(32, device=device))),
+        )
+    for layer, inputs in layers:
+        with mode():
+            out = torch.full_like(x, 7.0)
+            got = layer(*inputs, out=out)
+            assert_same_bits(out, layer(*inputs))
+        assert got.data_ptr() == out.data_ptr()

@@ -148,3 +148,49 @@ def test_a_value_over_a_tensor_with_a_gradient(device: torch.device) -> None:
     assert Parameter(stack_of).is_leaf
     with torch.no_grad():
         assert not GroupedTensor(x, group_sizes).requires_grad
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_torch_finds_the_node_with_view_as(quantized: bool, device: torch.device) -> None:
+    """``get_gradient_edge`` views a parameter as itself; hooks of several tensors call it."""
+    p: Any = parameter(device)
+    if quantized:
+        p = Parameter(tp.quantize(numbers("stack", device), "fp8_block"))
+    edge = torch.autograd.graph.get_gradient_edge(p)
+    assert edge.node.variable is p
+    seen: list[Any] = []
+    handle = torch.autograd.graph.register_multi_grad_hook((p,), lambda grads: seen.append(grads[0].shape))
+    p.dequantize().sum().backward()
+    assert seen == [p.shape]
+    handle.remove()
+
+
+def test_a_module_is_converted_while_a_graph_lives(device: torch.device) -> None:
+    module = torch.nn.Module()
+    module.weight = parameter(device)
+    loss = (module.weight * 2).sum()
+    module.to(torch.float64)
+    assert type(module.weight) is GroupedTensor and module.weight.dtype == torch.float64
+    assert loss.requires_grad and module.weight.packed().dtype == torch.float64
+
+
+READS: tuple[Any, ...] = (
+    *(lambda v: v.abs(), lambda v: 1 / v, lambda v: v.reciprocal(), lambda v: torch.linalg.vector_norm(v, 1)),
+    *(lambda v: torch.linalg.vector_norm(v, float("inf")), lambda v: torch.amax(v, -1), lambda v: v.var()),
+    *(
+        lambda v: v.sqrt(),
+        lambda v: v.max(dim=-1).values,
+        lambda v: torch.maximum(v, v * 0.5),
+        lambda v: 2**v,
+    ),
+)
+
+
+@pytest.mark.parametrize("i", range(len(READS)))
+def test_gradients_of_what_is_read(i: int, device: torch.device) -> None:
+    data = torch.rand(4, 8, 16, device=device) + 0.1
+    grads = []
+    for leaf in (Parameter(GroupedTensor(data.clone())), Parameter(data.clone())):
+        READS[i](leaf).square().sum().backward()
+        grads.append(leaf.grad)
+    assert type(grads[0]) is Tensor and torch.equal(grads[0], grads[1])

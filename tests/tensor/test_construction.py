@@ -196,3 +196,63 @@ def test_random_rounding_takes_a_seed(device: torch.device) -> None:
         value.copy_(numbers("matrix", device, seed=1))
     value.quantize_(numbers("matrix", device, seed=1), seed=seed)
     assert same_bytes(value, tp.quantize(numbers("matrix", device, seed=1), "nvfp4:sr", seed=seed))
+
+
+def test_rows_are_only_of_ragged_columns(device: torch.device) -> None:
+    """Other values know how many rows they have, and another number would be ignored."""
+    value = quantized(("fp8_block", "ragged", (True, True)), device)
+    b = value._buffers
+    rowwise = {"scale_inv": b.scale_inv, "format": value.format}
+    columnwise = {"columnwise_data": b.columnwise_data, "columnwise_scale_inv": b.columnwise_scale_inv}
+    wrong: list[tuple[Any, str, dict[str, Any]]] = [
+        (ValueError, "None, but for a ragged value", {"rowwise_data": torch.ones(4, 5, 6), "rows": 4}),
+        (ValueError, "None, but for a ragged value", {"rowwise_data": b.rowwise_data, **rowwise, "rows": 7}),
+        (ValueError, "a number from 0", {**columnwise, "format": value.format, "rows": -1}),
+        (TypeError, "an int", {**columnwise, "format": value.format, "rows": "80"}),
+    ]
+    for error, expected, arguments in wrong:
+        group_sizes = (
+            None if "columnwise_data" not in arguments and "scale_inv" not in arguments else b.group_sizes
+        )
+        with pytest.raises(error, match=f"argument 'rows': expected {expected}.*, got .*"):
+            GroupedTensor(group_sizes=group_sizes, **arguments)
+    given: dict[str, Any] = {**columnwise, "format": value.format, "group_sizes": b.group_sizes}
+    assert GroupedTensor(**given, rows=80).shape == GroupedTensor(**given).shape == (80, 160)
+
+
+def test_format_none_as_an_object(device: torch.device) -> None:
+    data = torch.ones(2, 3, 4, device=device)
+    assert torch.equal(GroupedTensor(data, format=Format("none")), GroupedTensor(data))
+
+
+def test_members_that_are_no_matrices(device: torch.device) -> None:
+    one = torch.ones(2, 3, device=device)
+    wrong: tuple[tuple[Any, str, type[Exception]], ...] = (
+        (3, "'members': expected tensors, got int", TypeError),
+        ([one, 1], r"'members\[1\]': expected a plain tensor, got int", TypeError),
+        (
+            [GroupedTensor(one), GroupedTensor(one)],
+            r"'members\[0\]': expected a plain tensor, got Grouped",
+            TypeError,
+        ),
+        (
+            [one[None]],
+            r"'members\[0\]': expected \[M, K\], or \[N\] for biases, got Tensor \[1, 2, 3\]",
+            ValueError,
+        ),
+        ([one[0, 0]], r"'members\[0\]': expected \[M, K\], or \[N\] for biases, got Tensor \[\]", ValueError),
+        ([], "'members': expected at least one tensor", ValueError),
+    )
+    for members, text, error in wrong:
+        with pytest.raises(error, match=f"^transformer_plugin::GroupedTensor: argument {text}"):
+            GroupedTensor.from_members(members)
+    assert GroupedTensor.from_members(one * i for i in range(3)).shape == (3, 2, 3)
+
+
+@pytest.mark.parametrize("wrong", [[3, -1], [3, 3]], ids=str)
+def test_members_of_wrong_sizes(wrong: list[int], device: torch.device) -> None:
+    value = GroupedTensor(torch.ones(5, 4, device=device), torch.tensor(wrong, device=device))
+    with pytest.raises(
+        ValueError, match="argument 'group_sizes': expected sizes from 0 whose sum is at most 5"
+    ):
+        value.members()

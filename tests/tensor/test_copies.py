@@ -94,3 +94,11 @@ def test_modules_move_and_cast(device: torch.device) -> None:
     assert weight.dtype == torch.bfloat16 and torch.equal(weight.detach().packed().cpu(), numbers.bfloat16())
     module.to_empty(device="meta")
     assert module.weight.device.type == "meta"
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int32, torch.bool], ids=str)
+def test_files_of_unquantized_values_of_any_dtype(dtype: torch.dtype, device: torch.device) -> None:
+    value = GroupedTensor((torch.randn(2, 3, 4, device=device) * 4).to(dtype))
+    for other in (copy.deepcopy(value), saved(value), pickle.loads(pickle.dumps(value)), copy.copy(value)):
+        assert other.dtype == other.rowwise_data.dtype == dtype
+        assert torch.equal(other.rowwise_data.view(torch.uint8), value.rowwise_data.view(torch.uint8))

@@ -109,7 +109,8 @@ def test_flat_storage(device: torch.device) -> None:
     flat.zero_()
     group_sizes = torch.tensor([2, 0, 1, 2], device=device)
     assert not bool(tp.grouped_gemm(torch.randn(5, 16, device=device), value, group_sizes).any())
-    for shape in ((4, 8, 16), (32, 16), (4, -1), (511,)):
+    assert type(value.view(4, 8, 16)) is GroupedTensor and value.view_as(value).data_ptr() == value.data_ptr()
+    for shape in ((16, 8, 4), (32, 16), (4, -1), (511,), torch.int32):
         with pytest.raises((ValueError, RuntimeError)):
             value.view(shape)
     with pytest.raises(ValueError, match=r"expected \[-1\] or \[512\], the flat storage"):

@@ -329,6 +329,8 @@ def _rebuild(
     """Makes a value from its pickle or for its deep copy."""
     buffers = list(stored)
     format = _layout.parsed(key)
+    if buffers[0] is not None and not format.is_quantized:
+        buffers[0] = buffers[0].view(dtype)
     if format.is_quantized:
         for i, kind in (
             (0, format.dtype),

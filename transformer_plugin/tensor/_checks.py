@@ -44,12 +44,18 @@ def facts_of(op: str, format: str | Format) -> Facts:
     return _layout.facts(key_of(op, format))
 
 
-def check_tensor(op: str, name: str, value: object, device: torch.device | None = None) -> Tensor:
-    """A plain, contiguous tensor, on the device of the others."""
+def check_plain(op: str, name: str, value: object) -> Tensor:
+    """A plain tensor."""
     if not isinstance(value, Tensor) or isinstance(value, FormatTensor):
         refuse(
             op, name, "a plain tensor", describe(value), "Pass the tensor that holds the numbers", TypeError
         )
+    return value
+
+
+def check_tensor(op: str, name: str, value: object, device: torch.device | None = None) -> Tensor:
+    """A plain, contiguous tensor, on the device of the others."""
+    value = check_plain(op, name, value)
     if not value.is_contiguous():
         refuse(op, name, "a contiguous tensor", describe(value), _CONTIGUOUS)
     if device is not None and value.device != device:
@@ -64,6 +70,19 @@ def check_group_sizes(op: str, group_sizes: object, device: torch.device) -> Ten
         expected = "int32 or int64 [G], the rows of each group"
         refuse(op, "group_sizes", expected, describe(checked), "Make it with torch.tensor(sizes, device=...)")
     return checked
+
+
+def check_rows(op: str, rows: object, buffers: Buffers) -> None:
+    """The rows of a ragged value that has columnwise data only; other values know theirs."""
+    if rows is None:
+        return
+    if buffers.group_sizes is None or buffers.rowwise_data is not None:
+        advice = "Leave it out: the data has the rows of the value"
+        refuse(op, "rows", "None, but for a ragged value without rowwise data", str(rows), advice)
+    if not isinstance(rows, int):
+        refuse(op, "rows", "an int", describe(rows), "Pass the number of rows", TypeError)
+    if rows < 0:
+        refuse(op, "rows", "a number from 0", str(rows), "Pass the number of rows")
 
 
 def check_dtype(op: str, dtype: object) -> None:
@@ -165,6 +184,11 @@ def write(value: Any, source: Tensor, seed: Tensor | None = None, noop: Tensor |
     op = type(value).__name__
     if not isinstance(source, Tensor) or source.shape != value.shape:
         refuse(op, "source", f"a tensor {sizes(value)}", describe(source), "Pass values of the same shape")
+    if isinstance(source, FormatTensor):
+        if source.format.is_quantized:
+            advice = "Use copy_() for the bytes of a value of the same format, or call dequantize() on it"
+            refuse(op, "source", "values that are not quantized", source._described(), advice)
+        source = source._buffers.rowwise_data  # type: ignore[assignment]  # an unquantized value has it
     buffers, facts = value._buffers, _layout.facts(value._key)
     rowwise, columnwise = buffers.rowwise_data is not None, buffers.columnwise_data is not None
     amaxes = amaxes_of(source, facts, buffers.group_sizes, rowwise, columnwise)

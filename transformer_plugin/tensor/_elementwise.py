@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -53,13 +54,36 @@ def _tail_mask(value: Any) -> Tensor:
     return (rows >= value._buffers.group_sizes.sum())[:, None]
 
 
+def _is_ragged(value: object) -> bool:
+    return isinstance(value, GroupedTensor) and value.is_ragged
+
+
+def _refuse_ragged(func: Any, value: FormatTensor) -> NoReturn:
+    advice = "Call packed(), whose rows past the groups may hold anything"
+    got = f"{name_of(func)} of a ragged {value._described()}"
+    value._refuse("self", "members whose sizes the host knows", got, advice)
+
+
+def _check_sources(func: Any, written: Any, sources: Iterable[Any]) -> None:
+    """Refuses a ragged value that is read into a tensor without groups, where its rows past the groups would count."""
+    for source in sources:
+        # Lists are of one length: an element goes into the one at its place.
+        for read, target in zip(
+            source if isinstance(source, list | tuple) else [source], written, strict=False
+        ):
+            if _is_ragged(read) and not _is_ragged(target):
+                _refuse_ragged(func, read)
+
+
 def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """On the storage itself; of a ragged value only in the rows of its groups."""
     written = args[0] if isinstance(args[0], list | tuple) else [args[0]]
-    ragged = [value for value in written if isinstance(value, GroupedTensor) and value.is_ragged]
+    ragged = [value for value in written if _is_ragged(value)]
+    if len(ragged) < len(written) and "copy_" not in func._schema.name:
+        _check_sources(func, written, (*args[1:], *kwargs.values()))
     plain = unwrapped(args, func)
     kwargs = {name: unwrapped(value, func) for name, value in kwargs.items()}
-    before = [value._buffers.rowwise_data.clone() for value in ragged]  # type: ignore[union-attr]
+    before = [value._buffers.rowwise_data.clone() for value in ragged]
     func(*plain, **kwargs)
     for value, old in zip(ragged, before, strict=True):
         data = value._buffers.rowwise_data
@@ -75,10 +99,8 @@ def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A plain result of unquantized values of one size: what optimizers and logs compute of a parameter."""
     for value in values_in(args):
-        if isinstance(value, GroupedTensor) and value.is_ragged:
-            advice = "Call packed(), whose rows past the groups may hold anything"
-            got = f"{name_of(func)} of a ragged {value._described()}"
-            value._refuse("self", "members whose sizes the host knows", got, advice)
+        if _is_ragged(value):
+            _refuse_ragged(func, value)
     return func(*unwrapped(args, func), **{name: unwrapped(value, func) for name, value in kwargs.items()})
 
 
@@ -130,6 +152,7 @@ _FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 _SCALER = ("_amp_foreach_non_finite_check_and_unscale_",)
 _READ = (
     *("add", "sub", "mul", "div", "rsub", "neg", "abs", "pow", "sqrt", "lerp", "sign", "maximum", "minimum"),
+    *("sgn", "reciprocal"),  # gradients of others
     *("sum", "mean", "amax", "amin", "max", "min", "norm", "linalg_vector_norm", "var", "std"),
     *("isnan", "isfinite", "isinf", "eq", "ne", "lt", "le", "gt", "ge", "all", "any", "count_nonzero"),
     *(f"_foreach_{name}" for name in (*_FOREACH, "norm", "maximum", "minimum")),
@@ -177,7 +200,10 @@ def _layer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 HANDLERS.update(
     {
         f"transformer_plugin::{name}": _layer
-        for name in ("linear", "norm_linear", "grouped_linear", "grouped_mlp")
+        for name in (
+            *("linear", "norm_linear", "grouped_linear", "grouped_mlp"),
+            *("linear_out", "grouped_linear_out", "grouped_mlp_out"),
+        )
     }
 )
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import torch
+
 from transformer_plugin.tensor import _layout
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -21,8 +23,32 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs an op of which an argument is a value."""
     handler = HANDLERS.get(func._schema.name)
     if handler is None or "out" in kwargs:
+        # Under inference_mode ops that torch makes of others arrive whole.
+        if func.namespace == "aten" and (made := func.decompose(*args, **kwargs)) is not NotImplemented:
+            return made
+        if func.namespace == "transformer_plugin":
+            raise _of_this_library(func, args, kwargs)
         raise unsupported(func, values_in((*args, *kwargs.values()))[0])
     return handler(func, args, kwargs)
+
+
+def views(*names: str) -> Callable[[Handler], Handler]:
+    """Enters a handler of ops that give a value over the same memory.
+
+    Under inference_mode a view of a tensor from outside is no inference tensor, as torch has it for plain tensors.
+    """
+
+    def enter(handler: Handler) -> Handler:
+        def view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if not torch.is_inference_mode_enabled() or args[0].is_inference():
+                return handler(func, args, kwargs)
+            with torch.inference_mode(False):
+                return handler(func, args, kwargs)
+
+        handles(*names)(view)
+        return handler
+
+    return enter
 
 
 def handles(*names: str) -> Callable[[Handler], Handler]:
@@ -69,6 +95,17 @@ def unsupported(func: Any, value: Any) -> ValueError:
     if func._schema.name.partition("::")[2] in _LAYOUT_OPS:
         reason = "whose layout is fixed: its members lie one after the other in one storage"
     return ValueError(_refusal(name_of(func), f"an op that {type(value).__name__} has, {reason}", value))
+
+
+def _of_this_library(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ValueError:
+    """The error of an op of this library, which takes plain tensors, in its own words."""
+    op = func._schema.name.partition("::")[2]
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    name, value = next((name, found[0]) for name, x in given.items() if (found := values_in([x])))
+    plain = "dequantize()" if value.format.is_quantized else "packed()"
+    advice = f"Call {plain} on it, or the function of this name in transformer_plugin if there is one"
+    return ValueError(_layout.message(op, name, "a plain tensor", value._described(), advice))
 
 
 def refused_method(name: str, error: type[Exception] = ValueError) -> Callable[..., Any]:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from transformer_plugin.tensor import _layout
 from transformer_plugin.tensor._base import Buffers, FormatTensor
-from transformer_plugin.tensor._table import handles, name_of, unsupported
+from transformer_plugin.tensor._table import name_of, unsupported, views
 from transformer_plugin.tensor.grouped import GroupedTensor
 from transformer_plugin.tensor.quantized import QuantizedTensor
 
 
-@handles("detach", "alias", "lift_fresh")
+@views("detach", "alias", "lift_fresh")
 def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0]._with(args[0]._buffers)
 
 
-@handles("expand")
+@views("expand")
 def _expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     value, shape = args[0], list(args[1])
     if len(shape) == value.dim():
@@ -29,7 +30,7 @@ def _expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return value._with(value._buffers)
 
 
-@handles("as_strided")
+@views("as_strided")
 def _as_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Of its own sizes and strides: FSDP2 makes its parameter so."""
     value, size, stride, offset = [*args, None, None][:4]
@@ -38,13 +39,18 @@ def _as_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return value._with(value._buffers)
 
 
-@handles("view", "_unsafe_view")
+@views("view", "_unsafe_view")
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    value, shape = args[0], list(args[1])
+    value = args[0]
+    if isinstance(args[1], torch.dtype):
+        raise unsupported(func, value)
+    shape = list(args[1])
     data = value._buffers.rowwise_data
+    # view_as(), with which torch finds the node of a parameter, and DTensor's to_local().
+    if shape == list(value.shape):
+        same: Tensor = value._with(value._buffers)
+        return same
     if value.format.is_quantized:
-        if shape == list(value.shape):  # DTensor's to_local()
-            return value._with(value._buffers)
         advice = "Call flat_bytes() for the bytes of the data, dequantize() for its numbers"
         value._refuse("size", "an unquantized value", f"{shape} of a {value._described()}", advice)
     if shape not in ([-1], [value.numel()]):
@@ -88,7 +94,7 @@ def _members_from(value: GroupedTensor, begin: int, end: int) -> GroupedTensor:
     return result
 
 
-@handles("select")
+@views("select")
 def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     value, i = _stack(args[0], func, args[1]), args[2]
     if not -value.num_groups <= i < value.num_groups:
@@ -97,13 +103,13 @@ def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _member(value, i % value.num_groups)
 
 
-@handles("unbind")
+@views("unbind")
 def _unbind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     value = _stack(args[0], func, args[1] if len(args) > 1 else 0)
     return [_member(value, i) for i in range(value.num_groups)]
 
 
-@handles("slice")
+@views("slice")
 def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     rest: list[Any] = [*args[1:], *(0, None, None, 1)[len(args) - 1 :]]
     dim, start, end, step = rest
@@ -114,7 +120,7 @@ def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _members_from(value, begin, max(begin, stop))
 
 
-@handles("split", "split_with_sizes")
+@views("split", "split_with_sizes")
 def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     value = _stack(args[0], func, args[2] if len(args) > 2 else kwargs.get("dim", 0))
     sizes, groups = args[1], value.num_groups

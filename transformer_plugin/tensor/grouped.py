@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -100,8 +101,8 @@ class GroupedTensor(FormatTensor):
         buffers = Buffers(
             rowwise_data, scale_inv, amax, columnwise_data, columnwise_scale_inv, columnwise_amax, group_sizes
         )
-        if format == UNQUANTIZED:
-            data = cls._check_unquantized(buffers, dtype)
+        if format == UNQUANTIZED or (isinstance(format, Format) and format.key == UNQUANTIZED):
+            data = cls._check_unquantized(buffers, dtype, rows)
             if data.requires_grad and torch.is_grad_enabled():
                 return over(data, group_sizes)
             value: GroupedTensor = cls._make(buffers, UNQUANTIZED, data.shape, data.dtype, requires_grad)
@@ -110,13 +111,14 @@ class GroupedTensor(FormatTensor):
         if not parsed.is_quantized:
             advice = "Cast the values first"
             _checks.refuse(op, "format", "'none' or a format with scales", f"'{parsed.key}'", advice)
+        _checks.check_rows(op, rows, buffers)
         nominal = dtype or torch.bfloat16
         shape = _checks.check_quantized(op, buffers, parsed, nominal, 3 if group_sizes is None else 2, rows)
         quantized: GroupedTensor = cls._make(buffers, parsed.key, shape, nominal, requires_grad)
         return quantized
 
     @classmethod
-    def _check_unquantized(cls, buffers: Buffers, dtype: torch.dtype | None) -> Tensor:
+    def _check_unquantized(cls, buffers: Buffers, dtype: torch.dtype | None, rows: int | None) -> Tensor:
         op = "GroupedTensor"
         data = _checks.check_tensor(op, "rowwise_data", buffers.rowwise_data)
         ragged = buffers.group_sizes is not None
@@ -133,6 +135,7 @@ class GroupedTensor(FormatTensor):
                 )
         if dtype is not None and dtype != data.dtype:
             _checks.refuse(op, "dtype", f"{data.dtype}, that of the values", str(dtype), "Leave it out")
+        _checks.check_rows(op, rows, buffers)
         return data
 
     @classmethod
@@ -140,14 +143,22 @@ class GroupedTensor(FormatTensor):
         """Copies G tensors of one size and dtype into one new storage.
 
         Raises:
-            ValueError: no member, or several sizes, dtypes or devices.
+            TypeError: no tensors. ValueError: no member, members that are not ``[M, K]`` or ``[N]``, or of several
+            sizes, dtypes or devices.
         """
-        listed = list(members)
+        op = "GroupedTensor"
+        if not isinstance(members, Iterable):
+            got = _layout.describe(members)
+            _checks.refuse(op, "members", "tensors", got, "Pass a list of tensors", TypeError)
+        listed = [_checks.check_plain(op, f"members[{i}]", member) for i, member in enumerate(members)]
+        if listed and listed[0].dim() not in (1, 2):
+            got = _layout.describe(listed[0])
+            _checks.refuse(op, "members[0]", "[M, K], or [N] for biases", got, "Reshape it first")
         kinds = {(tuple(t.shape), t.dtype, t.device) for t in listed}
         if len(kinds) != 1:
             got = ", ".join(sorted(_layout.describe(t) for t in listed)) or "none"
             advice = "Use group_sizes for matrices with different numbers of rows"
-            _checks.refuse("GroupedTensor", "members", "at least one tensor, all of one size", got, advice)
+            _checks.refuse(op, "members", "at least one tensor, all of one size", got, advice)
         with torch.no_grad():
             return cls(torch.stack(listed), requires_grad=requires_grad)
 
@@ -182,7 +193,8 @@ class GroupedTensor(FormatTensor):
         Of a ragged value the host reads the sizes, which waits for the device and fails while a CUDA graph is captured.
 
         Raises:
-            ValueError: a quantized ragged value, whose scales are not those of separate matrices.
+            ValueError: a quantized ragged value, whose scales are not those of separate matrices; group sizes below 0
+            or of more rows than there are.
         """
         sizes = self._buffers.group_sizes
         if sizes is None:
@@ -191,6 +203,9 @@ class GroupedTensor(FormatTensor):
             advice = "Call dequantize() and split the result"
             self._refuse("self", "members of one size, or unquantized", self._described(), advice)
         rows: list[int] = sizes.tolist()
+        if min(rows, default=0) < 0 or sum(rows) > self.shape[0]:
+            expected = f"sizes from 0 whose sum is at most {self.shape[0]}"
+            self._refuse("group_sizes", expected, str(rows), "Correct the tensor of sizes")
         return list(self.view(-1).view(self.shape)[: sum(rows)].split(rows))
 
     def quantize_(
