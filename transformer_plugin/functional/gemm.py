@@ -15,6 +15,7 @@ from transformer_plugin.functional._values import (
     described,
     needed,
     operand,
+    optional,
     refuse,
     rows_of,
     rows_of_either,
@@ -29,6 +30,33 @@ from transformer_plugin.tensor.grouped import UNQUANTIZED
 __all__ = ["gemm", "gemm_wgrad", "grouped_gemm", "grouped_gemm_wgrad"]
 
 _ops = torch.ops.transformer_plugin
+
+
+def _check_alike(
+    op: str,
+    values: tuple[Any, Any],
+    operands: tuple[Operand, Operand],
+    names: tuple[str, str],
+    is_differentiable: bool = True,
+) -> None:
+    """Refuses a quantized operand beside one that is not, and a parameter whose gradient would be missing."""
+    if operands[0].scales is None and operands[1].scales is None:
+        return
+    for i, other in ((0, 1), (1, 0)):
+        if operands[i].scales is None:
+            expected = f"values quantized as '{names[other]}', in {operands[other].key}"
+            advice = f"Quantize them, or call dequantize() on '{names[other]}'"
+            refuse(op, names[i], expected, described(values[i]), advice)
+    if not is_differentiable or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return
+    for value, name in zip(values, names, strict=True):
+        for each in [value] if isinstance(value, Tensor) else value:
+            if each.requires_grad and each.is_leaf:
+                advice = (
+                    "A product of quantized operands has no gradient: call dequantize() or detach() on it"
+                )
+                got = f"{described(each)} with requires_grad=True"
+                refuse(op, name, "a value with requires_grad=False", got, advice)
 
 
 def gemm(
@@ -55,10 +83,12 @@ def gemm(
         ``[M, N]``. Differentiable if neither is quantized.
 
     Raises:
-        TypeError, ValueError: as :func:`transformer_plugin.ops.gemm`; an ``a`` without rowwise data; a ragged operand.
+        TypeError, ValueError: as :func:`transformer_plugin.ops.gemm`; an ``a`` without rowwise data; a ragged operand;
+            one operand that is quantized and one that is not; a quantized parameter that requires a gradient.
     """
     left = operand(a, "gemm", "a", columnwise=False)
     right, transpose = second_operand(b, "gemm", "b", transpose_b)
+    _check_alike("gemm", (a, b), (left, right), ("a", "b"))
     if left.scales is None and right.scales is None:
         return _ops.gemm.default(left.data, right.data, bias, transpose, dtype, alpha)
     quantized = (left.scales, right.scales, left.key, right.key)
@@ -93,6 +123,7 @@ def gemm_wgrad(
     op = "gemm_wgrad"
     left = operand(grad, op, "grad", columnwise=True)
     right = operand(input, op, "input", columnwise=True)
+    _check_alike(op, (grad, input), (left, right), ("grad", "input"), is_differentiable=False)
     first = left.data if left.scales is not None else left.data.t()
     arguments = (left.scales, right.scales, left.key, right.key) if (left.scales or right.scales) else ()
     transpose = right.scales is not None  # columnwise data is [K, M]
@@ -150,7 +181,7 @@ def grouped_gemm(
     a: Value,
     b: Values,
     group_sizes: Tensor | None = None,
-    bias: Tensor | None = None,
+    bias: Value | None = None,
     *,
     bias_scale: Tensor | None = None,
     transpose_b: bool = True,
@@ -169,7 +200,8 @@ def grouped_gemm(
             :class:`~transformer_plugin.tensor.QuantizedTensor`. The direction of quantized ones is chosen as in
             :func:`gemm`.
         group_sizes: int32 or int64 ``[G]``; None if ``a`` has its own.
-        bias, bias_scale, alpha, rows: as for :func:`transformer_plugin.ops.grouped_gemm`.
+        bias: ``[G, N]``, plain or an unquantized :class:`~transformer_plugin.tensor.GroupedTensor`.
+        bias_scale, alpha, rows: as for :func:`transformer_plugin.ops.grouped_gemm`.
         dtype: of the result; by default that of ``a``, of a quantized value its nominal one.
         launch_options: of the kernel; results do not depend on them.
 
@@ -179,12 +211,14 @@ def grouped_gemm(
 
     Raises:
         TypeError, ValueError: as :func:`transformer_plugin.ops.grouped_gemm`; group sizes twice or never; operands
-        without the direction that is needed.
+        without the direction that is needed; otherwise as :func:`gemm`.
     """
     op = "grouped_gemm"
     values = rows_of(a, group_sizes, op, "a")
     left = operand(values.values, op, "a", columnwise=False, ragged=True)
     right, transpose = _matrices(b, op, transpose_b)
+    _check_alike(op, (a, b), (left, right), ("a", "b"))
+    bias = optional(bias, op, "bias")
     sizes = needed(values.group_sizes, op, "a")
     quantized: tuple[Any, ...] = ()
     if left.scales is not None or right.scales is not None:
@@ -231,6 +265,7 @@ def grouped_gemm_wgrad(
     sizes = needed(rows.group_sizes, op, "grad")
     left = operand(grad, op, "grad", columnwise=True, ragged=True)
     right = operand(input, op, "input", columnwise=True, ragged=True)
+    _check_alike(op, (grad, input), (left, right), ("grad", "input"), is_differentiable=False)
     quantized: tuple[Any, ...] = ()
     if left.scales is not None or right.scales is not None:
         quantized = (left.scales, right.scales, left.key, right.key)

@@ -12,6 +12,7 @@ from transformer_plugin import ops
 from transformer_plugin.formats import Format, resolve
 from transformer_plugin.functional._values import (
     Value,
+    Values,
     constant,
     describe,
     detached,
@@ -27,6 +28,7 @@ from transformer_plugin.functional._values import (
 )
 from transformer_plugin.functional.quantize import quantize
 from transformer_plugin.launch import LaunchOptions
+from transformer_plugin.ops._operands import listed
 from transformer_plugin.recipes import DelayedScaling, Recipe
 from transformer_plugin.tensor import _checks
 
@@ -57,8 +59,26 @@ def _formats(recipe: Recipe | None, op: str, device: torch.device | None = None)
     if isinstance(recipe, DelayedScaling):
         advice = "Use the module of transformer_plugin.nn, which holds its state"
         refuse(op, "recipe", "a recipe whose scales come from current values", str(recipe), advice)
+    if not isinstance(recipe, Recipe):
+        advice = "Pass for example transformer_plugin.recipes.Float8BlockScaling()"
+        refuse(
+            op,
+            "recipe",
+            "a recipe of transformer_plugin.recipes or None",
+            describe(recipe),
+            advice,
+            TypeError,
+        )
     # torch's compiler traces what a recipe computes; with cache() it would warn that it does not look into it.
     return _keys(recipe, device) if torch.compiler.is_compiling() else _cached(recipe, device)
+
+
+def _weights(weight: Values, op: str, argument: str) -> Any:
+    """The weights of all groups: one tensor, or a list of matrices."""
+    if isinstance(weight, Tensor):
+        one_matrix(weight, op, argument, "Pass a stack of matrices, or a list")
+        return plain(weight, op, argument)
+    return [plain(matrix, op, argument) for matrix in listed(weight, op, argument)]
 
 
 def linear(
@@ -79,13 +99,14 @@ def linear(
         TypeError, ValueError: as :func:`transformer_plugin.ops.linear`; a recipe with a state.
     """
     one_matrix(input, "linear", "input")
+    one_matrix(weight, "linear", "weight", "Call packed() on it")
     operands = (plain(input, "linear", "input"), plain(weight, "linear", "weight"))
     return ops.linear(*operands, bias, *_formats(recipe, "linear"))
 
 
 def grouped_linear(
     input: Value,
-    weight: Value,
+    weight: Values,
     group_sizes: Tensor | None = None,
     bias: Value | None = None,
     *,
@@ -97,7 +118,8 @@ def grouped_linear(
 
     Args:
         input: ``[T, K]``, plain or an unquantized ragged :class:`~transformer_plugin.tensor.GroupedTensor`.
-        weight: ``[G, N, K]``, plain or an unquantized :class:`~transformer_plugin.tensor.GroupedTensor`.
+        weight: ``[G, N, K]``, plain or an unquantized :class:`~transformer_plugin.tensor.GroupedTensor`; or G matrices
+            ``[N, K]``.
         group_sizes: int32 or int64 ``[G]``; None if ``input`` has its own.
         bias: ``[G, N]``, likewise.
         bias_scale: float32 ``[T]``, a factor of the bias for each row.
@@ -113,7 +135,7 @@ def grouped_linear(
     op = "grouped_linear"
     rows = rows_of(input, group_sizes, op, "input")
     sizes = needed(rows.group_sizes, op, "input")
-    data, matrices = plain(rows.values, op, "input"), plain(weight, op, "weight")
+    data, matrices = plain(rows.values, op, "input"), _weights(weight, op, "weight")
     formats = _formats(recipe, op, data.device)
     output = ops.grouped_linear(
         data, matrices, sizes, optional(bias, op, "bias"), bias_scale, *formats, None, *launch_options
@@ -123,8 +145,8 @@ def grouped_linear(
 
 def grouped_mlp(
     input: Value,
-    fc1_weight: Value,
-    fc2_weight: Value,
+    fc1_weight: Values,
+    fc2_weight: Values,
     group_sizes: Tensor | None = None,
     probs: Tensor | None = None,
     *,
@@ -138,7 +160,8 @@ def grouped_mlp(
 
     Args:
         input: ``[T, H]``, plain or an unquantized ragged :class:`~transformer_plugin.tensor.GroupedTensor`.
-        fc1_weight: ``[G, 2F, H]``, plain or an unquantized :class:`~transformer_plugin.tensor.GroupedTensor`.
+        fc1_weight: ``[G, 2F, H]``, plain or an unquantized :class:`~transformer_plugin.tensor.GroupedTensor`; or G
+            matrices ``[2F, H]``.
         fc2_weight: ``[G, H, F]``, likewise.
         group_sizes: int32 or int64 ``[G]``; None if ``input`` has its own.
         probs: float32 ``[T]``, the factor of each row; None for 1.
@@ -160,7 +183,7 @@ def grouped_mlp(
     data = plain(rows.values, op, "input")
     if probs is None:
         probs = torch.ones(data.shape[0], device=data.device)
-    weights = (plain(fc1_weight, op, "fc1_weight"), plain(fc2_weight, op, "fc2_weight"))
+    weights = (_weights(fc1_weight, op, "fc1_weight"), _weights(fc2_weight, op, "fc2_weight"))
     biases = (optional(fc1_bias, op, "fc1_bias"), optional(fc2_bias, op, "fc2_bias"))
     formats = _formats(recipe, op, data.device)
     options: tuple[Any, ...] = (None, None, interleave, *launch_options)
@@ -173,7 +196,7 @@ def grouped_gemm_swiglu(
     group_sizes: Tensor | None = None,
     probs: Tensor | None = None,
     *,
-    bias: Tensor | None = None,
+    bias: Value | None = None,
     format: str | Format | None = None,
     columnwise: bool = False,
     seed: Tensor | None = None,
@@ -187,7 +210,7 @@ def grouped_gemm_swiglu(
         b: ``[G, 2F, K]``, plain or an unquantized :class:`~transformer_plugin.tensor.GroupedTensor`.
         group_sizes: int32 or int64 ``[G]``; None if ``a`` has its own.
         probs: float32 ``[T]``, or None for 1.
-        bias: ``[G, 2F]``.
+        bias: ``[G, 2F]``, likewise.
         format: of the activation; None for the dtype of ``a``. ``fp8_block`` and ``mxfp8`` leave the epilogue of the
             product quantized.
         columnwise, seed: as for :func:`quantize`, with a format.
@@ -208,12 +231,12 @@ def grouped_gemm_swiglu(
     options: tuple[Any, ...] = (interleave, True, *launch_options)
     if format is None:
         without_format(op, columnwise=columnwise, seed=seed)
-        operands = (plain(rows.values, op, "a"), plain(b, op, "b"), sizes, probs, bias)
+        operands = (plain(rows.values, op, "a"), plain(b, op, "b"), sizes, probs, optional(bias, op, "bias"))
         act, h = ops.grouped_gemm_swiglu(*operands, *options)
         return with_groups(act, rows), with_groups(h, rows)
     facts = _checks.facts_of(op, format)
     data, matrices = constant(rows.values, op, "a"), constant(b, op, "b")
-    factors = (detached(probs), detached(bias))
+    factors = (detached(probs), detached(optional(bias, op, "bias")))
     if columnwise or not facts.is_in_epilogue:
         act, h = ops.grouped_gemm_swiglu(data, matrices, sizes, *factors, *options)
         quantized = quantize(act, facts.key, group_sizes=sizes, columnwise=columnwise, seed=seed)

@@ -57,13 +57,17 @@ def quantize(
         the amax of ``nvfp4`` computed first. Not differentiable.
 
     Raises:
-        TypeError, ValueError: as :func:`transformer_plugin.ops.quantize`; an input that is quantized.
+        TypeError, ValueError: as :func:`transformer_plugin.ops.quantize`; an input that is quantized, or a stack of
+            biases.
     """
     facts = _checks.facts_of("quantize", format)
     if not isinstance(input, Tensor):
         if group_sizes is not None or seed is not None:
             _refuse_with_list(group_sizes, seed)
         return _quantize_list(matrices(input, "quantize"), facts, rowwise, columnwise)
+    if isinstance(input, GroupedTensor) and input.group_sizes is None and input.dim() == 2:
+        advice = "Call packed() on it to quantize the members as the rows of one matrix"
+        refuse("quantize", "input", "members that are matrices", input._described(), advice)
     values, sizes, _ = rows_of(input, group_sizes, "quantize", "input")
     data = constant(values, "quantize", "input")
     amaxes = _checks.amaxes_of(data, facts, sizes, rowwise, columnwise)
@@ -98,8 +102,15 @@ def dequantize(value: Value, dtype: Any = None) -> Tensor:
         value: a :class:`~transformer_plugin.tensor.QuantizedTensor`, a
             :class:`~transformer_plugin.tensor.GroupedTensor` or a plain tensor.
         dtype: float32, bfloat16 or float16; that of the value by default.
+
+    Raises:
+        TypeError: no tensor. ValueError: another dtype, of a quantized value.
     """
     if not isinstance(value, FormatTensor):
+        if not isinstance(value, Tensor):
+            refuse(
+                "dequantize", "value", "a value or a tensor", describe(value), "Pass one of a list", TypeError
+            )
         return value if dtype is None else value.to(dtype)
     wants_gradient = value.requires_grad and torch.is_grad_enabled()
     if is_quantized(value) and value.rowwise_data is not None and not wants_gradient:

@@ -7,7 +7,15 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from transformer_plugin import ops
-from transformer_plugin.functional._values import Rows, Value, plain, with_groups
+from transformer_plugin.functional._values import (
+    Rows,
+    Value,
+    describe,
+    one_matrix,
+    plain,
+    refuse,
+    with_groups,
+)
 from transformer_plugin.ops.routing import topk_router
 from transformer_plugin.tensor import GroupedTensor
 
@@ -43,6 +51,8 @@ def permute(
     Raises:
         TypeError, ValueError: as :func:`transformer_plugin.ops.permute`.
     """
+    one_matrix(tokens, "permute", "tokens", "Call packed() on it")
+    tokens = plain(tokens, "permute", "tokens")
     rows, sizes, slot, source, total = ops.permute(tokens, indices, num_experts, capacity, alignment)
     return with_groups(rows, Rows(rows, sizes, True)), Permutation(slot, source, total)
 
@@ -61,4 +71,7 @@ def unpermute(rows: Value, permutation: Permutation, weights: Tensor | None = No
     Raises:
         TypeError, ValueError: as :func:`transformer_plugin.ops.unpermute`.
     """
+    if not isinstance(permutation, Permutation):
+        advice = "Pass the second result of permute"
+        refuse("unpermute", "permutation", "a Permutation", describe(permutation), advice, TypeError)
     return ops.unpermute(plain(rows, "unpermute", "rows"), permutation.slot, permutation.source, weights)
