@@ -158,3 +158,16 @@ def test_a_parameter_is_multiplied_where_no_gradient_is_wanted(device: torch.dev
     expected = tp.grouped_gemm(rows, weight).packed()
     with torch.no_grad():
         assert_same_bits(tp.grouped_gemm(rows, Parameter(weight)).packed(), expected)
+
+
+def test_probabilities_of_one_are_float32(device: torch.device) -> None:
+    """Also where the default dtype is another."""
+    x, sizes = draw(ROWS, K, device=device), sizes_on(device)
+    fc1, fc2 = draw(G, 2 * K, K, seed=1, device=device), draw(G, K, K, seed=2, device=device)
+    expected = tp.grouped_mlp(x, fc1, fc2, sizes)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert_same_bits(tp.grouped_mlp(x, fc1, fc2, sizes), expected)
+    finally:
+        torch.set_default_dtype(before)

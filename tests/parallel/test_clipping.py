@@ -178,6 +178,15 @@ def test_clipping_of_sharded_main_grads(ranks: RankPool) -> None:
     ranks.run(check_clipping_of_sharded_main_grads)
 
 
+def test_norm_of_nothing_is_float32() -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert tp.clip_grad_norm_([torch.nn.Parameter(torch.ones(3))], 1.0).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(before)
+
+
 def test_clipping_reads_nothing() -> None:
     with FakeTensorMode():  # its tensors have no values to read
         parameters = [torch.nn.Parameter(torch.empty(3, dtype=d)) for d in (torch.float32, torch.bfloat16)]

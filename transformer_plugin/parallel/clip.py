@@ -55,7 +55,7 @@ def clip_grad_norm_(
         )
     gradients = _gradients(parameters)  # raises before anything is scaled
     if not gradients:
-        return torch.tensor(0.0)
+        return torch.tensor(0.0, dtype=torch.float32)
     parts: dict[Place, tuple[list[ProcessGroup], list[Tensor]]] = {}
     for gradient in gradients:
         groups, part = _groups_and_part(gradient)
