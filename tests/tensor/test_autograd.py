@@ -194,3 +194,19 @@ def test_gradients_of_what_is_read(i: int, device: torch.device) -> None:
         READS[i](leaf).square().sum().backward()
         grads.append(leaf.grad)
     assert type(grads[0]) is Tensor and torch.equal(grads[0], grads[1])
+
+
+def test_a_value_that_is_made_under_no_grad_has_no_history(device: torch.device) -> None:
+    weight = Parameter(torch.randn(3, 8, 16, device=device))
+    x = torch.randn(10, 16, device=device, requires_grad=True)
+    group_sizes = torch.tensor([4, 0, 6], device=device)
+    with torch.no_grad():
+        value, rows = GroupedTensor(weight), GroupedTensor(x, group_sizes)
+    assert value.data_ptr() == weight.data_ptr() and rows.data_ptr() == x.data_ptr()
+    for stack_of, ragged in ((value, rows), (value.detach(), rows.detach())):
+        results = (tp.grouped_linear(ragged, stack_of), tp.grouped_gemm(ragged, stack_of), tp.swiglu(ragged))
+        for result in (*results, tp.dequantize(stack_of), stack_of.packed(), stack_of[0]):
+            assert not result.requires_grad
+    p = Parameter(value)
+    tp.grouped_linear(rows, p).packed().sum().backward()
+    assert p.grad is not None and weight.grad is None and x.grad is None

@@ -31,6 +31,18 @@ def test_quantize_from_a_value(key: str, device: torch.device) -> None:
     assert all(torch.equal(old, bytes_of(value)[name]) for name, old in before.items())
 
 
+@pytest.mark.parametrize("key", KEYS)
+def test_copy_of_one_number(key: str, device: torch.device) -> None:
+    """As a plain tensor takes it."""
+    value: Any = quantized((key, "stack", (True, True)), device)
+    for number in (2.0, torch.tensor(2.0), torch.tensor(2.0, device=device)):
+        value.copy_(numbers("stack", device))
+        value.copy_(number)
+        assert bool((value.dequantize() == 2).all())
+    plain: Any = stack(device)
+    assert bool((plain.copy_(2.0).packed() == 2).all())
+
+
 WRITES: tuple[Callable[[Any, Any], Any], ...] = (
     lambda t, v: t.add_(v),
     lambda t, v: t.addcmul_(t, v),

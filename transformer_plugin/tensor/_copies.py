@@ -90,6 +90,7 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not destination.format.is_quantized:
         return in_place(func, args, kwargs)
     if not isinstance(source, FormatTensor):
+        source = source if isinstance(source, Tensor) else torch.tensor(source, dtype=torch.float32)
         _write(destination, source.expand(destination.shape), non_blocking)
         return destination
     if destination._takes_bytes(source):
