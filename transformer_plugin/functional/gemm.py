@@ -35,19 +35,29 @@ _ops = torch.ops.transformer_plugin
 def _check_alike(
     op: str,
     values: tuple[Any, Any],
-    operands: tuple[Operand, Operand],
+    left: Operand,
+    right: Operand,
     names: tuple[str, str],
     is_differentiable: bool = True,
 ) -> None:
     """Refuses a quantized operand beside one that is not, and a parameter whose gradient would be missing."""
-    if operands[0].scales is None and operands[1].scales is None:
+    if left.scales is None and right.scales is None:
         return
-    for i, other in ((0, 1), (1, 0)):
-        if operands[i].scales is None:
-            expected = f"values quantized as '{names[other]}', in {operands[other].key}"
-            advice = f"Quantize them, or call dequantize() on '{names[other]}'"
-            refuse(op, names[i], expected, described(values[i]), advice)
-    if not is_differentiable or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    if left.scales is None or right.scales is None:
+        is_left = left.scales is None
+        name, other = names if is_left else names[::-1]
+        expected = f"values quantized as '{other}', in {right.key if is_left else left.key}"
+        advice = f"Quantize them, or call dequantize() on '{other}'"
+        refuse(op, name, expected, described(values[0 if is_left else 1]), advice)
+    if not is_differentiable or not torch.is_grad_enabled():
+        return
+    first, second = values
+    if first.requires_grad or not isinstance(second, Tensor) or second.requires_grad:
+        _check_no_parameter(op, values, names)
+
+
+def _check_no_parameter(op: str, values: tuple[Any, Any], names: tuple[str, str]) -> None:
+    if torch.compiler.is_compiling():  # which does not know what is a leaf
         return
     for value, name in zip(values, names, strict=True):
         for each in [value] if isinstance(value, Tensor) else value:
@@ -88,7 +98,7 @@ def gemm(
     """
     left = operand(a, "gemm", "a", columnwise=False)
     right, transpose = second_operand(b, "gemm", "b", transpose_b)
-    _check_alike("gemm", (a, b), (left, right), ("a", "b"))
+    _check_alike("gemm", (a, b), left, right, ("a", "b"))
     if left.scales is None and right.scales is None:
         return _ops.gemm.default(left.data, right.data, bias, transpose, dtype, alpha)
     quantized = (left.scales, right.scales, left.key, right.key)
@@ -123,7 +133,7 @@ def gemm_wgrad(
     op = "gemm_wgrad"
     left = operand(grad, op, "grad", columnwise=True)
     right = operand(input, op, "input", columnwise=True)
-    _check_alike(op, (grad, input), (left, right), ("grad", "input"), is_differentiable=False)
+    _check_alike(op, (grad, input), left, right, ("grad", "input"), is_differentiable=False)
     first = left.data if left.scales is not None else left.data.t()
     arguments = (left.scales, right.scales, left.key, right.key) if (left.scales or right.scales) else ()
     transpose = right.scales is not None  # columnwise data is [K, M]
@@ -217,7 +227,7 @@ def grouped_gemm(
     values = rows_of(a, group_sizes, op, "a")
     left = operand(values.values, op, "a", columnwise=False, ragged=True)
     right, transpose = _matrices(b, op, transpose_b)
-    _check_alike(op, (a, b), (left, right), ("a", "b"))
+    _check_alike(op, (a, b), left, right, ("a", "b"))
     bias = optional(bias, op, "bias")
     sizes = needed(values.group_sizes, op, "a")
     quantized: tuple[Any, ...] = ()
@@ -265,7 +275,7 @@ def grouped_gemm_wgrad(
     sizes = needed(rows.group_sizes, op, "grad")
     left = operand(grad, op, "grad", columnwise=True, ragged=True)
     right = operand(input, op, "input", columnwise=True, ragged=True)
-    _check_alike(op, (grad, input), (left, right), ("grad", "input"), is_differentiable=False)
+    _check_alike(op, (grad, input), left, right, ("grad", "input"), is_differentiable=False)
     quantized: tuple[Any, ...] = ()
     if left.scales is not None or right.scales is not None:
         quantized = (left.scales, right.scales, left.key, right.key)
