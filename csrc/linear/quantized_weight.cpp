@@ -3,6 +3,7 @@
 #include <string>
 
 #include "gemm/dispatch/checks.h"
+#include "gemm/dispatch/quantized_operands.h"
 #include "quantize/ops/checks.h"
 
 namespace transformer_plugin::linear {
@@ -40,8 +41,11 @@ std::vector<Expected> expected_along(const WeightArgument& weight, const Format&
 constexpr const char* kAdvice =
     "Make it with transformer_plugin.ops.quantize_weight, of this weight and these formats, on its device";
 
+// Scales in E8M0 may come as bytes, see typed_scale.
 void check_entry(const Argument& entry, const WeightArgument& weight, const Expected& expected) {
-  check_dtype(entry, {expected.dtype});
+  const bool are_bytes = expected.dtype == at::kFloat8_e8m0fnu && entry.tensor.defined() &&
+                         entry.tensor.scalar_type() == at::kByte;
+  if (!are_bytes) check_dtype(entry, {expected.dtype});
   check_same_device(entry, {weight.op, weight.name, weight.first()});
   const Tensor& tensor = entry.tensor;
   const bool fits = tensor.dim() == static_cast<int64_t>(expected.sizes.size()) &&
@@ -106,7 +110,7 @@ QuantizedWeight as_quantized_weight(at::TensorList list, const OperandFormats& f
   const size_t one = tensors_along_one(formats.weight);
   const auto part = [&](size_t first) {
     return Quantized{list[first],
-                     one > 1 ? list[first + 1] : Tensor(),
+                     one > 1 ? typed_scale(list[first + 1], formats.weight) : Tensor(),
                      one > 2 ? list[first + 2] : Tensor(),
                      formats.weight,
                      formats.weight_key,

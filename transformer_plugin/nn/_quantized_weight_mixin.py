@@ -79,7 +79,7 @@ class QuantizedWeightMixin(ExpertShardMixin, PluginModule):
             return tensors_of(weight) if is_quantized(weight) else None
         if not torch.compiler.is_compiling():  # checking in a graph would recompile for every version
             kept.check(self._source_weight(), type(self).__name__)
-        return kept.tensors
+        return kept.op_tensors()
 
     def _check_recipe(self) -> None:
         if self._formats[1] != "none" and not isinstance(self.recipe, DelayedScaling):

@@ -47,6 +47,7 @@ class QuantizedWeight:
         with torch.no_grad(), _outside_of_inference_mode():
             #: What the ops take: data, scales and, of ``nvfp4``, amaxes, along rows and, where needed, along columns.
             self.tensors: list[Tensor] = ops.quantize_weight(self._values(), *self.formats)
+            self._bytes = _with_bytes(self.tensors)
         self._seen: list[_Seen] | None = [_Seen.of(source) for source in self._sources]
 
     def _take(self, weight: Tensor | Sequence[Tensor]) -> None:
@@ -71,10 +72,15 @@ class QuantizedWeight:
         if isinstance(first_micro_batch, Tensor):
             noop = (first_micro_batch == 0).float().reshape(1)
         with torch.no_grad():
-            ops.quantize_weight_out(self._values(), *self.formats, self.tensors, noop)
+            ops.quantize_weight_out(self._values(), *self.formats, self.op_tensors(), noop)
         # Compiled code cannot read versions: eager code then has nothing to compare with.
         compiling = torch.compiler.is_compiling()
         self._seen = None if compiling else [_Seen.of(source) for source in self._sources]
+
+    def op_tensors(self) -> list[Tensor]:
+        """The tensors as the ops take them. In compiled code E8M0 scales are bytes: torch's compiler cannot trace an op
+        that writes an argument and takes that dtype."""
+        return self._bytes if torch.compiler.is_compiling() else self.tensors
 
     @property
     def value(self) -> QuantizedTensor | GroupedTensor | Tensor:
@@ -151,10 +157,16 @@ class QuantizedWeight:
         self.formats = state["formats"]
         self._take(state["sources"])
         self.tensors = [t.view(dtype) for t, dtype in state["tensors"]]
+        self._bytes = _with_bytes(self.tensors)
         self._seen = None
         if state["behind"] is not None:
             pairs = zip(self._sources, state["behind"], strict=True)
             self._seen = [_Seen.of(source, behind) for source, behind in pairs]
+
+
+def _with_bytes(tensors: list[Tensor]) -> list[Tensor]:
+    """The same memory with scales in E8M0 as bytes."""
+    return [t.view(torch.uint8) if t.dtype == torch.float8_e8m0fnu else t for t in tensors]
 
 
 def _outside_of_inference_mode() -> AbstractContextManager[Any]:

@@ -91,7 +91,6 @@ void check_quantized(const OperandNames& names, const Quantized& operand, int64_
                        shape.amax_sizes(format, operand.transposed));
 }
 
-// E8M0 scales may come as bytes: torch's compiler cannot trace an op that writes an argument and takes that dtype.
 Tensor typed_scale(const Tensor& scale, const Format& format) {
   const at::ScalarType dtype = quantize::scale_dtype(format);
   const bool are_bytes = dtype == at::kFloat8_e8m0fnu && scale.defined() && scale.scalar_type() == at::kByte;
