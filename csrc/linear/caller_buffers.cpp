@@ -1,5 +1,10 @@
 #include "linear/caller_buffers.h"
 
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+
+#include <memory>
+#include <string>
 #include <utility>
 
 #include "common/autograd.h"
@@ -56,10 +61,41 @@ void save_dgrad_out(AutogradContext* ctx, const CallerBuffers& buffers) {
   if (buffers.dgrad_out) ctx->saved_data[kDgradOut] = *buffers.dgrad_out;
 }
 
-std::optional<Tensor> saved_dgrad_out(const AutogradContext* ctx) {
+std::optional<Tensor> saved_dgrad_out(const AutogradContext* ctx, const char* op, const Tensor& grad) {
   const auto found = ctx->saved_data.find(kDgradOut);
   if (found == ctx->saved_data.end()) return std::nullopt;
-  return found->second.toTensor().detach();
+  Tensor buffer = found->second.toTensor();
+  if (has_memory(buffer) && has_memory(grad)) {
+    check_apart(op, {{kDgradOut, buffer}}, {{"the gradient of the output", grad}});
+  }
+  return buffer;
+}
+
+namespace {
+
+// Its gradient is in the buffer already.
+class IntoBuffer : public torch::autograd::Node {
+ public:
+  explicit IntoBuffer(Tensor buffer) : buffer_(std::move(buffer)) {}
+  std::string name() const override { return "transformer_plugin::dgrad_out_backward_node"; }
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
+    const bool has_graph =
+        grads[0].defined() && grads[0].requires_grad();  // one that refuses a second derivative
+    return {has_graph ? grads[0].view_symint(buffer_.sym_sizes()) : buffer_};
+  }
+
+ private:
+  const Tensor buffer_;
+};
+
+}  // namespace
+
+Tensor rows_into(const Tensor& input, const Tensor& dgrad_out) {
+  const Tensor rows = gemm::as_matrix(input).detach();
+  const auto node = std::make_shared<IntoBuffer>(dgrad_out);
+  node->set_next_edges(torch::autograd::collect_next_edges(input));
+  torch::autograd::set_history(rows, node);
+  return rows;
 }
 
 void mark_written(const Tensor& out) {

@@ -22,8 +22,14 @@ struct CallerBuffers {
 void check_caller_buffers(const Argument& input, const c10::SymInt& columns, const CallerBuffers& buffers);
 // In the forward: keeps dgrad_out for the backward, untracked, because the backward writes it and reads nothing of it.
 void save_dgrad_out(torch::autograd::AutogradContext* ctx, const CallerBuffers& buffers);
-// In the backward. Another tensor of the same memory, so that autograd may keep it as the gradient of a leaf.
-std::optional<at::Tensor> saved_dgrad_out(const torch::autograd::AutogradContext* ctx);
+// In the backward. Refuses one in the memory of the gradient that arrives, as the next layer's dgrad_out may be. While the
+// context keeps the tensor, autograd makes no .grad of a leaf of it, which a second backward would overwrite and add to
+// itself.
+std::optional<at::Tensor> saved_dgrad_out(const torch::autograd::AutogradContext* ctx, const char* op,
+                                          const at::Tensor& grad);
+// The rows of an input [..., K] whose gradient is written to the buffer: what as_matrix() does, but the gradient of the
+// input is the buffer itself, which autograd does not make the .grad of a leaf (see saved_dgrad_out).
+at::Tensor rows_into(const at::Tensor& input, const at::Tensor& dgrad_out);
 // Tells autograd that the op wrote the buffer.
 void mark_written(const at::Tensor& out);
 

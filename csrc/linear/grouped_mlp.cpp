@@ -221,7 +221,7 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
     if (!fc1_is_late) compute_fc1_wgrad();
     if (wants_input) {
       grad_input = gemm_of(linear.rowwise, kept.fc1, group_sizes, std::nullopt, std::nullopt, fc1_columns,
-                           dtype, options, kept.fc1_matrices, saved_dgrad_out(ctx));
+                           dtype, options, kept.fc1_matrices, saved_dgrad_out(ctx, kOp, grad));
     }
     linear.rowwise = {};
     if (quantized_in_forward(ctx, kept.fc1, "fc1_given")) release(kept.fc1.data);

@@ -178,7 +178,7 @@ class LinearMainGradFunction : public DifferentiableOnce<LinearMainGradFunction<
     const Tensor grad = as_matrix(grads[0]);
     Tensor grad_input, grad_weight, grad_bias;
     if (ctx->needs_input_grad(0)) {
-      const OptionalTensor into = saved_dgrad_out(ctx);
+      const OptionalTensor into = saved_dgrad_out(ctx, kOp, grad);
       grad_input = into ? *into : from_matrix(at::mm(grad, saved[1]), grads[0]);
       if (into) {
         Tensor matrix = as_matrix(*into);
@@ -212,7 +212,9 @@ Tensor linear_autograd(const Call& call) {
     return bias ? LinearMainGradFunction<true>::apply(input, weight, bias, main_grad, buffers)
                 : LinearMainGradFunction<false>::apply(input, weight, bias, main_grad, buffers);
   }
-  const Tensor x = as_matrix(input);
+  const bool into_buffer =
+      buffers.dgrad_out && input.dim() != 2 && input.requires_grad() && !is_traced(input);
+  const Tensor x = into_buffer ? rows_into(input, *buffers.dgrad_out) : as_matrix(input);
   const LinearArguments layer = call.layer(x);
   check_quantizable(op, layer, formats, weight.requires_grad());
   const Tensor output = quantized_linear_autograd(layer, formats);

@@ -122,9 +122,10 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
                                                wants_weight, wants_bias && !saved[8].defined());
       grad_bias = bias;
       if (wants_input) {
-        grad_input = as_matrix(gemm_of(g.rowwise, weight, group_sizes, std::nullopt, std::nullopt,
-                                       weight_columns, grad.scalar_type(), options,
-                                       at::TensorList(saved).slice(kSaved), saved_dgrad_out(ctx)));
+        grad_input =
+            as_matrix(gemm_of(g.rowwise, weight, group_sizes, std::nullopt, std::nullopt, weight_columns,
+                              grad.scalar_type(), options, at::TensorList(saved).slice(kSaved),
+                              saved_dgrad_out(ctx, QuantizedLinearFunction::kName, grad)));
       }
       if (wants_weight) {
         grad_weight = weight_gradient.compute(g.columnwise, columnwise_input(ctx, input, column_sizes),

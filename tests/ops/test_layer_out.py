@@ -66,7 +66,7 @@ def test_buffers_hold_output_and_gradient(
         got = run(layer, formats, {"dgrad_out": dgrad_out}, function=into(name, out))
         assert_same(got, plain)
         assert got.output.data_ptr() == out.data_ptr() and out.grad_fn is None
-        assert got.gradients[0].data_ptr() == dgrad_out.data_ptr()
+        assert_same_bits(dgrad_out, plain.gradients[0])
         assert out._version > versions[0] and dgrad_out._version > versions[1]
 
 
@@ -191,3 +191,41 @@ def test_compiled(name: str, formats: Formats, backend: str, device: torch.devic
     assert_same(got, plain)
     assert_same_bits(out, plain.output)
     assert_same_bits(dgrad_out, plain.gradients[0])
+
+
+@by_layer
+@by_some_formats
+def test_second_backward_adds_to_the_gradient(name: str, formats: Formats, device: torch.device) -> None:
+    """The gradient of a leaf is not the buffer, which the second backward writes."""
+    layer = layer_of(name, formats, torch.bfloat16, device)
+    results = []
+    for dgrad_out in (None, torch.zeros_like(layer.arguments[0])):
+        leaves = [x.detach().clone().requires_grad_(i == 0) for i, x in enumerate(layer.arguments)]
+        for factor in (1, 3):
+            torch.manual_seed(factor)
+            (layer.function(*leaves, *formats, dgrad_out=dgrad_out) * factor).sum().backward()
+        results.append(leaves[0].grad)
+    assert_same_bits(*results)
+
+
+@by_layer
+@by_some_formats
+def test_gradient_that_arrives_in_the_buffer_is_refused(
+    name: str, formats: Formats, device: torch.device
+) -> None:
+    layer = layer_of(name, formats, torch.bfloat16, device)
+    width = layer.arguments[0].shape[-1]
+    leaves = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in layer.arguments]
+    if name != "grouped_mlp":  # as wide as the input, and the gradient fits the buffer
+        leaves[1] = leaves[1].detach()[..., :width, :].contiguous().requires_grad_()
+        leaves[2 if name == "linear" else 3] = None
+    if name == "grouped_linear":
+        leaves[4] = None
+    if leaves[1].shape[-2] < width:
+        return
+    buffer = torch.ones_like(leaves[0])
+    output = layer.function(*leaves, *formats, dgrad_out=buffer)
+    text = "argument 'dgrad_out': expected a buffer apart from 'the gradient of the output'"
+    with pytest.raises(ValueError, match=text):
+        output.backward(buffer)
+    assert bool((buffer == 1).all()) and leaves[0].grad is None
