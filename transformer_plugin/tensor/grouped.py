@@ -105,7 +105,9 @@ class GroupedTensor(FormatTensor):
             data = cls._check_unquantized(buffers, dtype, rows)
             if data.requires_grad and torch.is_grad_enabled():
                 return over(data, group_sizes)
-            if data.requires_grad:  # under no_grad: functions read the data, and would pass a gradient on to it
+            if (
+                data.requires_grad
+            ):  # under no_grad: functions read the data, and would pass a gradient on to it
                 buffers = buffers._replace(rowwise_data=data.detach())
             value: GroupedTensor = cls._make(buffers, UNQUANTIZED, data.shape, data.dtype, requires_grad)
             return value
