@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.nn.common import RECIPES, by_recipe, rows_of, width_of
 from transformer_plugin import ops
-from transformer_plugin.nn import GroupedLinear, GroupedMLP
+from transformer_plugin.nn import GroupedLinear, GroupedMLP, grouped_linear
 from transformer_plugin.nn import grouped_mlp as module_of_mlp
 from transformer_plugin.recipes import BFloat16, DelayedScaling, Float8BlockScaling
 from transformer_plugin.testing.numerics import assert_same_bits
@@ -26,9 +27,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Records the ops that the module calls, in order."""
     names: list[str] = []
 
-    def counted(name: str) -> Callable[..., Any]:
-        op = getattr(ops, name)
-
+    def counted(name: str, op: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             names.append(name)
             return op(*args, **kwargs)
@@ -36,7 +35,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return call
 
     for name in ("grouped_mlp", "grouped_linear", "grouped_linear_scaled", "swiglu"):
-        monkeypatch.setattr(ops, name, counted(name))
+        monkeypatch.setattr(ops, name, counted(name, getattr(ops, name)))
+    # A layer without a recipe calls the registered op.
+    registered = torch.ops.transformer_plugin.grouped_linear.default
+    op = SimpleNamespace(default=counted("grouped_linear", registered))
+    monkeypatch.setattr(grouped_linear, "_ops", SimpleNamespace(grouped_linear=op))
     return names
 
 
