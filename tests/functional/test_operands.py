@@ -73,18 +73,16 @@ def test_separate_weights(recipe: Any, device: torch.device) -> None:
             assert_same_bits(torch.stack([matrix.grad for matrix in matrices]), weight.grad)
 
 
-def refusals(device: torch.device) -> dict[str, tuple[Callable[[], Any], type[Exception], str]]:
+Refusals = dict[str, tuple[Callable[[], Any], type[Exception], str]]
+
+
+def refusals_of_products(device: torch.device) -> Refusals:
     x, sizes = draw(ROWS, K, device=device), sizes_on(device)
     w = draw(G, N, K, seed=1, device=device)
-    rows, biases = tp.GroupedTensor(x, sizes), tp.GroupedTensor(draw(G, N, seed=2, device=device))
+    rows = tp.GroupedTensor(x, sizes)
     matrix, stack = tp.quantize(x, "fp8_block", columnwise=True), tp.quantize(w, "fp8_block", columnwise=True)
     ragged = tp.quantize(rows, "fp8_block", columnwise=True)
-    trained, choice = (
-        tp.quantize(w, "fp8_block").requires_grad_(),
-        torch.zeros(ROWS, 1, dtype=torch.int32, device=device),
-    )
-    weight = tp.GroupedTensor(w[0].clone(), sizes)
-    recipe: Any = "fp8_block"
+    trained = tp.quantize(w, "fp8_block").requires_grad_()
     like_a, like_b = (
         "expected values quantized as 'a', in fp8_block",
         "expected values quantized as 'b', in fp8_block",
@@ -109,6 +107,18 @@ def refusals(device: torch.device) -> dict[str, tuple[Callable[[], Any], type[Ex
             ValueError,
             "'b': expected a value with requires_grad=F",
         ),
+    }
+
+
+def refusals(device: torch.device) -> Refusals:
+    x, sizes = draw(ROWS, K, device=device), sizes_on(device)
+    w = draw(G, N, K, seed=1, device=device)
+    rows, biases = tp.GroupedTensor(x, sizes), tp.GroupedTensor(draw(G, N, seed=2, device=device))
+    weight = tp.GroupedTensor(w[0].clone(), sizes)
+    choice = torch.zeros(ROWS, 1, dtype=torch.int32, device=device)
+    recipe: Any = "fp8_block"
+    return {
+        **refusals_of_products(device),
         "a stack of biases": (
             lambda: tp.quantize(biases, "mxfp8"),
             ValueError,
