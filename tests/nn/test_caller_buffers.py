@@ -14,7 +14,8 @@ from transformer_plugin.recipes import DelayedScaling, Float8BlockScaling, MXFP8
 from transformer_plugin.testing.numerics import assert_same_bits
 
 by_layer = pytest.mark.parametrize(
-    "kind", ["Linear", "GroupedLinear", "GroupedLinear list", "GroupedMLP", "GroupedMLP hooked"]
+    "kind",
+    ["Linear", "LayerNormLinear", "GroupedLinear", "GroupedLinear list", "GroupedMLP", "GroupedMLP hooked"],
 )
 
 
@@ -100,3 +101,30 @@ def test_quantized_parameters_without_gradients(recipe: Recipe, mode: Any, devic
             got = layer(*inputs, out=out)
             assert_same_bits(out, layer(*inputs))
         assert got.data_ptr() == out.data_ptr()
+
+
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "GroupedLinear", "GroupedMLP"])
+def test_compiled(kind: str, device: torch.device) -> None:
+    torch._dynamo.reset()
+    module = make(kind, device=device)
+    inputs = batch(kind, "fp8_block", 0, device)
+    expected = run(module, inputs)
+    out, dgrad_out = torch.zeros_like(inputs[-1]), torch.zeros_like(inputs[0])
+    got = run(
+        torch.compile(module, fullgraph=True, backend="aot_eager"), inputs, out=out, dgrad_out=dgrad_out
+    )
+    for a, b in zip(got, expected, strict=True):
+        assert_same_bits(a.detach(), b.detach())
+    assert_same_bits(out, expected[0].detach())
+    assert_same_bits(dgrad_out, expected[1])
+
+
+def test_gradient_buffer_of_a_norm_apart_from_its_input() -> None:
+    module = make("LayerNormLinear")
+    x, grad = batch("LayerNormLinear", "fp8_block", 0)
+    memory = torch.zeros(2, *x.shape)
+    rows = memory[0].requires_grad_()
+    with pytest.raises(ValueError, match="argument 'dgrad_out': expected a buffer apart from 'input'"):
+        module(rows, dgrad_out=memory[0].detach())
+    module(rows, dgrad_out=memory[1].detach()).backward(grad)
+    assert bool(memory[1].any())

@@ -12,6 +12,7 @@ from torch.nn import Parameter
 from transformer_plugin import ops
 from transformer_plugin.nn._attributes import fixed
 from transformer_plugin.nn._autocast import operands
+from transformer_plugin.nn._caller_buffers import into_buffers, with_gradient_into
 from transformer_plugin.nn._module import layer_forward
 from transformer_plugin.nn._recipe import RecipeModule
 from transformer_plugin.nn.quantized_parameters import chosen_recipe, in_high_precision, quantize_parameter
@@ -123,8 +124,15 @@ class LayerNormLinear(RecipeModule):
         self._reset_state()
 
     @layer_forward
-    def forward(self, input: Tensor) -> Any:
-        """Computes ``norm(input) @ weight.T + bias``. See the class for the shapes.
+    def forward(self, input: Tensor, *, out: Tensor | None = None, dgrad_out: Tensor | None = None) -> Any:
+        """Computes ``norm(input) @ weight.T + bias``.
+
+        Args:
+            input: ``[..., K]``, see the class.
+            out: as in :meth:`Linear.forward`. The norm and the product are then two ops, and the backward keeps what
+                those of :class:`Linear` keeps.
+            dgrad_out: likewise. The gradient, which the backward of the norm makes, is copied into it. Neither with
+                ``DelayedScaling``.
 
         Returns:
             The output; then, with ``return_bias``, the bias, which the output lacks; then, with ``return_normalized``,
@@ -134,11 +142,20 @@ class LayerNormLinear(RecipeModule):
         input, norm_weight, norm_bias = operands(input, self.norm_weight, self.norm_bias)
         _, weight, bias = operands(input, self.weight, None if self.return_bias else self.bias)
         into = self._weight_gradient()
+        if out is not None or dgrad_out is not None:
+            out, _ = into_buffers(type(self).__name__, self.recipe, out, dgrad_out)
+            if dgrad_out is not None:
+                input = with_gradient_into(type(self).__name__, input, dgrad_out)
         if isinstance(self.recipe, DelayedScaling):
             normalized = self._norm(input, norm_weight, norm_bias)
             scale = self._delayed_scales(self.recipe, self._op_accepts(normalized, weight, bias))
             amax = self._current_amax if self.training else None
             output = ops.linear_scaled(normalized, weight, scale, amax, bias, *self._formats)
+        elif out is not None:
+            normalized, output = self._norm(input, norm_weight, norm_bias), out
+            of_product: dict[str, Any] = {**into, "quantized_weight": quantized_weight}
+            ops.linear_out(normalized, weight, out, bias, *self._formats, **of_product)
+            self._op_took(into)
         else:
             output, normalized = ops.norm_linear(
                 input,
