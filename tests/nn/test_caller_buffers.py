@@ -9,7 +9,7 @@ import torch
 
 from tests.nn.common import by_recipe
 from tests.nn.delayed_layers import batch, make
-from transformer_plugin.nn import GroupedLinear, GroupedMLP, Linear, quantized_init
+from transformer_plugin.nn import GroupedLinear, GroupedMLP, Linear, MoE, quantized_init
 from transformer_plugin.recipes import DelayedScaling, Float8BlockScaling, MXFP8BlockScaling, Recipe
 from transformer_plugin.testing.numerics import assert_same_bits
 
@@ -128,3 +128,32 @@ def test_gradient_buffer_of_a_norm_apart_from_its_input() -> None:
         module(rows, dgrad_out=memory[0].detach())
     module(rows, dgrad_out=memory[1].detach()).backward(grad)
     assert bool(memory[1].any())
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+def test_mixture(dims: int, device: torch.device) -> None:
+    """Output and gradient are copied, in two steps into the same memory."""
+    torch.manual_seed(0)
+    moe = MoE(64, 32, 4, 2, device=device)
+    sizes = (24, 64) if dims == 2 else (3, 8, 64)
+    out, dgrad_out = torch.zeros(sizes, device=device), torch.zeros(sizes, device=device)
+    for seed in range(2):
+        generator = torch.Generator().manual_seed(seed)
+        x, grad = (torch.randn(sizes, generator=generator).to(device) for _ in range(2))
+        results = []
+        for buffers in ({}, {"out": out, "dgrad_out": dgrad_out}):
+            moe.zero_grad()
+            leaf = x.clone().requires_grad_()
+            output = moe(leaf, **buffers).output
+            output.backward(grad)
+            results.append([output.detach(), leaf.grad, *(p.grad for p in moe.parameters())])
+        for a, b in zip(*results, strict=True):
+            assert_same_bits(a, b)
+        assert output.data_ptr() == out.data_ptr() and out.grad_fn is None
+        assert_same_bits(out, results[0][0])
+        assert_same_bits(dgrad_out, results[0][1])
+    for name in ("out", "dgrad_out"):
+        with pytest.raises(ValueError, match=f"MoE: argument '{name}': expected a buffer of the sizes"):
+            moe(x, **{name: out[:2]})
+        with pytest.raises(ValueError, match=f"MoE: argument '{name}': expected a buffer apart from 'input'"):
+            moe(x, **{name: x})

@@ -45,29 +45,40 @@ class _GradientInto(torch.autograd.Function):
 
 def with_gradient_into(layer: str, input: Tensor, dgrad_out: Any) -> Tensor:
     """The input of a layer whose backward makes the gradient in memory of its own: it is copied into ``dgrad_out``."""
+    check_buffer(layer, "dgrad_out", dgrad_out, input)
+    watched: Tensor = _GradientInto.apply(input, dgrad_out)
+    return watched
+
+
+def copied_into(output: Tensor, out: Tensor) -> Tensor:
+    """An output that a layer makes in memory of its own, in the memory of ``out``, with its gradient."""
+    copy: Tensor = buffer_of(out)
+    return copy.copy_(output)
+
+
+def check_buffer(layer: str, argument: str, buffer: Any, input: Tensor) -> None:
+    """Refuses what does not have the sizes, dtype and device of the input, or lies in its memory."""
 
     def refuse(expected: str, got: str, advice: str, error: type[Exception] = ValueError) -> NoReturn:
         raise error(
-            f"transformer_plugin::{layer}: argument 'dgrad_out': expected {expected}, got {got}. {advice}."
+            f"transformer_plugin::{layer}: argument '{argument}': expected {expected}, got {got}. {advice}."
         )
 
-    if not isinstance(dgrad_out, Tensor):
-        refuse("a tensor", type(dgrad_out).__name__, "Pass a tensor, or leave it out", TypeError)
-    got = f"{dgrad_out.dtype} {list(dgrad_out.shape)} on {dgrad_out.device}"
-    if dgrad_out.dtype != input.dtype:
+    if not isinstance(buffer, Tensor):
+        refuse("a tensor", type(buffer).__name__, "Pass a tensor, or leave it out", TypeError)
+    got = f"{buffer.dtype} {list(buffer.shape)} on {buffer.device}"
+    if buffer.dtype != input.dtype:
         refuse(f"{input.dtype}, as 'input'", got, "Allocate it in this dtype", TypeError)
-    if dgrad_out.shape != input.shape or dgrad_out.device != input.device:
+    if buffer.shape != input.shape or buffer.device != input.device:
         refuse(
             f"a buffer of the sizes {list(input.shape)} of 'input' on {input.device}", got, "Allocate it so"
         )
-    if not dgrad_out.is_contiguous():
-        refuse("a contiguous tensor", f"{got} with strides {list(dgrad_out.stride())}", "Pass one")
-    if dgrad_out.requires_grad:
+    if not buffer.is_contiguous():
+        refuse("a contiguous tensor", f"{got} with strides {list(buffer.stride())}", "Pass one")
+    if buffer.requires_grad:
         refuse("a tensor with requires_grad=False", f"{got} with requires_grad=True", "Pass buffer.detach()")
-    if not torch.compiler.is_compiling() and _overlap(dgrad_out, input):
+    if not torch.compiler.is_compiling() and _overlap(buffer, input):
         refuse("a buffer apart from 'input'", f"{got} in the same memory", "Pass a separate buffer")
-    watched: Tensor = _GradientInto.apply(input, dgrad_out)
-    return watched
 
 
 def _overlap(x: Tensor, y: Tensor) -> bool:

@@ -11,6 +11,7 @@ from transformer_plugin.launch import LaunchOptions
 from transformer_plugin.nn import _tracing
 from transformer_plugin.nn._attributes import fixed, row_rules_in
 from transformer_plugin.nn._autocast import operand
+from transformer_plugin.nn._caller_buffers import check_buffer, copied_into, with_gradient_into
 from transformer_plugin.nn._launched import LaunchedModule
 from transformer_plugin.nn._layouts import Layout
 from transformer_plugin.nn._module import layer_forward, serializable
@@ -207,16 +208,32 @@ class MoE(LaunchedModule):
             _reset(module)
 
     @layer_forward
-    def forward(self, input: Tensor) -> MoEOutput:
-        """Runs ``input [..., H]`` through the mixture. The experts multiply each row by its routing weight."""
+    def forward(
+        self, input: Tensor, *, out: Tensor | None = None, dgrad_out: Tensor | None = None
+    ) -> MoEOutput:
+        """Runs the mixture. The experts multiply each row by its routing weight.
+
+        Args:
+            input: ``[..., H]``.
+            out: memory for the output, contiguous, like ``input`` (under ``torch.autocast`` in its dtype). The output,
+                which combining the experts makes, is copied into it, and what is returned is that memory.
+            dgrad_out: memory for the gradient of ``input``, likewise, into which it is copied.
+        """
         tokens = self._tokens(input)
         self._check_router()
+        if out is not None:
+            check_buffer(type(self).__name__, "out", out, operand(input))
+        if dgrad_out is not None:
+            input = with_gradient_into(type(self).__name__, input, dgrad_out)
+            tokens = self._tokens(input)
         routing = self.router(tokens)
         received = self._aligned_exchange().dispatch(operand(tokens), routing.indices, routing.weights)
         rows = self.experts(received.rows, received.group_sizes, received.probs)
         output = self.exchange.combine(rows, received)
         if input.dim() != 2:
             output = self._restore_shape(output, input)
+        if out is not None:
+            output = copied_into(output, out)
         return MoEOutput(output, routing.aux_loss, routing.expert_load, received.total)
 
     @property
