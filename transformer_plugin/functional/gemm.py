@@ -220,8 +220,8 @@ def grouped_gemm(
         neither operand is quantized.
 
     Raises:
-        TypeError, ValueError: as :func:`transformer_plugin.ops.grouped_gemm`; group sizes twice or never; operands
-        without the direction that is needed; otherwise as :func:`gemm`.
+        TypeError, ValueError: as :func:`transformer_plugin.ops.grouped_gemm` and :func:`gemm`; group sizes twice or
+        never; operands without the direction that is needed.
     """
     op = "grouped_gemm"
     values = rows_of(a, group_sizes, op, "a")
