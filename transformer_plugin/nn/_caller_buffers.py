@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from transformer_plugin.recipes import DelayedScaling, Recipe
+from transformer_plugin.tensor._checks import check_tensor, refuse
+from transformer_plugin.tensor._layout import describe
 
 
 def buffer_of(out: Any) -> Any:
@@ -23,10 +25,8 @@ def into_buffers(
     """What a layer passes to the form of its op with ``_out``: the tensor to write, or None, and other arguments."""
     given = "out" if out is not None else "dgrad_out"
     if isinstance(recipe, DelayedScaling):
-        raise ValueError(
-            f"transformer_plugin::{layer}: argument '{given}': expected None with DelayedScaling, got a tensor. Use "
-            "another recipe, for example Float8CurrentScaling()."
-        )
+        advice = "Use another recipe, for example Float8CurrentScaling()"
+        refuse(layer, given, "None with DelayedScaling", "a tensor", advice)
     return buffer_of(out), {} if dgrad_out is None else {"dgrad_out": dgrad_out}
 
 
@@ -58,27 +58,18 @@ def copied_into(output: Tensor, out: Tensor) -> Tensor:
 
 def check_buffer(layer: str, argument: str, buffer: Any, input: Tensor) -> None:
     """Refuses what does not have the sizes, dtype and device of the input, or lies in its memory."""
-
-    def refuse(expected: str, got: str, advice: str, error: type[Exception] = ValueError) -> NoReturn:
-        raise error(
-            f"transformer_plugin::{layer}: argument '{argument}': expected {expected}, got {got}. {advice}."
-        )
-
-    if not isinstance(buffer, Tensor):
-        refuse("a tensor", type(buffer).__name__, "Pass a tensor, or leave it out", TypeError)
-    got = f"{buffer.dtype} {list(buffer.shape)} on {buffer.device}"
+    buffer = check_tensor(layer, argument, buffer, input.device)
+    got, advice = describe(buffer), "Allocate it like 'input'"
     if buffer.dtype != input.dtype:
-        refuse(f"{input.dtype}, as 'input'", got, "Allocate it in this dtype", TypeError)
-    if buffer.shape != input.shape or buffer.device != input.device:
-        refuse(
-            f"a buffer of the sizes {list(input.shape)} of 'input' on {input.device}", got, "Allocate it so"
-        )
-    if not buffer.is_contiguous():
-        refuse("a contiguous tensor", f"{got} with strides {list(buffer.stride())}", "Pass one")
+        refuse(layer, argument, f"a buffer of {input.dtype}, as 'input'", got, advice, TypeError)
+    if buffer.shape != input.shape:
+        refuse(layer, argument, f"a buffer of the sizes {list(input.shape)} of 'input'", got, advice)
     if buffer.requires_grad:
-        refuse("a tensor with requires_grad=False", f"{got} with requires_grad=True", "Pass buffer.detach()")
+        got = f"{got} with requires_grad=True"
+        refuse(layer, argument, "a tensor with requires_grad=False", got, "Pass buffer.detach()")
     if not torch.compiler.is_compiling() and _overlap(buffer, input):
-        refuse("a buffer apart from 'input'", f"{got} in the same memory", "Pass a separate buffer")
+        got = f"{got} in the same memory"
+        refuse(layer, argument, "a buffer apart from 'input'", got, "Pass a separate buffer")
 
 
 def _overlap(x: Tensor, y: Tensor) -> bool:
