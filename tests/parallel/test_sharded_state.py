@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import transformer_plugin as tp
@@ -204,6 +204,13 @@ def check_refusals(rank: Rank) -> None:
         TypeError, match="argument 'group': expected a process group of which this rank is a member"
     ):
         MoE(8, 16, 4, 2, group=dist.GroupMember.NON_GROUP_MEMBER)
+    alone = DeviceMesh(device.type, [0])
+    if rank.rank > 0:
+        with pytest.raises(
+            ValueError,
+            match="argument 'mesh': expected a mesh of which this rank is a member, got DeviceMesh",
+        ):
+            MoE(8, 16, 4, 2, mesh=alone)
     with pytest.raises(
         ValueError, match="argument 'group': expected \"local\" or a process group, got 'world'"
     ):
