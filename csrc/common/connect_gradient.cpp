@@ -1,6 +1,6 @@
 // connect_gradient: the gradient of one tensor is passed on to another that stands for the same numbers. A value of
 // transformer_plugin/tensor/ over a plain tensor, and the plain tensor inside a value, get their gradients so; a
-// torch.autograd.Function in Python does the same in ten times the host time.
+// torch.autograd.Function in Python does the same in twice the host time.
 
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>

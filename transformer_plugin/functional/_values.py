@@ -151,7 +151,7 @@ def _rows_with_gradient(value: Any) -> Tensor:
 
 
 def _differentiable_rows(value: Any) -> Tensor:
-    """The same in a third of the host time where nothing is traced."""
+    """The same in half of the host time where nothing is traced."""
     data = value.rowwise_data
     if torch.compiler.is_compiling() or type(data) is not Tensor:
         return _rows_with_gradient(value)

@@ -148,7 +148,7 @@ def gemm_wgrad(
 
 
 def _check_adds(accumulate: bool, op: str) -> None:
-    """Raises if a product without 'out' is told what to do with it."""
+    """Refuses ``accumulate=False`` without ``out``, where nothing reads it."""
     if not accumulate:
         refuse(
             op,

@@ -41,7 +41,7 @@ def differentiable(data: Tensor, group_sizes: Tensor | None) -> GroupedTensor:
 
 
 def over(data: Tensor, group_sizes: Tensor | None) -> GroupedTensor:
-    """:func:`differentiable`, in a third of its host time where nothing is traced."""
+    """:func:`differentiable`, in half of its host time where nothing is traced."""
     if torch.compiler.is_compiling() or type(data) is not Tensor:
         return differentiable(data, group_sizes)
     nothing = (None,) * 5
