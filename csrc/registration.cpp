@@ -100,7 +100,8 @@ TORCH_LIBRARY(transformer_plugin, m) {
   // 0, one after the other; 32, so many columns of each in turn.
   m.def(
       "grouped_gemm_swiglu(Tensor a, Tensor b, Tensor group_sizes, Tensor? probs=None, Tensor? bias=None, "
-      "int interleave=0, bool keep_input=True, int max_sms=0, int expected_rows=-1) -> (Tensor act, Tensor h)");
+      "int interleave=0, bool keep_input=True, int max_sms=0, int expected_rows=-1, Tensor? rows=None) -> "
+      "(Tensor act, Tensor h)");
   // The same, SwiGLU's result as a format has it that finds its scales in blocks along a row.
   m.def(
       "grouped_gemm_swiglu_quantize(Tensor a, Tensor b, Tensor group_sizes, str format, Tensor? probs=None, "

@@ -42,17 +42,20 @@ def grouped_gemm_swiglu(
     keep_input: bool = True,
     max_sms: int = 0,
     expected_rows: int = -1,
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``swiglu(h, probs)`` of ``h = a_g @ b[g].T + bias[g]``, which is rounded first.
 
     Args:
-        a: ``[T, K]`` float32, bfloat16 or float16.
+        a: ``[T, K]`` float32, bfloat16 or float16; with ``rows`` any number of rows.
         b: ``[G, 2F, K]``, the dtype of ``a``.
         group_sizes: int32 or int64 ``[G]``.
         probs: float32 ``[T]``, or None for 1.
         bias: ``[G, 2F]``, any float dtype, added to the FP32 sum.
         interleave: 0 or 32, the order of the columns of ``h``.
         keep_input: whether to return ``h``. Without it a gradient recomputes the product.
+        rows: int32 or int64 ``[T]``: ``a[rows[i]]`` replaces ``a[i]``, as in
+            :func:`~transformer_plugin.ops.grouped_gemm`.
 
     Returns:
         ``act [T, F]`` and ``h [T, 2F]`` (``[0, 2F]`` without ``keep_input``), in the dtype of ``a``. Differentiable in
@@ -64,7 +67,7 @@ def grouped_gemm_swiglu(
         :func:`~transformer_plugin.ops.grouped_gemm`.
     """
     return _ops.grouped_gemm_swiglu.default(
-        a, b, group_sizes, probs, bias, interleave, keep_input, max_sms, expected_rows
+        a, b, group_sizes, probs, bias, interleave, keep_input, max_sms, expected_rows, rows
     )
 
 

@@ -35,9 +35,10 @@ def grouped_gemm_swiglu(
     bias: Tensor | None = None,
     interleave: int = 0,
     keep_input: bool = True,
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """swiglu(h, probs) of h = a_g @ b[g].T + bias[g], and h."""
-    h = grouped_gemm(a, b, group_sizes, bias)
+    h = grouped_gemm(a, b, group_sizes, bias, rows=rows)
     act = activation.swiglu(halves_apart(h, interleave), probs)
     return _before_tail(act, group_sizes), h if keep_input else h[:0]
 

@@ -6,6 +6,7 @@
 #include <optional>
 #include <vector>
 
+#include "common/row_index_args.h"
 #include "common/tensor.h"
 #include "gemm/args/kernel_args.h"
 
@@ -32,6 +33,12 @@ class DevicePointerArray {
 inline bool aligned_rows(const at::Tensor& tensor) {
   const int64_t row_bytes = tensor.size(-1) * static_cast<int64_t>(tensor.element_size());
   return row_bytes % 16 == 0 && reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
+}
+
+// Whether kernels that gather rows by 16 bytes can read the matrix.
+inline bool has_aligned_rows(const GatheredRows& rows) {
+  return rows.index.rows > 0 && reinterpret_cast<uintptr_t>(rows.matrix) % 16 == 0 &&
+         rows.stride_bytes % 16 == 0;
 }
 
 inline const float* float_or_null(const std::optional<at::Tensor>& tensor) {

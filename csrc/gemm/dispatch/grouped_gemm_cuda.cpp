@@ -65,11 +65,6 @@ GroupedGemmArgs args_of(const GroupedWgrad& problem, const Tensor& grad, const T
   return args;
 }
 
-bool is_aligned(const GatheredRows& rows) {
-  return rows.index.rows > 0 && reinterpret_cast<uintptr_t>(rows.matrix) % 16 == 0 &&
-         rows.stride_bytes % 16 == 0;
-}
-
 }  // namespace
 
 Tensor grouped_gemm_cuda(const GroupedGemm& problem, at::ScalarType dtype,
@@ -93,7 +88,7 @@ Tensor grouped_gemm_cuda(const GroupedGemm& problem, at::ScalarType dtype,
   if (problem.rows && problem.a.stride(1) == 1) {
     const GatheredRows rows = rows_by_index(problem.a, *problem.rows, problem.offsets);
     desc.index = true;
-    desc.index_matrix_aligned = is_aligned(rows);
+    desc.index_matrix_aligned = has_aligned_rows(rows);
     const Selection selection = select_gemm(desc, current_gpu());
     if (selection.backend == Backend::kSm90Gather) {
       const auto launch = problem.transpose_b ? fprop_gather(args.dtype) : dgrad_gather(args.dtype);

@@ -30,6 +30,8 @@ const char* why_not_sm90(const GemmDesc& desc, const GpuDesc& gpu) {
 // all rows takes as long as the products of some 400 columns, so beyond this many columns the copy is faster.
 constexpr int64_t kMostGatheredColumns = 8192;
 
+constexpr const char* kCopiedFirst = "the rows that the index names are copied first";
+
 bool gathers(const GemmDesc& desc) {
   return desc.direction != GemmDirection::kWgrad && bytes_of(desc.args.dtype) == 2 && desc.args.rows > 0 &&
          desc.args.n <= kMostGatheredColumns && desc.index_matrix_aligned;
@@ -43,6 +45,7 @@ Selection on_sm90(Backend backend, const GemmDesc& desc, const GpuDesc& gpu) {
 Selection select_swiglu(const GemmDesc& desc, const GpuDesc& gpu) {
   const int64_t features = desc.args.n / 2;
   if (const char* reason = why_not_sm90(desc, gpu)) return {Backend::kSteps, reason, {}};
+  if (desc.index && !gathers(desc)) return {Backend::kSteps, kCopiedFirst, {}};
   if (features % (desc.interleaved ? 32 : 8) != 0) {
     return {Backend::kSteps, "the features are not a multiple of 8 (32 when interleaved)", {}};
   }
@@ -55,7 +58,7 @@ Selection select_gemm(const GemmDesc& desc, const GpuDesc& gpu) {
   if (desc.epilogue != Epilogue::kStore) return select_swiglu(desc, gpu);
   if (torch_supports(desc, gpu)) return {Backend::kTorch, "torch has a kernel for this GPU", {}};
   const char* reason = desc.args.groups == 0 ? "there are no groups" : why_not_sm90(desc, gpu);
-  if (!reason && desc.index && !gathers(desc)) reason = "the rows that the index names are copied first";
+  if (!reason && desc.index && !gathers(desc)) reason = kCopiedFirst;
   if (!reason) return on_sm90(desc.index ? Backend::kSm90Gather : Backend::kSm90, desc, gpu);
   return {bytes_of(desc.args.dtype) == 1 ? Backend::kSteps : Backend::kGeneric, reason, {}};
 }

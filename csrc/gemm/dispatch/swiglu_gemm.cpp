@@ -1,6 +1,7 @@
 #include "gemm/dispatch/swiglu_gemm.h"
 
 #include "activation/calls.h"
+#include "common/row_index.h"
 #include "common/tensor.h"
 #include "gemm/dispatch/grouped_gemm.h"
 #include "quantize/ops/calls.h"
@@ -35,9 +36,9 @@ Tensor exchanged(const Tensor& h, const c10::SymInt& first, const c10::SymInt& s
 
 Tensor product_of(const GroupedGemmSwiglu& product) {
   const OptionalTensor none;
-  return run_grouped_gemm(
-      {product.a, product.b, product.offsets, product.bias, none, true, none, none, none, product.options},
-      product.a.scalar_type());
+  return run_grouped_gemm({product.a, product.b, product.offsets, product.bias, none, true, none, none,
+                           product.rows, product.options},
+                          product.a.scalar_type());
 }
 
 Tensor kept(const GroupedGemmSwiglu& product, const Tensor& h) {
@@ -69,7 +70,7 @@ void check_probs(const Argument& probs, const Argument& rows) {
 
 void check_swiglu_product(const char* op, const Tensor& a, const Tensor& b, const Tensor& group_sizes,
                           const OptionalTensor& probs, const OptionalTensor& bias, int64_t interleave,
-                          const LaunchOptions& options) {
+                          const OptionalTensor& rows, const LaunchOptions& options) {
   const Argument a_argument{op, "a", a}, b_argument{op, "b", b};
   check_dtype(a_argument, kFloatTypes);
   check_dim(a_argument, 2);
@@ -81,7 +82,8 @@ void check_swiglu_product(const char* op, const Tensor& a, const Tensor& b, cons
   check_interleave(op, interleave);
   check_interleaved_columns(b_argument, b.sym_size(1) / 2, interleave);
   check_groups({op, "group_sizes", group_sizes}, a_argument, b_argument);
-  if (probs) check_probs({op, "probs", *probs}, a_argument);
+  if (rows) check_row_index({op, "rows", *rows}, a_argument);
+  if (probs) check_probs({op, "probs", *probs}, rows ? Argument{op, "rows", *rows} : a_argument);
   if (bias) check_bias({op, "bias", *bias}, a_argument, b.sym_size(0), b.sym_size(1));
   check_launch_options(op, options);
 }

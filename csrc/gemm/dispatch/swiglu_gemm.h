@@ -25,23 +25,25 @@ void check_probs(const Argument& probs, const Argument& rows);
 void check_swiglu_product(const char* op, const at::Tensor& a, const at::Tensor& b,
                           const at::Tensor& group_sizes, const std::optional<at::Tensor>& probs,
                           const std::optional<at::Tensor>& bias, int64_t interleave,
-                          const LaunchOptions& options);
+                          const std::optional<at::Tensor>& rows, const LaunchOptions& options);
 
 // h with the gate's columns first, and back. A copy if columns alternate, else h itself.
 at::Tensor deinterleave(const at::Tensor& h, int64_t interleave);
 at::Tensor interleave_columns(const at::Tensor& h, int64_t interleave);
 
 struct GroupedGemmSwiglu {
-  const at::Tensor& a;        // [T, K]
+  const at::Tensor& a;        // [T, K], or any rows of K
   const at::Tensor& b;        // [G, 2F, K]
   const at::Tensor& offsets;  // int32 [G + 1]
   const std::optional<at::Tensor>& probs;
   const std::optional<at::Tensor>& bias;  // [G, 2F]
   int64_t interleave;
   bool keep_input;
+  const std::optional<at::Tensor>& rows;  // a[rows[i]] replaces a[i]
   LaunchOptions options;
 
   int64_t features() const { return b.size(1) / 2; }
+  int64_t capacity() const { return rows ? rows->size(0) : a.size(0); }
 };
 
 // The format of act, quantized along rows; a format with block scales.

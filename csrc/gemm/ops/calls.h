@@ -118,13 +118,14 @@ inline std::tuple<at::Tensor, at::Tensor> call_grouped_bias_backward(const at::T
 
 inline std::tuple<at::Tensor, at::Tensor> call_grouped_gemm_swiglu(
     const at::Tensor& a, const at::Tensor& b, const at::Tensor& group_sizes, OptionalTensorArg probs,
-    OptionalTensorArg bias, int64_t interleave, bool keep_input, LaunchOptions options = {}) {
-  using Signature = std::tuple<at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&,
-                                                       const at::Tensor&, OptionalTensorArg,
-                                                       OptionalTensorArg, int64_t, bool, int64_t, int64_t);
+    OptionalTensorArg bias, int64_t interleave, bool keep_input, LaunchOptions options = {},
+    OptionalTensorArg rows = std::nullopt) {
+  using Signature = std::tuple<at::Tensor, at::Tensor>(
+      const at::Tensor&, const at::Tensor&, const at::Tensor&, OptionalTensorArg, OptionalTensorArg, int64_t,
+      bool, int64_t, int64_t, OptionalTensorArg);
   static const auto op = find_op<Signature>("grouped_gemm_swiglu");
   return op.call(a, b, group_sizes, probs, bias, interleave, keep_input, options.max_sms,
-                 options.expected_rows);
+                 options.expected_rows, rows);
 }
 
 inline at::Tensor call_bias_backward(const at::Tensor& grad) {

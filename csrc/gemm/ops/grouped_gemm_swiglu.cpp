@@ -4,6 +4,7 @@
 #include "common/autograd.h"
 #include "common/group_offsets.h"
 #include "common/register.h"
+#include "common/row_index.h"
 #include "common/tensor.h"
 #include "gemm/dispatch/checks.h"
 #include "gemm/dispatch/swiglu_gemm.h"
@@ -22,21 +23,24 @@ constexpr const char* kOp = "grouped_gemm_swiglu";
 TwoTensors grouped_gemm_swiglu_meta(const Tensor& a, const Tensor& b, const Tensor& group_sizes,
                                     const OptionalTensor& probs, const OptionalTensor& bias,
                                     int64_t interleave, bool keep_input, int64_t max_sms,
-                                    int64_t expected_rows) {
-  check_swiglu_product(kOp, a, b, group_sizes, probs, bias, interleave, {max_sms, expected_rows});
-  const c10::SymInt rows = a.sym_size(0), columns = b.sym_size(1);
-  return {empty(a, {rows, columns / 2}, a.scalar_type()),
-          empty(a, {keep_input ? rows : c10::SymInt(0), columns}, a.scalar_type())};
+                                    int64_t expected_rows, const OptionalTensor& rows) {
+  check_swiglu_product(kOp, a, b, group_sizes, probs, bias, interleave, rows, {max_sms, expected_rows});
+  const c10::SymInt capacity = (rows ? *rows : a).sym_size(0), columns = b.sym_size(1);
+  return {empty(a, {capacity, columns / 2}, a.scalar_type()),
+          empty(a, {keep_input ? capacity : c10::SymInt(0), columns}, a.scalar_type())};
 }
 
 TwoTensors grouped_gemm_swiglu(const Tensor& a, const Tensor& b, const Tensor& group_sizes,
                                const OptionalTensor& probs, const OptionalTensor& bias, int64_t interleave,
-                               bool keep_input, int64_t max_sms, int64_t expected_rows) {
+                               bool keep_input, int64_t max_sms, int64_t expected_rows,
+                               const OptionalTensor& rows) {
   const LaunchOptions options{max_sms, expected_rows};
-  check_swiglu_product(kOp, a, b, group_sizes, probs, bias, interleave, options);
+  check_swiglu_product(kOp, a, b, group_sizes, probs, bias, interleave, rows, options);
   const BelowAutograd guard;
-  const Tensor offsets = group_offsets({kOp, "group_sizes", group_sizes}, {kOp, "a", a}, a.size(0));
-  return run_gemm_swiglu({a, b, offsets, probs, bias, interleave, keep_input, options});
+  const Argument a_argument{kOp, "a", a}, buffer = rows ? Argument{kOp, "rows", *rows} : a_argument;
+  const Tensor offsets = group_offsets({kOp, "group_sizes", group_sizes}, buffer, buffer.tensor.size(0));
+  if (rows) check_row_entries(buffer, a_argument, offsets);
+  return run_gemm_swiglu({a, b, offsets, probs, bias, interleave, keep_input, rows, options});
 }
 
 class GroupedGemmSwigluFunction : public DifferentiableOnce<GroupedGemmSwigluFunction> {
@@ -49,7 +53,7 @@ class GroupedGemmSwigluFunction : public DifferentiableOnce<GroupedGemmSwigluFun
   static variable_list forward(AutogradContext* ctx, const Tensor& a, const Tensor& b,
                                const Tensor& group_sizes, const OptionalTensor& probs,
                                const OptionalTensor& bias, int64_t interleave, bool keep_input,
-                               int64_t max_sms, int64_t expected_rows) {
+                               int64_t max_sms, int64_t expected_rows, const OptionalTensor& rows) {
     const bool wants_a = a.requires_grad(), wants_b = b.requires_grad();
     ctx->saved_data["has_bias"] = bias.has_value();
     ctx->saved_data["interleave"] = interleave;
@@ -57,11 +61,12 @@ class GroupedGemmSwigluFunction : public DifferentiableOnce<GroupedGemmSwigluFun
     ctx->saved_data["expected_rows"] = expected_rows;
     const BelowAutograd guard;
     const auto [act, h] = call_grouped_gemm_swiglu(a, b, group_sizes, probs, bias, interleave, keep_input,
-                                                   {max_sms, expected_rows});
+                                                   {max_sms, expected_rows}, rows);
+    if (rows) ctx->saved_data["num_rows"] = a.sym_size(0);
     ctx->set_materialize_grads(false);  // h is rarely used
     ctx->save_for_backward({wants_b || !keep_input ? a : Tensor(), wants_a || !keep_input ? b : Tensor(),
                             group_sizes, keep_input ? h : Tensor(), or_undefined(probs),
-                            keep_input ? Tensor() : or_undefined(bias)});
+                            keep_input ? Tensor() : or_undefined(bias), or_undefined(rows)});
     return {act, h};
   }
 
@@ -87,7 +92,7 @@ class GroupedGemmSwigluFunction : public DifferentiableOnce<GroupedGemmSwigluFun
     const Tensor h = kept.defined()
                          ? kept
                          : call_grouped_gemm(saved[0], saved[1], saved[2], as_optional(saved[5]), none, true,
-                                             std::nullopt, none, none, saved_options(ctx));
+                                             std::nullopt, none, as_optional(saved[6]), saved_options(ctx));
     using Signature = TwoTensors(const Tensor&, const Tensor&, const OptionalTensor&);
     static const auto swiglu_backward = find_op<Signature>("swiglu_backward");
     const auto [grad_halves, grad_probs] =
@@ -101,16 +106,20 @@ class GroupedGemmSwigluFunction : public DifferentiableOnce<GroupedGemmSwigluFun
     const Tensor& sizes = saved[2];
     const bool has_probs = saved[4].defined(), has_bias = ctx->saved_data["has_bias"].toBool();
     const auto [grad_h, grad_probs] = gradients_of_swiglu(ctx, saved, grads);
-    variable_list result(9);
+    variable_list result(10);
     if (!grad_h.defined()) return result;
-    const OptionalTensor none;
+    const OptionalTensor none, rows = as_optional(saved[6]);
     if (ctx->needs_input_grad(0)) {
       result[0] = call_grouped_gemm(grad_h, saved[1], sizes, none, none, false, std::nullopt, none, none,
                                     saved_options(ctx));
+      if (rows) {
+        result[0] =
+            call_gather_rows_backward(result[0], *rows, sizes, ctx->saved_data["num_rows"].toSymInt());
+      }
     }
     if (ctx->needs_input_grad(1)) {
       result[1] =
-          call_grouped_gemm_wgrad(grad_h, saved[0], sizes, std::nullopt, none, none, saved_options(ctx));
+          call_grouped_gemm_wgrad(grad_h, saved[0], sizes, std::nullopt, none, rows, saved_options(ctx));
     }
     // needs_input_grad does not count tensors that are not given.
     if (has_probs && grad_probs.defined() && ctx->needs_input_grad(3)) {
@@ -126,15 +135,15 @@ class GroupedGemmSwigluFunction : public DifferentiableOnce<GroupedGemmSwigluFun
 TwoTensors grouped_gemm_swiglu_autograd(const Tensor& a, const Tensor& b, const Tensor& group_sizes,
                                         const OptionalTensor& probs, const OptionalTensor& bias,
                                         int64_t interleave, bool keep_input, int64_t max_sms,
-                                        int64_t expected_rows) {
+                                        int64_t expected_rows, const OptionalTensor& rows) {
   if (any_wants_grad(a, b, probs, bias)) {
     const variable_list made = GroupedGemmSwigluFunction::apply(a, b, group_sizes, probs, bias, interleave,
-                                                                keep_input, max_sms, expected_rows);
+                                                                keep_input, max_sms, expected_rows, rows);
     return {made[0], made[1]};
   }
   const BelowAutograd guard;
   return call_grouped_gemm_swiglu(a, b, group_sizes, probs, bias, interleave, keep_input,
-                                  {max_sms, expected_rows});
+                                  {max_sms, expected_rows}, rows);
 }
 
 }  // namespace

@@ -25,7 +25,7 @@ Format check(const Tensor& a, const Tensor& b, const Tensor& group_sizes, std::s
   TP_CHECK_VALUE(along_rows, kOp, "format",
                  "a format that finds its scales in blocks along a row, fp8_block or mxfp8",
                  "'" << key << "'", "Take one of those, or grouped_gemm_swiglu, and quantize its result");
-  check_swiglu_product(kOp, a, b, group_sizes, probs, bias, interleave, options);
+  check_swiglu_product(kOp, a, b, group_sizes, probs, bias, interleave, std::nullopt, options);
   const int64_t block = format.block_size();
   TP_CHECK_VALUE(b.sym_size(1) % (2 * block) == 0, kOp, "b",
                  "a number of rows in each matrix that is a multiple of "
@@ -54,7 +54,8 @@ ThreeTensors grouped_gemm_swiglu_quantize(const Tensor& a, const Tensor& b, cons
   const Format format = check(a, b, group_sizes, key, probs, bias, interleave, options);
   const BelowAutograd guard;
   const Tensor offsets = group_offsets({kOp, "group_sizes", group_sizes}, {kOp, "a", a}, a.size(0));
-  return run_gemm_swiglu_quantize({a, b, offsets, probs, bias, interleave, keep_input, options},
+  const OptionalTensor rows;
+  return run_gemm_swiglu_quantize({a, b, offsets, probs, bias, interleave, keep_input, rows, options},
                                   {format, key, group_sizes});
 }
 

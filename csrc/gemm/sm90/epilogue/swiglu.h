@@ -2,6 +2,7 @@
 // result is rounded before the activation, as if it had been stored and read.
 #pragma once
 
+#include "common/row_index_args.h"
 #include "gemm/sm90/launch.h"
 #include "quantize/args/quantize.h"
 
@@ -29,6 +30,11 @@ using SwigluQuantizeLauncher = void (*)(const SwigluQuantizeKernelArgs& args, co
 // that they compile in parallel.
 SwigluLauncher swiglu(DType dtype);
 SwigluLauncher swiglu_interleaved(DType dtype);
+// Rows of `a` taken through an index, as in gather/gather.h.
+using SwigluGatherLauncher = void (*)(const SwigluKernelArgs& args, const GatheredRows& rows,
+                                      const Sm90Config& config, void* stream);
+SwigluGatherLauncher swiglu_gather(DType dtype);
+SwigluGatherLauncher swiglu_gather_interleaved(DType dtype);
 SwigluQuantizeLauncher swiglu_fp8_block(DType dtype);
 SwigluQuantizeLauncher swiglu_fp8_block_interleaved(DType dtype);
 SwigluQuantizeLauncher swiglu_mxfp8(DType dtype);

@@ -35,8 +35,8 @@ class GatheredA {
                          : load_indices_as<int32_t>(begin, end, report_invalid);
   }
 
-  // Starts the copies of columns k .. k + kTileK. Rows past the group, invalid entries and columns past the
-  // end are zeros.
+  // Starts the copies of columns k .. k + kTileK. Rows past the group, entries that are no row (-1: on
+  // purpose) and columns past the end are zeros.
   __device__ __forceinline__ void load_async(Stage& stage, const GroupedGemmParams& args, int k) const {
     const int column = k + chunk_ * 8;
     const bool before_end = column < args.k;
@@ -63,7 +63,7 @@ class GatheredA {
       const int position = begin + row_ + i * kRowsPerPass;
       const bool is_row = is_inside(from_.index, entries[i]);
       rows_[i] = position < end && is_row ? static_cast<int>(entries[i]) : -1;
-      if (report_invalid && position < end && !is_row && chunk_ == 0) {
+      if (report_invalid && position < end && !is_row && entries[i] != -1 && chunk_ == 0) {
         report_wrong_row(from_.word, from_.index, position);
       }
     }
@@ -167,7 +167,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
   if (warpgroup == 0) {
     warpgroup_reg_dealloc<kProducerRegisters>();
     gather_producer_loop<Mainloop, Epilogue>(args, rows, b_map, b_maps, shared, state, steps, cta_rank);
-    zero_tail_rows<typename Mainloop::Out>(args, kProducerWarps, threadIdx.x / kWarpSize);
+    epilogue.zero_tail_rows(args, kProducerWarps, threadIdx.x / kWarpSize);
     __syncwarp();  // cluster_sync() needs converged warps
   } else {
     warpgroup_reg_alloc<kConsumerRegisters>();
@@ -177,19 +177,18 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
 #endif
 }
 
-template <typename Mainloop>
-void launch_grouped_gemm_gather(const GroupedGemmArgs& args, const GatheredRows& rows,
+template <typename Mainloop, typename Epilogue = StoreEpilogue<typename Mainloop::Out>>
+void launch_grouped_gemm_gather(const typename Epilogue::Args& epilogue_args, const GatheredRows& rows,
                                 const Sm90Config& config, void* stream) {
-  using Epilogue = StoreEpilogue<typename Mainloop::Out>;
+  const GroupedGemmArgs& args = Epilogue::gemm_args(epilogue_args);
   constexpr auto kernel = sm90_grouped_gemm_gather_kernel<Mainloop, Epilogue>;
   static DynamicSharedMemory shared_memory;
   constexpr int kSharedBytes = sizeof(typename Mainloop::SharedStorage);
   shared_memory.allow(kernel, kSharedBytes);
-  const Epilogue epilogue{out_map(args)};
   const CUtensorMap b = b_tensor_map<Mainloop>(args);
   const CUtensorMap* b_maps = launch_pointer_array(args.list, args.groups, &b, stream);
   launch_pdl(kernel, grid_blocks(config), kThreads, kSharedBytes, static_cast<cudaStream_t>(stream), rows, b,
-             epilogue, make_params(args), b_maps);
+             Epilogue::make(epilogue_args), make_params(args), b_maps);
   check_launch("sm90_grouped_gemm_gather_kernel");
 }
 
