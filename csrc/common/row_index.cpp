@@ -1,7 +1,6 @@
 // Rows gathered by an index: checks, the gather and its gradient (common/row_index.h).
 #include "common/row_index.h"
 
-#include <ATen/ops/index_select.h>
 #include <ATen/ops/sort.h>
 
 #include <algorithm>
@@ -30,9 +29,10 @@ void check_entries(const Argument& index, const Argument& matrix, int64_t end) {
   const Entry* entries = index.tensor.const_data_ptr<Entry>();
   const int64_t rows = matrix.tensor.size(0);
   for (int64_t i = 0; i < end; ++i) {
-    TP_CHECK_VALUE(entries[i] >= 0 && entries[i] < rows, index.op, index.name,
-                   "entries from 0 to " << rows - 1 << ", the rows of '" << matrix.name << "'",
-                   entries[i] << " at " << i, "Pass the row that each place takes");
+    TP_CHECK_VALUE(
+        entries[i] >= kRowOfZeros && entries[i] < rows, index.op, index.name,
+        "entries from 0 to " << rows - 1 << ", the rows of '" << matrix.name << "', or -1 for a row of zeros",
+        entries[i] << " at " << i, "Pass the row that each place takes");
   }
 }
 
@@ -89,29 +89,32 @@ void check_earlier_rows(const char* op) {
 #endif
 }
 
-#ifdef TRANSFORMER_PLUGIN_CUDA
 GatheredRows rows_by_index(const Tensor& matrix, const Tensor& index, const Tensor& offsets) {
-  has_word = true;
+  WrongRowWord* word = nullptr;
+#ifdef TRANSFORMER_PLUGIN_CUDA
+  if (matrix.is_cuda()) {
+    has_word = true;
+    word = wrong_row_word();
+  }
+#endif
   const auto bytes = static_cast<int64_t>(matrix.element_size());
   return {row_index(index, offsets, matrix.size(0)), matrix.const_data_ptr(), matrix.size(1) * bytes,
-          matrix.stride(0) * bytes, wrong_row_word()};
+          matrix.stride(0) * bytes, word};
 }
-#endif
 
 Tensor take_rows(const Tensor& matrix, const Tensor& index, const Tensor& offsets) {
   const Tensor taken = empty(matrix, {index.size(0), matrix.size(1)}, matrix.scalar_type());
+  const bool readable = matrix.stride(1) == 1 || matrix.size(1) <= 1;
+  const Tensor source = readable ? matrix : matrix.contiguous();
+  const GatheredRows rows = rows_by_index(source, index, offsets);
 #ifdef TRANSFORMER_PLUGIN_CUDA
   if (matrix.is_cuda()) {
-    const bool readable = matrix.stride(1) == 1 || matrix.size(1) <= 1;
-    const Tensor source = readable ? matrix : matrix.contiguous();
     const CudaScope scope(source);
-    launch_take_rows(rows_by_index(source, index, offsets), taken.mutable_data_ptr(), scope.stream());
+    launch_take_rows(rows, taken.mutable_data_ptr(), scope.stream());
     return taken;
   }
 #endif
-  const int64_t end = offsets.const_data_ptr<int32_t>()[offsets.size(0) - 1];
-  Tensor target = taken.narrow(0, 0, end);
-  at::index_select_out(target, matrix, 0, index.narrow(0, 0, end));
+  take_rows_cpu(rows, taken.mutable_data_ptr());
   return taken;
 }
 

@@ -14,8 +14,9 @@ __device__ __forceinline__ bool is_inside(const RowIndex& index, int64_t row) {
   return row >= 0 && row < index.rows;
 }
 
-// Reports that the entry at this position is not a row of the matrix.
+// The entry at this position is not a row of the matrix: reports it, unless it is kRowOfZeros.
 __device__ __forceinline__ void report_wrong_row(WrongRowWord* word, const RowIndex& index, int64_t place) {
+  if (entry(index, place) == kRowOfZeros) return;
   word->found = static_cast<uint64_t>(place + 1) << 32 | static_cast<uint32_t>(index.rows);
 }
 

@@ -9,18 +9,18 @@ namespace transformer_plugin {
 
 // int32 or int64 [T], contiguous, on the device of `matrix`, which has at most 2^31 - 1 rows.
 void check_row_index(const Argument& index, const Argument& matrix);
-// On a CPU an entry outside of the matrix is a ValueError; on a GPU the kernel reports it.
+// On a CPU an entry that is neither a row of the matrix nor kRowOfZeros is a ValueError; on a GPU the kernel
+// reports it.
 void check_row_entries(const Argument& index, const Argument& matrix, const at::Tensor& offsets);
 // Raises a ValueError in the name of `op` if a kernel has reported a wrong entry since the last error. Does
 // not synchronize.
 void check_earlier_rows(const char* op);
 
-#ifdef TRANSFORMER_PLUGIN_CUDA
 // The kernel arguments for gathering rows. The rows of the matrix have inner stride 1.
 GatheredRows rows_by_index(const at::Tensor& matrix, const at::Tensor& index, const at::Tensor& offsets);
-#endif
 
-// [T, K]: matrix[index[i]] for rows i of the groups; zeros for a wrong entry on a GPU; the tail is undefined.
+// [T, K]: matrix[index[i]] for rows i of the groups, or zeros for kRowOfZeros, and for a wrong entry on a GPU;
+// the tail is undefined.
 at::Tensor take_rows(const at::Tensor& matrix, const at::Tensor& index, const at::Tensor& offsets);
 
 // [num_rows, K]: for each row of the matrix, the sum of the rows of `taken` that were gathered from it, in

@@ -1,8 +1,8 @@
 // The arguments of kernels that gather rows by an index.
 //
-// `index` [places] contains row numbers of a matrix. Places from `end` on are the tail and are ignored. On a
-// GPU, where the host does not read the index, an entry outside of the matrix counts as a row of zeros and is
-// reported in pinned host memory, like wrong group sizes (offsets.h).
+// `index` [places] contains row numbers of a matrix, or kRowOfZeros. Places from `end` on are the tail and are
+// ignored. On a GPU, where the host does not read the index, any other entry counts as a row of zeros too and
+// is reported in pinned host memory, like wrong group sizes (offsets.h).
 #pragma once
 
 #include <cstdint>
@@ -10,6 +10,9 @@
 #include "common/dtype.h"
 
 namespace transformer_plugin {
+
+// The entry of a place that takes no row of the matrix, but zeros.
+inline constexpr int kRowOfZeros = -1;
 
 // A report about an index on a GPU, written by one store: the place of a wrong entry plus 1 in the upper
 // half, the rows of the matrix in the lower.
@@ -26,16 +29,17 @@ struct RowIndex {
   const int32_t* end;  // on the device of the entries
 };
 
-// Rows of a matrix gathered by an index, on a GPU.
+// Rows of a matrix gathered by an index.
 struct GatheredRows {
   RowIndex index;
   const void* matrix;
   int64_t row_bytes;
   int64_t stride_bytes;  // between rows of the matrix
-  WrongRowWord* word;
+  WrongRowWord* word;    // null on a CPU
 };
 // output[i] = matrix[index[i]] for the places before the tail, contiguous rows; output after them is not
-// written.
+// written. On a CPU, entries have been checked.
+void take_rows_cpu(const GatheredRows& rows, void* output);
 void launch_take_rows(const GatheredRows& rows, void* output, void* stream);
 
 // keys[i] = index[i], or `rows` if the entry is to be ignored.

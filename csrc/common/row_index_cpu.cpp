@@ -1,7 +1,8 @@
-// Sums of gathered rows on a CPU (common/row_index_args.h).
+// Rows gathered by an index, and sums of gathered rows, on a CPU (common/row_index_args.h).
 #include <ATen/Parallel.h>
 
 #include <algorithm>
+#include <cstring>
 #include <type_traits>
 #include <vector>
 
@@ -10,7 +11,25 @@
 namespace transformer_plugin {
 namespace {
 
-constexpr int64_t kElementsPerTask = 32768;
+constexpr int64_t kElementsPerTask = 32768, kBytesPerTask = 65536;
+
+template <typename Entry>
+void copy_rows(const GatheredRows& rows, uint8_t* output) {
+  const auto* entries = static_cast<const Entry*>(rows.index.entries);
+  const auto* matrix = static_cast<const uint8_t*>(rows.matrix);
+  const auto bytes = static_cast<size_t>(rows.row_bytes);
+  const int64_t rows_per_task = std::max<int64_t>(1, kBytesPerTask / std::max<int64_t>(1, rows.row_bytes));
+  at::parallel_for(0, *rows.index.end, rows_per_task, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      uint8_t* to = output + i * rows.row_bytes;
+      if (entries[i] == kRowOfZeros) {
+        std::memset(to, 0, bytes);
+      } else {
+        std::memcpy(to, matrix + entries[i] * rows.stride_bytes, bytes);
+      }
+    }
+  });
+}
 
 template <typename T>
 void sum_rows(const SumTakenRowsArgs& args, int64_t begin, int64_t end) {
@@ -38,6 +57,12 @@ void sum_all_rows(const SumTakenRowsArgs& args) {
 }
 
 }  // namespace
+
+void take_rows_cpu(const GatheredRows& rows, void* output) {
+  if (rows.row_bytes == 0) return;
+  auto* to = static_cast<uint8_t*>(output);
+  rows.index.is_int64 ? copy_rows<int64_t>(rows, to) : copy_rows<int32_t>(rows, to);
+}
 
 void sum_taken_rows_cpu(const SumTakenRowsArgs& args) {
   if (args.dtype == DType::kFloat64) return sum_all_rows<double>(args);

@@ -20,9 +20,14 @@ from transformer_plugin.testing.numerics import assert_same_bits
 _ops = torch.ops.transformer_plugin
 
 
+def with_zeros(matrix: Tensor, rows: Tensor) -> Tensor:
+    """Copies the indexed rows; -1 is a row of zeros."""
+    return torch.cat([matrix, matrix.new_zeros(1, matrix.shape[1])])[rows.long()]
+
+
 def with_indexed_rows(case: Case, device: torch.device, matrix: int) -> tuple[list[Any], Tensor, Tensor]:
     """Replaces argument `matrix` of the case by a matrix of another number of rows. Also returns an index into it and
-    a copy of the indexed rows.
+    a copy of the indexed rows, with zeros for entries of -1.
 
     Rows that the index does not contain are NaN, index entries of the tail are out of range, and the tail of the copy
     is NaN.
@@ -33,11 +38,12 @@ def with_indexed_rows(case: Case, device: torch.device, matrix: int) -> tuple[li
     generator = torch.Generator().manual_seed(11)
     rows = row_index(sizes.cpu(), capacity, capacity // 2 + 1, torch.device("cpu"), generator)
     source = integers((capacity // 2 + 1, like.shape[1]), like.dtype, torch.device("cpu"), generator)
+    rows[:end][torch.rand(end, generator=generator) < 0.15] = -1
     unused = torch.ones(source.shape[0], dtype=torch.bool)
-    unused[rows[:end].long()] = False
+    unused[rows[:end][rows[:end] >= 0].long()] = False
     source[unused] = float("nan")
     copied = torch.full_like(like, float("nan"))
-    copied[:end] = source[rows[:end].long()].to(device)
+    copied[:end] = with_zeros(source, rows[:end]).to(device)
     arguments[matrix] = source.to(device)
     return arguments, rows.to(device), copied
 
@@ -121,7 +127,7 @@ def test_gather_rows_backward_sums_in_order(
     sizes = torch.tensor([capacity // 3, 0, capacity // 2], dtype=index)
     rows = row_index(sizes, capacity, num_rows, torch.device("cpu"), generator)
     if capacity:
-        rows[1], rows[2] = -1, num_rows  # invalid entries, whose gradients are dropped
+        rows[1], rows[2] = -1, num_rows  # a row of zeros and an invalid entry, whose gradients are dropped
     grad = normals((capacity, width), dtype, torch.device("cpu"), generator)
     grad[int(sizes.sum()) :] = float("nan")
     expected = reference.gather_rows_backward(grad, rows, sizes, num_rows)
@@ -168,6 +174,25 @@ def test_compiled(device: torch.device) -> None:
             assert_same_bits(got, expected)
 
 
+@pytest.mark.parametrize("num_rows", [0, 3])
+def test_rows_of_zeros(num_rows: int, device: torch.device) -> None:
+    """Entries of -1 alone give products of zeros, also of a matrix without rows, and no error in a later call."""
+    for dtype in (torch.float32, torch.bfloat16):
+        a = torch.full((num_rows, 16), float("nan"), dtype=dtype, device=device)
+        b, sizes = torch.ones(2, 8, 16, dtype=dtype, device=device), torch.tensor([2, 3], device=device)
+        for index in (torch.int32, torch.int64):
+            rows = torch.full((6,), -1, dtype=index, device=device)
+            assert_same_bits(ops.grouped_gemm(a, b, sizes, rows=rows), b.new_zeros(6, 8))
+            grad = torch.ones(6, 8, dtype=dtype, device=device)
+            wgrad = ops.grouped_gemm_wgrad(grad, a, sizes, input_rows=rows)
+            assert_same_bits(wgrad, b.new_zeros(2, 8, 16))
+            taken = ops.gather_rows_backward(grad, rows, sizes, num_rows)
+            assert_same_bits(taken, b.new_zeros(num_rows, 8))
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    ops.check_group_sizes()
+
+
 def test_strided_matrix_gives_the_same_bits(device: torch.device) -> None:
     sizes, rows = torch.tensor([3, 2], device=device), torch.tensor([1, 4, 1, 0, 2], device=device)
     b = torch.randn(2, 8, 16, device=device)
@@ -188,14 +213,16 @@ A, B, S = torch.zeros(4, 6), torch.zeros(2, 5, 6), torch.tensor([1, 2])
             (A, B, S),
             {"rows": torch.tensor([0, 4, 0])},
             ValueError,
-            "'rows': expected entries from 0 to 3, the rows of 'a', got 4 at 1. Pass the row that each place takes.",
+            "'rows': expected entries from 0 to 3, the rows of 'a', or -1 for a row of zeros, got 4 at 1. "
+            "Pass the row that each place takes.",
         ),
         (
             "grouped_gemm",
             (A, B, S),
-            {"rows": torch.tensor([0, 3, -1, 0], dtype=torch.int32)},
+            {"rows": torch.tensor([-1, 3, -2, 0], dtype=torch.int32)},
             ValueError,
-            "'rows': expected entries from 0 to 3, the rows of 'a', got -1 at 2. Pass the row that each place takes.",
+            "'rows': expected entries from 0 to 3, the rows of 'a', or -1 for a row of zeros, got -2 at 2. "
+            "Pass the row that each place takes.",
         ),
         (
             "grouped_gemm",
@@ -233,7 +260,7 @@ A, B, S = torch.zeros(4, 6), torch.zeros(2, 5, 6), torch.tensor([1, 2])
             (torch.zeros(4, 5), A, S),
             {"input_rows": torch.tensor([7, 0, 0, 0])},
             ValueError,
-            "'input_rows': expected entries from 0 to 3, the rows of 'input', got 7 at 0. "
+            "'input_rows': expected entries from 0 to 3, the rows of 'input', or -1 for a row of zeros, got 7 at 0. "
             "Pass the row that each place takes.",
         ),
         (
@@ -255,7 +282,7 @@ def test_errors(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
-@pytest.mark.parametrize("wrong", [-1, 4, 2**31 - 1])
+@pytest.mark.parametrize("wrong", [-2, 4, 2**31 - 1])
 def test_wrong_rows_stay_in_bounds_and_are_reported_later(wrong: int, index: torch.dtype) -> None:
     a, b = torch.ones(4, 16, device="cuda"), torch.ones(2, 16, 16, device="cuda")
     sizes = torch.tensor([2, 3], device="cuda")

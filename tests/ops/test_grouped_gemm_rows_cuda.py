@@ -114,10 +114,10 @@ def test_more_tiles_than_thread_blocks() -> None:
 @pytest.mark.parametrize(
     ("wrong", "index"),
     [
-        (-1, torch.int32),
+        (-2, torch.int32),
         (MATRIX_ROWS, torch.int32),
         (2**31 - 1, torch.int32),
-        (-1, torch.int64),
+        (-2, torch.int64),
         (MATRIX_ROWS, torch.int64),
         (2**32, torch.int64),  # its lower 32 bits are a valid row
         (-(2**33), torch.int64),
@@ -132,6 +132,19 @@ def test_wrong_entry_counts_as_a_zero_row(wrong: int, index: torch.dtype, place:
     torch.cuda.synchronize()
     with pytest.raises(ValueError, match=f"whose entry {place} is not one of its {MATRIX_ROWS} rows"):
         ops.check_group_sizes()
+    torch.cuda.synchronize()
+    ops.check_group_sizes()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_rows_of_zeros(index: torch.dtype) -> None:
+    """Entries of -1 in every tile, and all of a tile; none is reported."""
+    a, b, sizes, rows, copied = draw_operands((300, 0, 171), 776, 136, index=index)
+    for places in (slice(0, 471, 3), slice(128, 256)):
+        rows[places], copied[places] = -1, 0.0
+    expected = rows_fp64(copied, b, sizes, None, None, True).to(BF16)
+    assert_same_bits(ops.grouped_gemm(a, b, sizes, rows=rows) + 0, expected)
     torch.cuda.synchronize()
     ops.check_group_sizes()
 

@@ -96,7 +96,7 @@ def moderate(call: Call, dtype: torch.dtype, seed: int) -> dict[str, Any]:
             arguments[name] = like(value, name)
     for name in ("rows", "input_rows"):
         if arguments.get(name) is not None:
-            arguments[name][int(arguments["group_sizes"].sum()) :] = -1  # invalid, but not read
+            arguments[name][int(arguments["group_sizes"].sum()) :] = -2  # invalid, but not read
     return arguments
 
 

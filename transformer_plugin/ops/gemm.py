@@ -138,9 +138,9 @@ def grouped_gemm(
         dtype: of the output; that of ``a`` by default, and bfloat16 of quantized operands.
         alpha: float32 ``[G]``; 1 by default.
         rows: int32 or int64 ``[T]``: row i of the product is of ``a[rows[i]]``, so that a permute can be skipped.
-            ``a`` then has any number of rows, any of them several times. Entries of the tail are not used. On Hopper,
-            16-byte aligned 16-bit rows are gathered in the kernel, up to 8192 output columns; elsewhere, and for the
-            gradient of ``b``, they are copied into a buffer first, with the same bits.
+            ``a`` then has any number of rows, any of them several times. An entry of -1 is a row of zeros. Entries of
+            the tail are not used. On Hopper, 16-byte aligned 16-bit rows are gathered in the kernel, up to 8192 output
+            columns; elsewhere, and for the gradient of ``b``, they are copied into a buffer first, with the same bits.
         a_scale, b_scale, a_format, b_format: of quantized operands, as for :func:`gemm`.
 
     Returns:
@@ -151,7 +151,7 @@ def grouped_gemm(
     Raises:
         TypeError: another dtype. ValueError: sizes, scales or devices that do not agree, a sequence of no matrix or
         more than 1024, a bias scale without a bias, and on a CPU group sizes that are negative or sum to more than T,
-        and rows that ``a`` does not have. On CUDA such a row counts as zeros, and a later call raises:
+        and other rows that ``a`` does not have. On CUDA such a row counts as zeros, and a later call raises:
         :func:`check_group_sizes`.
     """
     return _ops.grouped_gemm.default(
@@ -181,7 +181,7 @@ def gather_rows_backward(grad: Tensor, rows: Tensor, group_sizes: Tensor, num_ro
     Returns:
         ``[num_rows, K]`` in the dtype of ``grad``: for each row the sum of ``grad`` over the rows of the
         product before the tail that used it, in their order, in FP32, rounded once; the same bits on CPU and CUDA.
-        Out-of-range entries are ignored. Not differentiable.
+        Entries of -1 and out-of-range entries are ignored. Not differentiable.
     """
     return _ops.gather_rows_backward.default(grad, rows, group_sizes, num_rows)
 
@@ -275,7 +275,8 @@ def check_group_sizes() -> None:
     On a CPU a call with wrong sizes (negative, or past the rows of their buffer) is an error itself. On a GPU the host
     does not read sizes: a negative size counts as 0, rows past the buffer are left out, and the next op with
     group sizes raises, or this one does. After ``torch.cuda.synchronize()`` it covers every earlier call, also
-    captured and replayed graphs. It also covers out-of-range entries of ``rows`` and ``input_rows``.
+    captured and replayed graphs. It also covers out-of-range entries of ``rows`` and ``input_rows``,
+    other than -1, which is a row of zeros.
 
     Raises:
         ValueError: an earlier call had invalid group sizes or row indices. Raised once per error.

@@ -92,12 +92,12 @@ def gemm_out(
 
 
 def _indexed(matrix: Tensor, rows: Tensor | None, group_sizes: Tensor) -> Tensor:
-    """Returns matrix[rows[i]] for the rows of groups, and zeros for the tail."""
+    """Returns matrix[rows[i]] for the rows of groups, zeros where rows[i] is -1, and zeros for the tail."""
     if rows is None:
         return matrix
     indexed_rows = matrix.new_zeros(rows.shape[0], matrix.shape[1])
-    end = int(group_sizes.sum())
-    indexed_rows[:end] = matrix[rows[:end].long()]
+    places = (rows[: int(group_sizes.sum())] != -1).nonzero()[:, 0]
+    indexed_rows[places] = matrix[rows[places].long()]
     return indexed_rows
 
 
@@ -177,7 +177,7 @@ def grouped_gemm_out(
 
 
 def gather_rows_backward(grad: Tensor, rows: Tensor, group_sizes: Tensor, num_rows: int) -> Tensor:
-    """Sums ``grad`` over the places at which each row was used, in their order."""
+    """Sums ``grad`` over the places at which each row was used, in their order; other entries are ignored."""
     sums = wide(grad).new_zeros(num_rows, grad.shape[1])
     for place in range(int(group_sizes.sum())):
         row = int(rows[place])
