@@ -253,6 +253,9 @@ TORCH_LIBRARY(transformer_plugin, m) {
   m.def(
       "assign_slots(Tensor indices, int first_expert, int num_experts, SymInt capacity, int alignment=1) -> "
       "(Tensor slot, Tensor source, Tensor source_k, Tensor group_sizes, Tensor total)");
+  m.def(
+      "assign_weighted_slots(Tensor indices, Tensor weights, int first_expert, int num_experts, SymInt capacity, "
+      "int alignment=1) -> (Tensor slot, Tensor source, Tensor group_sizes, Tensor total, Tensor probs)");
   m.def("count_tokens_per_expert(Tensor indices, int num_experts) -> Tensor");
   m.def(
       "permute(Tensor tokens, Tensor indices, int num_experts, SymInt capacity, int alignment=1) -> "

@@ -1,9 +1,10 @@
-// assign_slots and count_tokens_per_expert: checks, outputs and kernel arguments (routing/slots.h).
+// assign_slots, assign_weighted_slots and count_tokens_per_expert: checks, outputs and kernel arguments (routing/slots.h).
 #include "routing/slots.h"
 
 #include <algorithm>
 #include <limits>
 
+#include "common/autograd.h"
 #include "common/register.h"
 #include "common/tensor.h"
 
@@ -11,6 +12,8 @@ namespace transformer_plugin::routing {
 namespace {
 
 using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
 
 constexpr int64_t kMaxRows = std::numeric_limits<int32_t>::max();
 
@@ -42,15 +45,24 @@ Slots empty_slots(const Argument& indices, int64_t first, int64_t experts, const
   const Tensor& like = indices.tensor;
   TP_CHECK_VALUE(like.sym_numel() <= kMaxRows, indices.op, indices.name, "at most 2^31 - 1 elements",
                  describe(like), "Split the call");
-  return {empty(like, like.sym_sizes(), at::kInt), empty(like, {capacity}, at::kInt),
-          with_k ? empty(like, {capacity}, at::kInt) : Tensor(), empty(like, {experts}, at::kLong),
-          empty(like, {1}, at::kLong)};
+  return {empty(like, like.sym_sizes(), at::kInt),
+          empty(like, {capacity}, at::kInt),
+          with_k ? empty(like, {capacity}, at::kInt) : Tensor(),
+          empty(like, {experts}, at::kLong),
+          empty(like, {1}, at::kLong),
+          Tensor()};
 }
 
 Slots assign_slots(const Argument& indices, int64_t first, int64_t experts, int64_t capacity,
-                   int64_t alignment, bool with_k) {
-  const Slots slots = empty_slots(indices, first, experts, capacity, alignment, with_k);
+                   int64_t alignment, bool with_k, const std::optional<Tensor>& weights) {
+  Slots slots = empty_slots(indices, first, experts, capacity, alignment, with_k);
   const Tensor input = indices.tensor.contiguous();
+  Tensor w;
+  if (weights) {
+    TORCH_INTERNAL_ASSERT(weights->scalar_type() == at::kFloat && weights->sizes() == input.sizes());
+    w = weights->contiguous();
+    slots.probs = empty(input, {capacity}, at::kFloat);
+  }
   AssignSlotsArgs args{input.const_data_ptr(),
                        input.scalar_type() == at::kLong,
                        input.size(0),
@@ -64,6 +76,8 @@ Slots assign_slots(const Argument& indices, int64_t first, int64_t experts, int6
                        with_k ? slots.source_k.mutable_data_ptr<int32_t>() : nullptr,
                        slots.group_sizes.mutable_data_ptr<int64_t>(),
                        slots.total.mutable_data_ptr<int64_t>(),
+                       weights ? w.const_data_ptr<float>() : nullptr,
+                       weights ? slots.probs.mutable_data_ptr<float>() : nullptr,
                        nullptr,
                        nullptr,
                        0,
@@ -108,6 +122,82 @@ SlotTensors assign_slots_op(const Tensor& indices, int64_t first, int64_t expert
       assign_slots({"assign_slots", "indices", indices}, first, experts, capacity, alignment, true));
 }
 
+constexpr const char* kWeighted = "assign_weighted_slots";
+
+// The checks that assign_slots does not make.
+void check_slot_weights(const Argument& weights, const Argument& indices) {
+  check_dim(indices, 2);
+  check_dtype(weights, {at::kFloat});
+  check_dim(weights, 2);
+  check_same_device(weights, indices);
+  check_size(weights, 0, indices.tensor.sym_size(0), "the rows of 'indices'");
+  check_size(weights, 1, indices.tensor.sym_size(1), "the columns of 'indices'");
+}
+
+SlotTensors with_probs(const Slots& slots) {
+  return {slots.slot, slots.source, slots.group_sizes, slots.total, slots.probs};
+}
+
+SlotTensors assign_weighted_slots_meta(const Tensor& indices, const Tensor& weights, int64_t first,
+                                       int64_t experts, c10::SymInt capacity, int64_t alignment) {
+  const Argument argument{kWeighted, "indices", indices};
+  check_slot_weights({kWeighted, "weights", weights}, argument);
+  Slots slots = empty_slots(argument, first, experts, capacity, alignment, false);
+  slots.probs = empty(indices, {capacity}, at::kFloat);
+  return with_probs(slots);
+}
+
+SlotTensors assign_weighted_slots(const Tensor& indices, const Tensor& weights, int64_t first,
+                                  int64_t experts, int64_t capacity, int64_t alignment) {
+  const Argument argument{kWeighted, "indices", indices};
+  check_slot_weights({kWeighted, "weights", weights}, argument);
+  return with_probs(assign_slots(argument, first, experts, capacity, alignment, false, weights));
+}
+
+class WeightedSlotsFunction : public DifferentiableOnce<WeightedSlotsFunction> {
+ public:
+  static constexpr const char* kName = "assign_weighted_slots";
+  static constexpr bool is_traceable = true;
+
+  static SlotTensors call(const Tensor& indices, const Tensor& weights, int64_t first, int64_t experts,
+                          const c10::SymInt& capacity, int64_t alignment) {
+    using Signature = SlotTensors(const Tensor&, const Tensor&, int64_t, int64_t, c10::SymInt, int64_t);
+    static const auto op = find_op<Signature>(kName);
+    return op.call(indices, weights, first, experts, capacity, alignment);
+  }
+
+  static variable_list forward(AutogradContext* ctx, const Tensor& indices, const Tensor& weights,
+                               int64_t first, int64_t experts, const c10::SymInt& capacity,
+                               int64_t alignment) {
+    const BelowAutograd guard;
+    const auto [slot, source, group_sizes, total, probs] =
+        call(indices, weights, first, experts, capacity, alignment);
+    ctx->save_for_backward({slot});
+    ctx->mark_non_differentiable({slot, source, group_sizes, total});
+    ctx->set_materialize_grads(false);
+    return {slot, source, group_sizes, total, probs};
+  }
+
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
+    variable_list result(6);
+    if (!grads[4].defined()) return result;
+    static const auto op = find_op<Tensor(const Tensor&, const Tensor&)>("permute_weights_backward");
+    result[1] = op.call(grads[4], ctx->get_saved_variables()[0]);
+    return result;
+  }
+};
+
+SlotTensors assign_weighted_slots_autograd(const Tensor& indices, const Tensor& weights, int64_t first,
+                                           int64_t experts, c10::SymInt capacity, int64_t alignment) {
+  if (any_wants_grad(weights)) {
+    const variable_list out =
+        WeightedSlotsFunction::apply(indices, weights, first, experts, capacity, alignment);
+    return {out[0], out[1], out[2], out[3], out[4]};
+  }
+  const BelowAutograd guard;
+  return WeightedSlotsFunction::call(indices, weights, first, experts, capacity, alignment);
+}
+
 Tensor count_output(const Tensor& indices, int64_t experts) {
   constexpr const char* op = "count_tokens_per_expert";
   check_dtype({op, "indices", indices}, {at::kInt, at::kLong});
@@ -135,7 +225,9 @@ Tensor count_tokens(const Tensor& indices, int64_t experts) {
 
 }  // namespace
 
-// The results are integers: no Autograd registration.
+TP_IMPL(kWeighted, assign_weighted_slots, assign_weighted_slots_meta, assign_weighted_slots_autograd);
+
+// The results of the others are integers: no Autograd registration.
 TP_IMPL_CPU_CUDA("assign_slots", assign_slots_op);
 TP_IMPL_FOR(Meta, "assign_slots", assign_slots_meta);
 TP_IMPL_CPU_CUDA("count_tokens_per_expert", count_tokens);

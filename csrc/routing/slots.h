@@ -5,6 +5,8 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/SymInt.h>
 
+#include <optional>
+
 #include "common/check.h"
 #include "routing/slots_args.h"
 
@@ -18,15 +20,18 @@ struct Slots {
   at::Tensor
       group_sizes;   // int64 [experts]: rows of each expert with padding; their sum is at most the capacity
   at::Tensor total;  // int64 [1]: the sum of the padded sizes before rows were dropped
+  at::Tensor probs;  // float32 [capacity]: weight of each row, 0 without a token; undefined without weights
 };
 
-// Checks the arguments and allocates the outputs, for every backend.
+// Checks the arguments and allocates the outputs but `probs`, for every backend.
 Slots empty_slots(const Argument& indices, int64_t first, int64_t experts, const c10::SymInt& capacity,
                   int64_t alignment, bool with_k);
 
 // `indices` [tokens, topk], int32 or int64. Only experts first, ..., first + experts - 1 get rows. Runs on
 // the device of the indices; on CUDA the host reads nothing, and the work can be captured in a graph.
+// `weights`: float32 [tokens, topk] on the same device; with them, the result has `probs`, with the bits of
+// weights_to_slots (rows.h).
 Slots assign_slots(const Argument& indices, int64_t first, int64_t experts, int64_t capacity,
-                   int64_t alignment, bool with_k);
+                   int64_t alignment, bool with_k, const std::optional<at::Tensor>& weights = std::nullopt);
 
 }  // namespace transformer_plugin::routing

@@ -29,6 +29,8 @@ struct AssignSlotsArgs {
   int32_t* source_k;     // [capacity]: k of the row, or -1. Or null
   int64_t* group_sizes;  // [experts]: rows with padding, without those past the capacity
   int64_t* total;        // [1]: rows with padding before any is dropped
+  const float* weights;  // [tokens, topk]; null without probs
+  float* probs;          // [capacity]: weight of the row's (token, k), 0 in a row without one. Or null
   // CUDA only, unless are_few(): chunks of the indices are counted in parallel, then scanned.
   int32_t* chunk_counts;  // [chunks, experts]
   int64_t* starts;        // [experts]: first row of each expert

@@ -34,6 +34,7 @@ void assign_slots(const AssignSlotsArgs& args) {
   *args.total = start;
   std::fill_n(args.source, args.capacity, -1);
   if (args.source_k) std::fill_n(args.source_k, args.capacity, -1);
+  if (args.probs) std::fill_n(args.probs, args.capacity, 0.0f);
   for (int64_t i = 0; i < items; ++i) {
     const int64_t expert = local_expert(indices[i], args.first, args.experts);
     const int64_t row = expert >= 0 ? next[expert]++ : args.capacity;
@@ -41,6 +42,7 @@ void assign_slots(const AssignSlotsArgs& args) {
     if (row >= args.capacity) continue;
     args.source[row] = static_cast<int32_t>(i / args.topk);
     if (args.source_k) args.source_k[row] = static_cast<int32_t>(i % args.topk);
+    if (args.probs) args.probs[row] = args.weights[i];
   }
 }
 

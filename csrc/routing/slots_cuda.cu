@@ -34,6 +34,7 @@ __device__ __forceinline__ void clear_sources(const AssignSlotsArgs& args) {
        i += step) {
     args.source[i] = -1;
     if (args.source_k) args.source_k[i] = -1;
+    if (args.probs) args.probs[i] = 0.0f;
   }
 }
 
@@ -137,6 +138,7 @@ __device__ __forceinline__ void assign_chunk(const AssignSlotsArgs& args, int64_
     if (kept) {
       args.source[row] = static_cast<int32_t>(i / args.topk);
       if (args.source_k) args.source_k[row] = static_cast<int32_t>(i % args.topk);
+      if (args.probs) args.probs[row] = args.weights[i];
     }
   }
 }

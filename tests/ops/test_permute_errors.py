@@ -95,6 +95,23 @@ DTYPE = "Convert it with .to() first."
             "float32[3, 2] on cpu. Pass tensors whose sizes agree.",
         ),
         (
+            lambda: ops.assign_weighted_slots(INDICES, torch.zeros(2, 2, dtype=torch.float64), 0, 2, 4),
+            TypeError,
+            f"assign_weighted_slots: argument 'weights': expected one of the dtypes float32, got float64. {DTYPE}",
+        ),
+        (
+            lambda: ops.assign_weighted_slots(INDICES, torch.zeros(2, 3), 0, 2, 4),
+            ValueError,
+            "assign_weighted_slots: argument 'weights': expected size 2 in dimension 1 (the columns of 'indices'), got "
+            "float32[2, 3] on cpu. Pass tensors whose sizes agree.",
+        ),
+        (
+            lambda: ops.assign_weighted_slots(INDICES, torch.zeros(2, 2), 0, 2, -1),
+            ValueError,
+            "assign_weighted_slots: argument 'capacity': expected from 0 to 2^31 - 1 rows, got -1. Pass the rows of "
+            "the buffer, for example tokens * topk + num_experts * (alignment - 1).",
+        ),
+        (
             lambda: ops.count_tokens_per_expert(INDICES, -1),
             ValueError,
             "count_tokens_per_expert: argument 'num_experts': expected from 0 to 1024, got -1. Give each rank fewer "

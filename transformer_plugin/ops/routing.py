@@ -35,6 +35,7 @@ from torch import Tensor
 
 __all__ = [
     "assign_slots",
+    "assign_weighted_slots",
     "aux_loss",
     "aux_loss_backward",
     "count_tokens_per_expert",
@@ -236,6 +237,31 @@ def assign_slots(
         ``capacity`` (0 to 2^31 - 1) or ``alignment`` (1 to 2^31 - 1) out of range.
     """
     return _ops.assign_slots.default(indices, first_expert, num_experts, capacity, alignment)
+
+
+def assign_weighted_slots(
+    indices: Tensor, weights: Tensor, first_expert: int, num_experts: int, capacity: int, alignment: int = 1
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """:func:`assign_slots` and :func:`permute_weights` in one: the map, and the weight of each row.
+
+    Args:
+        indices, first_expert, num_experts, capacity, alignment: as in :func:`assign_slots`.
+        weights: ``[T, K]`` float32, on the device of ``indices``. Any strides.
+
+    Returns:
+        ``slot``, ``source``, ``group_sizes`` and ``total`` as in :func:`assign_slots`; ``probs``, float32
+        ``[capacity]``, the weight of each row's (token, k), 0 in rows without one. The weight of a masked or dropped
+        pair is not used.
+
+    Differentiable in ``weights``: the gradient comes back in the order of the input, 0 where a pair has no slot.
+    The same bits as the two ops on CPU and CUDA, no host read.
+
+    Raises:
+        TypeError: another dtype. ValueError: what :func:`assign_slots` refuses, ``weights`` of another size or device.
+    """
+    return _ops.assign_weighted_slots.default(
+        indices, weights, first_expert, num_experts, capacity, alignment
+    )
 
 
 def count_tokens_per_expert(indices: Tensor, num_experts: int) -> Tensor:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 __all__ = [
     "assign_slots",
+    "assign_weighted_slots",
     "aux_loss",
     "count_tokens_per_expert",
     "permute",
@@ -191,6 +192,16 @@ def assign_slots(
     total = torch.tensor([sum(padded)], dtype=torch.int64)
     device = indices.device
     return slot.to(device), source.to(device), source_k.to(device), group_sizes.to(device), total.to(device)
+
+
+def assign_weighted_slots(
+    indices: Tensor, weights: Tensor, first_expert: int, num_experts: int, capacity: int, alignment: int = 1
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The slots of :func:`assign_slots`, and the weights in them."""
+    slot, source, _, group_sizes, total = assign_slots(
+        indices, first_expert, num_experts, capacity, alignment
+    )
+    return slot, source, group_sizes, total, permute_weights(weights, slot, source)
 
 
 def count_tokens_per_expert(indices: Tensor, num_experts: int) -> Tensor:

@@ -222,6 +222,8 @@ def _routing_calls(draw: Draw) -> Calls:
     )
     sizes = {"num_experts": experts, "capacity": capacity, "alignment": 1}
     yield "assign_slots", "", {"indices": indices, "first_expert": 0, **sizes}
+    weighted = {"indices": indices, "weights": draw.rand(tokens, topk)}
+    yield "assign_weighted_slots", "", {**weighted, "first_expert": 0, **sizes}
     yield "count_tokens_per_expert", "", {"indices": indices, "num_experts": experts}
     yield "permute", "", {"tokens": draw(tokens, K), "indices": indices, **sizes}
     slot, source, _, _, _ = ops.assign_slots(indices, 0, experts, capacity, 1)
