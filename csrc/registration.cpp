@@ -152,14 +152,16 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "str grad_format=\"none\", Tensor[]? quantized_weight=None, int max_sms=0, int expected_rows=-1, "
       "Tensor[]? main_grad=None, bool accumulate=True, str weight_grad=\"none\", Tensor? wgrad_queue=None, "
       "bool save_original_input=False, Tensor? dgrad_out=None) -> ()");
-  // Two grouped_linears with swiglu between them, `probs` scaling it and the second bias.
+  // Two grouped_linears with swiglu between them, `probs` scaling it and the second bias. With `slot` and `source` from
+  // assign_slots the input is tokens, whose rows the groups are, and the output the sum of each token's rows.
   m.def(
       "grouped_mlp(Tensor input, Tensor[] fc1_weight, Tensor[] fc2_weight, Tensor group_sizes, Tensor probs, "
       "Tensor? fc1_bias=None, Tensor? fc2_bias=None, str input_format=\"none\", str weight_format=\"none\", "
       "str grad_format=\"none\", Tensor[]? quantized_fc1_weight=None, Tensor[]? quantized_fc2_weight=None, "
       "int interleave=0, int max_sms=0, int expected_rows=-1, Tensor[]? fc1_main_grad=None, "
       "Tensor[]? fc2_main_grad=None, bool accumulate=True, str weight_grad=\"none\", "
-      "Tensor? fc1_wgrad_queue=None, Tensor? fc2_wgrad_queue=None, Tensor? dgrad_out=None) -> Tensor");
+      "Tensor? fc1_wgrad_queue=None, Tensor? fc2_wgrad_queue=None, Tensor? dgrad_out=None, Tensor? slot=None, "
+      "Tensor? source=None) -> Tensor");
   m.def(
       "grouped_mlp_out(Tensor input, Tensor[] fc1_weight, Tensor[] fc2_weight, Tensor group_sizes, Tensor probs, "
       "Tensor(a!) out, Tensor? fc1_bias=None, Tensor? fc2_bias=None, str input_format=\"none\", "
@@ -167,7 +169,7 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "Tensor[]? quantized_fc2_weight=None, int interleave=0, int max_sms=0, int expected_rows=-1, "
       "Tensor[]? fc1_main_grad=None, Tensor[]? fc2_main_grad=None, bool accumulate=True, "
       "str weight_grad=\"none\", Tensor? fc1_wgrad_queue=None, Tensor? fc2_wgrad_queue=None, "
-      "Tensor? dgrad_out=None) -> ()");
+      "Tensor? dgrad_out=None, Tensor? slot=None, Tensor? source=None) -> ()");
   // Delayed weight gradients. "queue" is an id; the ops have it in an int64 scalar on the CPU, which they "write" so that
   // compiled code calls them, and in order. With a "wgrad_queue" the backward of a layer calls defer_wgrad, which keeps
   // the operands of the weight gradient, those of grouped_gemm_wgrad or gemm. With a "dtype" the gradient is rounded to
@@ -179,7 +181,8 @@ TORCH_LIBRARY(transformer_plugin, m) {
   m.def(
       "defer_wgrad(Tensor(a!) queue, Tensor grad, Tensor input, Tensor? group_sizes=None, Tensor[]? grad_scale=None, "
       "Tensor[]? input_scale=None, str grad_format=\"none\", str input_format=\"none\", ScalarType? dtype=None, "
-      "bool accumulate=True, int[] skipped=[], int max_sms=0, int expected_rows=-1, bool copy=False) -> ()");
+      "bool accumulate=True, int[] skipped=[], int max_sms=0, int expected_rows=-1, bool copy=False, "
+      "Tensor? input_rows=None, Tensor? grad_rows=None) -> ()");
   m.def("run_deferred_wgrads(Tensor(a!) queue, Tensor(b!)[] out, bool accumulate=True) -> ()");
   // A weight in its format, once for many calls of the four above: data, scale_inv and, of nvfp4, amax, along rows;
   // then along columns, if the data gradient takes those. bf16 has data alone. Several matrices give what their stack would.
@@ -261,6 +264,7 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "permute(Tensor tokens, Tensor indices, int num_experts, SymInt capacity, int alignment=1) -> "
       "(Tensor rows, Tensor group_sizes, Tensor slot, Tensor source, Tensor total)");
   m.def("permute_backward(Tensor grad, Tensor slot) -> Tensor");
+  m.def("permute_rows(Tensor tokens, Tensor slot, Tensor source) -> Tensor");
   m.def("unpermute(Tensor rows, Tensor slot, Tensor source, Tensor? weights=None) -> Tensor");
   m.def(
       "unpermute_backward(Tensor grad, Tensor? rows, Tensor slot, Tensor source, Tensor? weights=None) -> "

@@ -11,6 +11,7 @@
 #include "common/autograd.h"
 #include "common/buffers.h"
 #include "common/register.h"
+#include "common/row_index.h"
 #include "common/tensor.h"
 #include "gemm/dispatch/checks.h"
 #include "gemm/dispatch/quantized_operands.h"
@@ -69,7 +70,8 @@ namespace {
 
 using DeferSignature = void(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, OptionalList,
                             OptionalList, std::string_view, std::string_view, std::optional<at::ScalarType>,
-                            bool, at::IntArrayRef, int64_t, int64_t, bool);
+                            bool, at::IntArrayRef, int64_t, int64_t, bool, const OptionalTensor&,
+                            const OptionalTensor&);
 
 std::vector<Tensor> scales_of(const Quantized& operand) {
   std::vector<Tensor> scales;
@@ -91,19 +93,28 @@ void call_defer_wgrad(const Tensor& queue, const Quantized& grad, const Quantize
   };
   op.call(queue, grad.data, input.data, group_sizes, list(grad_scale), list(input_scale),
           scaled ? grad.key : "none", scaled ? input.key : "none", options.dtype, options.accumulate,
-          options.skipped, options.launch.max_sms, options.launch.expected_rows, is_traced(queue));
+          options.skipped, options.launch.max_sms, options.launch.expected_rows, is_traced(queue),
+          as_optional(input.row_index), as_optional(grad.row_index));
 }
 
 namespace {
 
 struct Deferred {
   const Tensor &queue, &grad, &input;
-  const OptionalTensor& group_sizes;
+  const OptionalTensor &group_sizes, &input_rows, &grad_rows;
   OptionalList grad_scale, input_scale;
   std::string_view grad_format, input_format;
   at::IntArrayRef skipped;
   gemm::LaunchOptions launch;
 };
+
+// The rows of an operand: of the matrix, or those that an index names.
+Argument rows_of(const Argument& operand, const char* name, const OptionalTensor& index) {
+  if (!index) return operand;
+  const Argument argument{kDefer, name, *index};
+  check_row_index(argument, operand);
+  return argument;
+}
 
 // What the product will refuse, which is too late: the operands would stay in the queue.
 void check_operands(const Deferred& call) {
@@ -112,10 +123,18 @@ void check_operands(const Deferred& call) {
     gemm::check_plain(kDefer, call.grad_scale, call.input_scale, "grad_scale", "input_scale");
     call.group_sizes ? gemm::check_grouped_operand(grad, 2) : gemm::check_operand(grad, 2);
     gemm::check_pair(input, grad, 2);
-    check_size(input, 0, call.grad.sym_size(0), "the rows of 'grad'");
+    const Argument grad_rows = rows_of(grad, "grad_rows", call.grad_rows);
+    const std::string meaning = std::string("the rows of '") + grad_rows.name + "'";
+    check_size(rows_of(input, "input_rows", call.input_rows), 0, grad_rows.tensor.sym_size(0),
+               meaning.c_str());
     if (call.group_sizes) check_group_sizes({kDefer, "group_sizes", *call.group_sizes}, grad);
+    TP_CHECK_VALUE(call.group_sizes || !(call.input_rows || call.grad_rows), kDefer, "group_sizes",
+                   "sizes of groups with an index of rows", "None", "Pass the sizes, or copied rows");
     return;
   }
+  TP_CHECK_VALUE(!call.input_rows && !call.grad_rows, kDefer, call.input_rows ? "input_rows" : "grad_rows",
+                 "None with quantized operands", describe(*(call.input_rows ? call.input_rows : call.grad_rows)),
+                 "Quantize the rows that the index names");
   const gemm::OperandArguments of_grad{call.grad, call.grad_scale, call.grad_format};
   const gemm::OperandArguments of_input{call.input, call.input_scale, call.input_format};
   if (call.group_sizes) {
@@ -155,6 +174,8 @@ void check_deferred(const Deferred& call) {
   memory.read("grad", call.grad);
   memory.read("input", call.input);
   memory.read("group_sizes", call.group_sizes);
+  memory.read("input_rows", call.input_rows);
+  memory.read("grad_rows", call.grad_rows);
   memory.read("grad_scale", call.grad_scale);
   memory.read("input_scale", call.input_scale);
   memory.check();
@@ -171,11 +192,13 @@ KeptTensor kept(const Tensor& tensor, bool copy) {
   return KeptTensor(copy ? tensor.clone() : shared(tensor));
 }
 
-KeptOperand kept_operand(const Tensor& data, OptionalList scales, std::string_view key, bool copy) {
+KeptOperand kept_operand(const Tensor& data, OptionalList scales, const OptionalTensor& rows,
+                         std::string_view key, bool copy) {
   const auto keep = [&](const Tensor& tensor) { return kept(tensor, copy); };
   const at::TensorList list = list_or_none(scales);
   return {keep(data), list.empty() ? KeptTensor() : keep(list[0]),
-          list.size() < 2 ? KeptTensor() : keep(list[1]), std::string(key)};
+          list.size() < 2 ? KeptTensor() : keep(list[1]), rows ? keep(*rows) : KeptTensor(),
+          std::string(key)};
 }
 
 template <bool is_meta>
@@ -183,14 +206,15 @@ void defer_wgrad(const Tensor& queue, const Tensor& grad, const Tensor& input,
                  const OptionalTensor& group_sizes, OptionalList grad_scale, OptionalList input_scale,
                  std::string_view grad_format, std::string_view input_format,
                  std::optional<at::ScalarType> dtype, bool accumulate, at::IntArrayRef skipped,
-                 int64_t max_sms, int64_t expected_rows, bool copy) {
+                 int64_t max_sms, int64_t expected_rows, bool copy, const OptionalTensor& input_rows,
+                 const OptionalTensor& grad_rows) {
   const gemm::LaunchOptions launch{max_sms, expected_rows};
   check_deferred(
-      {queue, grad, input, group_sizes, grad_scale, input_scale, grad_format, input_format, skipped, launch});
+      {queue, grad, input, group_sizes, input_rows, grad_rows, grad_scale, input_scale, grad_format, input_format, skipped, launch});
   if constexpr (!is_meta) {
     const BelowAutograd guard;
-    DeferredWgrad wgrad{kept_operand(grad, grad_scale, grad_format, copy),
-                        kept_operand(input, input_scale, input_format, copy),
+    DeferredWgrad wgrad{kept_operand(grad, grad_scale, grad_rows, grad_format, copy),
+                        kept_operand(input, input_scale, input_rows, input_format, copy),
                         KeptTensor(),
                         {dtype, accumulate, skipped.vec(), launch}};
     // The tensor itself, so that autograd, which makes a .grad of a gradient that nobody else has and adds to it
@@ -228,6 +252,7 @@ void check_memory(const std::deque<DeferredWgrad>& wgrads, at::TensorList out) {
     for (const KeptOperand* operand : {&wgrad.grad, &wgrad.input}) {
       memory.read("scales in the queue", operand->scale.get());
       memory.read("amaxes in the queue", operand->amax.get());
+      memory.read("an index in the queue", operand->row_index.get());
     }
   }
   memory.check();
@@ -288,6 +313,7 @@ void compute(const DeferredWgrad& wgrad, at::TensorList out, bool accumulate) {
     record_stream(operand->data);
     record_stream(operand->scale);
     record_stream(operand->amax);
+    record_stream(operand->row_index);
   }
   record_stream(wgrad.group_sizes);
   const Quantized grad = wgrad.grad.get(), input = wgrad.input.get();

@@ -28,10 +28,15 @@ class KeptTensor {
 
 struct KeptOperand {
   KeptTensor data, scale, amax;  // the last two undefined where the format has none
+  KeptTensor row_index;          // Quantized::row_index
   std::string key;
 
-  Quantized get() const { return {data.get(), scale.get(), amax.get(), {}, key}; }
-  bool is_unchanged() const { return data.is_unchanged() && scale.is_unchanged() && amax.is_unchanged(); }
+  Quantized get() const {
+    return {data.get(), scale.get(), amax.get(), {}, key, /*transposed=*/false, row_index.get()};
+  }
+  bool is_unchanged() const {
+    return data.is_unchanged() && scale.is_unchanged() && amax.is_unchanged() && row_index.is_unchanged();
+  }
   // Of the operand in elements: quantized data is stored transposed.
   int64_t columns() const { return data.get().size(scale.get().defined() ? -2 : -1); }
 };

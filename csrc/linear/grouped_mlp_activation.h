@@ -4,16 +4,17 @@
 
 #include "linear/caller_buffers.h"
 #include "linear/operands.h"
+#include "linear/token_rows.h"
 
 namespace transformer_plugin::linear {
 
 struct MlpArguments {
   const char* op;
-  const at::Tensor& input;                    // [T, H]
+  const at::Tensor& input;                    // [T, H]; with `rows` the tokens
   at::TensorList fc1_weight;                  // [G, 2F, H], the gate first; or G matrices
   at::TensorList fc2_weight;                  // [G, H, F]; or G matrices
   const at::Tensor& group_sizes;              // [G]
-  const at::Tensor& probs;                    // [T]
+  const at::Tensor& probs;                    // [T]; with `rows` [S], as the rows
   const std::optional<at::Tensor>& fc1_bias;  // [G, 2F]
   const std::optional<at::Tensor>& fc2_bias;  // [G, H]
   // The weights as quantize_weight returned them (linear/quantized_weight.h), read instead of the weights.
@@ -23,6 +24,10 @@ struct MlpArguments {
   gemm::LaunchOptions options = {};
   MainGrad fc1_main_grad = {}, fc2_main_grad = {};
   CallerBuffers buffers = {};
+  TokenRows rows = {};
+
+  // The rows of the groups.
+  const at::Tensor& sized_as_rows() const { return rows.given() ? rows.source : input; }
 };
 
 struct Hidden {

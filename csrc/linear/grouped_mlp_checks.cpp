@@ -35,6 +35,8 @@ void check_memory(const MlpArguments& mlp) {
   memory.read("fc2_bias", mlp.fc2_bias);
   memory.read("quantized_fc1_weight", mlp.quantized_fc1);
   memory.read("quantized_fc2_weight", mlp.quantized_fc2);
+  memory.read("slot", as_optional(mlp.rows.slot));
+  memory.read("source", as_optional(mlp.rows.source));
   memory.check();
 }
 
@@ -71,7 +73,8 @@ OperandFormats check_grouped_mlp(const MlpArguments& mlp, std::string_view input
   check_groups({mlp.op, "group_sizes", mlp.group_sizes}, input, fc1_weight.name, groups);
   check_dtype(probs, {at::kFloat});
   check_dim(probs, 1);
-  check_size(probs, 0, mlp.input.sym_size(0), "the rows of 'input'");
+  check_size(probs, 0, mlp.sized_as_rows().sym_size(0),
+             mlp.rows.given() ? "the entries of 'source'" : "the rows of 'input'");
   check_same_device(probs, input);
   if (mlp.fc1_bias) check_bias({mlp.op, "fc1_bias", *mlp.fc1_bias}, input, groups, linear);
   if (mlp.fc2_bias) check_bias({mlp.op, "fc2_bias", *mlp.fc2_bias}, input, groups, fc2_weight.rows());

@@ -51,6 +51,7 @@ void gemm_into(const Quantized& given_a, const Quantized& given_b, const Optiona
   const Scales a_scale(a), b_scale(b);
   const QuantizedKeys keys = keys_of(a, a_scale, b, b_scale);
   if (matrices.empty()) matrices = b.data;
+  TORCH_INTERNAL_ASSERT(!a.row_index.defined());
   if (group_sizes) {
     call_grouped_gemm_out(a.data, matrices, *group_sizes, out, bias, bias_scale, transpose_b, options, keys);
   } else {
@@ -74,7 +75,7 @@ Tensor gemm_of(const Quantized& a, const Quantized& b, const OptionalTensor& gro
   const OptionalTensor none;
   if (matrices.empty()) matrices = b.data;
   return group_sizes ? call_grouped_gemm(a.data, matrices, *group_sizes, bias, bias_scale, transpose_b, dtype,
-                                         none, none, options, keys)
+                                         none, as_optional(a.row_index), options, keys)
                      : call_gemm(a.data, b.data, bias, transpose_b, dtype, none, keys);
 }
 
@@ -83,7 +84,9 @@ Tensor wgrad_of(const Quantized& grad, const Quantized& input, const OptionalTen
   const OptionalTensor none;
   if (!grad.scale.defined()) {
     return group_sizes
-               ? call_grouped_gemm_wgrad(grad.data, input.data, *group_sizes, dtype, none, none, options)
+               ? call_grouped_gemm_wgrad(grad.data, input.data, *group_sizes, dtype, none,
+                                         as_optional(input.row_index), options, {},
+                                         as_optional(grad.row_index))
                : call_gemm(grad.data.t(), input.data.t(), none, true, dtype);
   }
   if (!group_sizes) return gemm_of(grad, input, none, none, none, true, dtype);
@@ -98,7 +101,8 @@ void wgrad_into(const Quantized& given_grad, const Quantized& given_input, const
   const Scales grad_scale(grad), input_scale(input);
   const QuantizedKeys keys = keys_of(grad, grad_scale, input, input_scale);
   if (group_sizes) {
-    call_grouped_gemm_wgrad_out(grad.data, input.data, *group_sizes, out, accumulate, options, keys);
+    call_grouped_gemm_wgrad_out(grad.data, input.data, *group_sizes, out, accumulate, options, keys,
+                                as_optional(input.row_index), as_optional(grad.row_index));
   } else if (grad.scale.defined()) {
     call_gemm_out(grad.data, input.data, out[0], true, accumulate, keys);
   } else {

@@ -21,12 +21,12 @@ def is_tracing() -> bool:
     return not torch.compiler.is_compiling() and torch.jit.is_tracing()  # type: ignore[attr-defined]
 
 
-def permute_all(
-    tokens: Tensor, indices: Tensor, num_experts: int, alignment: int, multiple: int
+def assign_all(
+    indices: Tensor, weights: Tensor, num_experts: int, alignment: int, multiple: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``ops.permute`` with capacity for all rows of the actual tokens, not of the example's tokens."""
-    result: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = _script(_permute_all)(
-        tokens, indices, num_experts, alignment, multiple
+    """``ops.assign_weighted_slots`` with capacity for all rows of the actual tokens, not of the example's tokens."""
+    result: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = _script(_assign_all)(
+        indices, weights, num_experts, alignment, multiple
     )
     return result
 
@@ -51,12 +51,14 @@ def _script(function: Callable[..., Any]) -> Callable[..., Any]:
     return scripted
 
 
-def _permute_all(
-    tokens: Tensor, indices: Tensor, num_experts: int, alignment: int, multiple: int
+def _assign_all(
+    indices: Tensor, weights: Tensor, num_experts: int, alignment: int, multiple: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     capacity = indices.numel() + num_experts * (alignment - 1)
     capacity = (capacity + multiple - 1) // multiple * multiple
-    return torch.ops.transformer_plugin.permute(tokens, indices, num_experts, capacity, alignment)
+    return torch.ops.transformer_plugin.assign_weighted_slots(
+        indices, weights, 0, num_experts, capacity, alignment
+    )
 
 
 def _delayed_scale(

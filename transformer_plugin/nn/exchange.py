@@ -11,7 +11,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from transformer_plugin import ops
-from transformer_plugin.nn._tracing import is_tracing, permute_all
+from transformer_plugin.nn._autocast import as_float32
+from transformer_plugin.nn._slots import Slots
+from transformer_plugin.nn._tracing import assign_all, is_tracing
+from transformer_plugin.nn.grouped_mlp import takes_tokens
 from transformer_plugin.parallel import EpContext, EpPlan
 
 if TYPE_CHECKING:
@@ -103,24 +106,41 @@ class LocalExchange:
         """Returns a copy with the alignments of another recipe."""
         return LocalExchange(self.num_experts, self.config, gpu_alignment, row_multiple)
 
-    def dispatch(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Received:
-        """Copies each token to the rows of its experts."""
+    def run(self, experts: Any, tokens: Tensor, indices: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the sum of each token's rows, and the total of :class:`Received`.
+
+        :class:`GroupedMLP` reads the tokens where they lie. Other experts get copies of them.
+        """
+        slots, probs, total = self.assign(indices, weights)
+        if takes_tokens(experts):
+            return experts(tokens, slots, probs), total
+        rows = ops.permute_rows(tokens, slots.slot, slots.source)
+        return ops.unpermute(experts(rows, slots.group_sizes, probs), slots.slot, slots.source), total
+
+    def assign(self, indices: Tensor, weights: Tensor) -> tuple[Slots, Tensor, Tensor]:
+        """Returns the rows of each token, the weight of each row, and the total of :class:`Received`."""
         multiple = self.row_multiple
-        alignment = self.config.row_alignment(self.gpu_alignment if tokens.is_cuda else 1, multiple)
-        capacity = self.config.capacity
+        alignment = self.config.row_alignment(self.gpu_alignment if indices.is_cuda else 1, multiple)
+        capacity, weights = self.config.capacity, as_float32(weights)
         if capacity is None and is_tracing():
-            permuted = permute_all(tokens, indices, self.num_experts, alignment, multiple)
+            assigned = assign_all(indices, weights, self.num_experts, alignment, multiple)
         else:
             if capacity is None:
                 capacity = indices.shape[0] * indices.shape[1] + self.num_experts * (alignment - 1)
                 capacity = -(-capacity // multiple) * multiple
-            permuted = ops.permute(tokens, indices, self.num_experts, capacity, alignment)
-        rows, sizes, slot, source, total = permuted
-        return Received(rows, ops.permute_weights(weights, slot, source), sizes, total, (slot, source))
+            assigned = ops.assign_weighted_slots(indices, weights, 0, self.num_experts, capacity, alignment)
+        slot, source, sizes, total, probs = assigned
+        return Slots(slot, source, sizes), probs, total
+
+    def dispatch(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Received:
+        """Copies each token to the rows of its experts."""
+        slots, probs, total = self.assign(indices, weights)
+        rows = ops.permute_rows(tokens, slots.slot, slots.source)
+        return Received(rows, probs, slots.group_sizes, total, slots)
 
     def combine(self, rows: Tensor, received: Received) -> Tensor:
         """Sums the rows of each token."""
-        return ops.unpermute(rows, *received.origin)
+        return ops.unpermute(rows, received.origin.slot, received.origin.source)
 
 
 class GroupExchange:
@@ -173,6 +193,12 @@ class GroupExchange:
         with_alignment = copy.copy(self)
         with_alignment.alignment = self._row_alignment(gpu_alignment, row_multiple)
         return with_alignment
+
+    def run(self, experts: Any, tokens: Tensor, indices: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the sum of each token's rows, and the total of :class:`Received`."""
+        received = self.dispatch(tokens, indices, weights)
+        rows = experts(received.rows, received.group_sizes, received.probs)
+        return self.combine(rows, received), received.total
 
     def dispatch(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Received:
         """Sends each token to the ranks of its experts."""

@@ -12,11 +12,12 @@ from transformer_plugin import ops
 from transformer_plugin.launch import LaunchOptions, checked
 from transformer_plugin.nn._attributes import fixed, recipe_layers
 from transformer_plugin.nn._autocast import as_float32
-from transformer_plugin.nn._caller_buffers import buffer_of
+from transformer_plugin.nn._caller_buffers import buffer_of, check_buffer, copied_into, with_gradient_into
 from transformer_plugin.nn._hooks import allow_one_op, call_forward_hooks, call_pre_hooks, have_hooks
 from transformer_plugin.nn._launched import LaunchedModule
 from transformer_plugin.nn._layouts import Layout
 from transformer_plugin.nn._module import layer_forward
+from transformer_plugin.nn._slots import Slots
 from transformer_plugin.nn.grouped_linear import GroupedLinear, sizes_tensor
 from transformer_plugin.recipes import DelayedScaling, Recipe
 
@@ -29,6 +30,12 @@ def _is_plain(layer: torch.nn.Module) -> bool:
 
 
 _CALL = torch.nn.Module.__call__
+
+
+def takes_tokens(experts: Any) -> bool:
+    """Whether calling the experts runs :meth:`GroupedMLP.forward`, which takes :class:`Slots`."""
+    kind = type(experts)
+    return getattr(kind, "forward", None) is GroupedMLP.forward and "forward" not in experts.__dict__
 
 
 def _check_interleave(interleave: int, ffn_hidden: int) -> None:
@@ -132,7 +139,7 @@ class GroupedMLP(LaunchedModule):
     def forward(
         self,
         input: Tensor,
-        group_sizes: Tensor | Sequence[int],
+        group_sizes: Tensor | Sequence[int] | Slots,
         probs: Tensor,
         *,
         out: Tensor | None = None,
@@ -143,6 +150,9 @@ class GroupedMLP(LaunchedModule):
         Args:
             input: ``[T, H]``, sorted by group.
             group_sizes: int32 or int64 ``[G]`` on the device of ``input``; a list or a tuple is converted in each call.
+                Or :class:`Slots`: ``input`` is tokens ``[tokens, H]``, in any order, T is the capacity, and the output
+                is the sum of each token's rows, ``[tokens, H]``. Without a recipe no copy of the rows is made on
+                Hopper.
             probs: ``[T]``, the weight of each row. It is converted to float32 if it has another dtype.
             out, dgrad_out: ``[T, H]``, buffers of the output and of the gradient of ``input`` as in
                 :meth:`Linear.forward`.
@@ -153,10 +163,15 @@ class GroupedMLP(LaunchedModule):
             Rows past the last group are zero.
         """
         fc1, fc2, probs = self.fc1, self.fc2, as_float32(probs)
+        is_one_op = self._can_fuse(fc1, fc2) and not have_hooks(fc1, fc2)
+        if isinstance(group_sizes, Slots):
+            if is_one_op:
+                return self._fused(input, group_sizes.group_sizes, probs, out, dgrad_out, group_sizes)
+            return self._with_copies(input, group_sizes, probs, out, dgrad_out)
         group_sizes = sizes_tensor(group_sizes, input)
+        if is_one_op:
+            return self._fused(input, group_sizes, probs, out, dgrad_out)
         if self._can_fuse(fc1, fc2):
-            if not have_hooks(fc1, fc2):
-                return self._fused(input, group_sizes, probs, out, dgrad_out)
             if out is None and dgrad_out is None and allow_one_op(fc1, fc2):
                 return self._fused_with_hooks(input, group_sizes, probs)
         if input.dim() == 2 and (
@@ -170,6 +185,20 @@ class GroupedMLP(LaunchedModule):
         activation = ops.swiglu(_gate_first(linear, self.glu_interleave), probs)
         scale = probs if getattr(fc2, "scale_bias", self.bias) else None
         return fc2(activation, group_sizes, scale, **of_second)
+
+    def _with_copies(
+        self, input: Tensor, slots: Slots, probs: Tensor, out: Tensor | None, dgrad_out: Tensor | None
+    ) -> Tensor:
+        """The layers one by one, whose hooks see rows: copies of the tokens."""
+        if dgrad_out is not None:
+            input = with_gradient_into(type(self).__name__, input, dgrad_out)
+        rows = ops.permute_rows(input, slots.slot, slots.source)
+        output = GroupedMLP.forward(self, rows, slots.group_sizes, probs)
+        summed = ops.unpermute(output, slots.slot, slots.source)
+        if out is None:
+            return summed
+        check_buffer(type(self).__name__, "out", out, summed)
+        return copied_into(summed, out)
 
     def _fused_with_hooks(self, input: Tensor, group_sizes: Tensor, probs: Tensor) -> Tensor:
         """Both layers in one op, and the hooks that need no tensor between them, in their order."""
@@ -197,6 +226,7 @@ class GroupedMLP(LaunchedModule):
         probs: Tensor,
         out: Tensor | None = None,
         dgrad_out: Tensor | None = None,
+        slots: Slots | None = None,
     ) -> Tensor:
         """Both layers in one op."""
         fc1, fc2 = self.fc1, self.fc2
@@ -211,6 +241,8 @@ class GroupedMLP(LaunchedModule):
             rest += (first[0], second[0], *(first if first[0] is not None else second)[1:])
         names = ("fc1_wgrad_queue", "fc2_wgrad_queue")
         queues: dict[str, Any] = dict(zip(names, (fc1._wgrad_queue(), fc2._wgrad_queue()), strict=True))
+        if slots is not None:
+            queues.update(slot=slots.slot, source=slots.source)
         required = (input, fc1_weight, fc2_weight, group_sizes, probs)
         if dgrad_out is not None:
             queues["dgrad_out"] = dgrad_out

@@ -227,14 +227,13 @@ class MoE(LaunchedModule):
             input = with_gradient_into(type(self).__name__, input, dgrad_out)
             tokens = self._tokens(input)
         routing = self.router(tokens)
-        received = self._aligned_exchange().dispatch(operand(tokens), routing.indices, routing.weights)
-        rows = self.experts(received.rows, received.group_sizes, received.probs)
-        output = self.exchange.combine(rows, received)
+        routed = (operand(tokens), routing.indices, routing.weights)
+        output, received = self._aligned_exchange().run(self.experts, *routed)
         if input.dim() != 2:
             output = self._restore_shape(output, input)
         if out is not None:
             output = copied_into(output, out)
-        return MoEOutput(output, routing.aux_loss, routing.expert_load, received.total)
+        return MoEOutput(output, routing.aux_loss, routing.expert_load, received)
 
     @property
     def topk(self) -> int:

@@ -82,6 +82,8 @@ def defer_wgrad(
     max_sms: int = 0,
     expected_rows: int = -1,
     copy: bool = False,
+    input_rows: Tensor | None = None,
+    grad_rows: Tensor | None = None,
 ) -> None:
     """Puts the operands of a weight gradient into a queue. The backward of a layer with a ``wgrad_queue`` calls it.
 
@@ -95,6 +97,7 @@ def defer_wgrad(
         accumulate: False: the gradient is written over what the buffers hold then, not added.
         skipped: the indices of matrices of a list that want no gradient.
         copy: whether to keep copies of the operands, for callers that reuse their memory.
+        input_rows, grad_rows: as for :func:`~transformer_plugin.ops.grouped_gemm_wgrad`, kept too.
 
     Raises:
         TypeError: another dtype. ValueError: no such queue, operands that do not fit each other, ``skipped`` without
@@ -115,6 +118,8 @@ def defer_wgrad(
         max_sms,
         expected_rows,
         copy,
+        input_rows,
+        grad_rows,
     )
 
 

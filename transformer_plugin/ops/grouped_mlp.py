@@ -9,6 +9,15 @@ Bit for bit the output and the gradients of three ops, in one node::
     activation = swiglu(linear, probs)
     grouped_linear(activation, fc2_weight, group_sizes, fc2_bias, probs if fc2_bias is given, *formats)
 
+With ``slot`` and ``source`` the input is tokens and the result one row for each of them, bit for bit::
+
+    rows = permute_rows(input, slot, source)
+    output = unpermute(grouped_mlp(rows, ...), slot, source)
+
+Without formats no copy of the rows is made where Hopper's kernels read rows by an index: the products read ``input``,
+and in the backward the gradient of the output, where they lie; the tokens are saved once and not once for each expert
+that they take.
+
 With a second bias the gradient of ``probs`` is the float32 sum of the bias part and the SwiGLU part, in this order.
 
 In ``fp8_block`` and ``mxfp8`` the activation is quantized in the pass that computes it and is never in memory in 16
@@ -57,6 +66,8 @@ def grouped_mlp(
     fc1_wgrad_queue: Tensor | None = None,
     fc2_wgrad_queue: Tensor | None = None,
     dgrad_out: Tensor | None = None,
+    slot: Tensor | None = None,
+    source: Tensor | None = None,
 ) -> Tensor:
     """``fc2(swiglu(fc1(input)) * probs)`` for each group of rows with the group's own weights and biases.
 
@@ -77,10 +88,13 @@ def grouped_mlp(
         fc1_main_grad, fc2_main_grad, accumulate, weight_grad: likewise, with both buffers, either or none.
         fc1_wgrad_queue, fc2_wgrad_queue: likewise, a queue for each weight.
         dgrad_out: where the backward writes the gradient of ``input``, as for
-            :func:`~transformer_plugin.ops.grouped_linear`.
+            :func:`~transformer_plugin.ops.grouped_linear`. With ``slot`` it is copied there.
+        slot, source: int32 ``[tokens, K]`` and ``[T]``, both from :func:`~transformer_plugin.ops.assign_weighted_slots`
+            or :func:`~transformer_plugin.ops.assign_slots`, or neither. ``input`` then is ``[tokens, H]``; T is the
+            capacity.
 
     Returns:
-        ``[T, H]`` in the dtype of ``input``, tail rows zero. Differentiable in input, weights, probs and biases.
+        ``[T, H]`` in the dtype of ``input``, tail rows zero; with ``slot`` ``[tokens, H]``. Differentiable in input, weights, probs and biases.
 
     Raises:
         TypeError, ValueError: as for :func:`~transformer_plugin.ops.grouped_linear`.
@@ -92,4 +106,5 @@ def grouped_mlp(
     first = listed_or_none(fc1_main_grad, "grouped_mlp", "fc1_main_grad")
     second = listed_or_none(fc2_main_grad, "grouped_mlp", "fc2_main_grad")
     into = (first, second, accumulate, weight_grad, fc1_wgrad_queue, fc2_wgrad_queue, dgrad_out)
+    into = (*into, slot, source)
     return _ops.grouped_mlp.default(input, *weights, group_sizes, probs, *biases, *formats, *options, *into)

@@ -117,8 +117,10 @@ def grouped_mlp_out(
     fc1_wgrad_queue: Tensor | None = None,
     fc2_wgrad_queue: Tensor | None = None,
     dgrad_out: Tensor | None = None,
+    slot: Tensor | None = None,
+    source: Tensor | None = None,
 ) -> None:
-    """:func:`~transformer_plugin.ops.grouped_mlp` into ``out``, ``[T, H]``.
+    """:func:`~transformer_plugin.ops.grouped_mlp` into ``out``, ``[T, H]``; with ``slot`` copied into it.
 
     Args: as for :func:`~transformer_plugin.ops.grouped_mlp`, and ``out``, see above.
 
@@ -133,6 +135,6 @@ def grouped_mlp_out(
     buffers = [
         listed_or_none(b, op, f"fc{i}_main_grad") for i, b in enumerate((fc1_main_grad, fc2_main_grad), 1)
     ]
-    into = (*buffers, accumulate, weight_grad, fc1_wgrad_queue, fc2_wgrad_queue, dgrad_out)
+    into = (*buffers, accumulate, weight_grad, fc1_wgrad_queue, fc2_wgrad_queue, dgrad_out, slot, source)
     formats = layer_keys(op, input_format, weight_format, grad_format)
     _ops.grouped_mlp_out.default(*required, *formats, *options, *into)

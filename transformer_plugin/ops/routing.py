@@ -41,6 +41,7 @@ __all__ = [
     "count_tokens_per_expert",
     "permute",
     "permute_backward",
+    "permute_rows",
     "permute_weights",
     "permute_weights_backward",
     "router_scores",
@@ -304,6 +305,26 @@ def permute(
 def permute_backward(grad: Tensor, slot: Tensor) -> Tensor:
     """The gradient of :func:`permute` to its tokens: ``[T, H]`` from ``grad [capacity, H]`` and ``slot [T, K]``."""
     return _ops.permute_backward.default(grad, slot)
+
+
+def permute_rows(tokens: Tensor, slot: Tensor, source: Tensor) -> Tensor:
+    """Copy each token's row to slots that were assigned before: what :func:`permute` does after it assigned them.
+
+    Args:
+        tokens: ``[T, H]`` float32, bfloat16, float16 or float64. Any strides.
+        slot, source: int32 ``[T, K]`` (K at most 1024) and ``[capacity]``, both from the same
+            :func:`assign_weighted_slots` or :func:`assign_slots`. Values out of range count as -1.
+
+    Returns:
+        ``[capacity, H]`` in the dtype of ``tokens``, zero where a row has no token. The same bits on CPU and CUDA, no
+        host read.
+
+    Differentiable in ``tokens``, as :func:`permute`.
+
+    Raises:
+        TypeError: another dtype. ValueError: sizes that disagree, another device.
+    """
+    return _ops.permute_rows.default(tokens, slot, source)
 
 
 def unpermute(rows: Tensor, slot: Tensor, source: Tensor, weights: Tensor | None = None) -> Tensor:

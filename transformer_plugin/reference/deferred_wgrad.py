@@ -25,12 +25,14 @@ def defer_wgrad(
     dtype: torch.dtype | None = None,
     accumulate: bool = True,
     skipped: Sequence[int] = (),
+    input_rows: Tensor | None = None,
+    grad_rows: Tensor | None = None,
 ) -> None:
     """Keeps the unquantized operands of a weight gradient in a list."""
     sizes = torch.tensor([grad.shape[0]]) if group_sizes is None else group_sizes
     queue.append(
         {"grad": grad, "input": input, "group_sizes": sizes, "dtype": dtype, "accumulate": accumulate}
-        | {"skipped": skipped}
+        | {"skipped": skipped, "input_rows": input_rows, "grad_rows": grad_rows}
     )
 
 
@@ -45,7 +47,8 @@ def run_deferred_wgrads(queue: list[dict[str, Any]], out: Tensors, accumulate: b
         wgrad = queue.pop(0)
         wide = torch.float64 if members[0].dtype == torch.float64 else torch.float32
         dtype = wgrad["dtype"] or wide
-        values = grouped_gemm_wgrad(wgrad["grad"], wgrad["input"], wgrad["group_sizes"], dtype)
+        rows = {name: wgrad[name] for name in ("input_rows", "grad_rows")}
+        values = grouped_gemm_wgrad(wgrad["grad"], wgrad["input"], wgrad["group_sizes"], dtype, **rows)
         for i, (member, value) in enumerate(zip(members, values, strict=True)):
             if i not in wgrad["skipped"]:
                 before = member.to(value.dtype) if wgrad["dtype"] is None else member

@@ -7,6 +7,7 @@ from torch import Tensor
 from transformer_plugin.ops._operands import Tensors
 from transformer_plugin.reference.activation import swiglu
 from transformer_plugin.reference.gemm import grouped_linear
+from transformer_plugin.reference.routing import permute_rows, unpermute
 
 __all__ = [
     "grouped_mlp",
@@ -25,9 +26,15 @@ def grouped_mlp(
     fc2_main_grad: Tensors | None = None,
     accumulate: bool = True,
     weight_grad: str = "none",
+    slot: Tensor | None = None,
+    source: Tensor | None = None,
 ) -> Tensor:
     """A product, SwiGLU times probability, and a product whose bias is multiplied by the probability. Operands are
-    not quantized."""
+    not quantized. With maps of slots the rows are copies of tokens, and each token's are added."""
+    if slot is not None and source is not None:
+        rows = permute_rows(input, slot, source)
+        own = (fc1_weight, fc2_weight, group_sizes, probs, fc1_bias, fc2_bias, fc1_main_grad, fc2_main_grad)
+        return unpermute(grouped_mlp(rows, *own, accumulate, weight_grad), slot, source)
     options = (accumulate, weight_grad)
     linear = grouped_linear(input, fc1_weight, group_sizes, fc1_bias, None, fc1_main_grad, *options)
     scale = None if fc2_bias is None else probs

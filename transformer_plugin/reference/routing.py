@@ -226,6 +226,11 @@ def gather_rows(rows: Tensor, source: Tensor) -> Tensor:
     return padded[torch.where(is_placed(source, rows.shape[0]), source.long(), rows.shape[0])]
 
 
+def permute_rows(tokens: Tensor, slot: Tensor, source: Tensor) -> Tensor:
+    """Returns the rows of the tokens in ``source``, and zeros where there is no token."""
+    return gather_rows(tokens, source)
+
+
 def permute_backward(grad: Tensor, slot: Tensor) -> Tensor:
     """Returns the sum of each token's slots."""
     return unpermute(grad, slot, torch.empty(0, dtype=torch.int32))

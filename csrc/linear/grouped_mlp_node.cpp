@@ -1,0 +1,298 @@
+#include "linear/grouped_mlp_node.h"
+
+#include <ATen/ops/add.h>
+
+#include "common/autograd.h"
+#include "common/tensor.h"
+#include "gemm/ops/calls.h"
+#include "linear/grouped_mlp_checks.h"
+#include "linear/main_grad.h"
+#include "linear/products.h"
+#include "linear/quantized_weight.h"
+#include "linear/saved_tensor_release.h"
+
+namespace transformer_plugin::linear {
+
+using namespace gemm;  // layers are made of its ops and checks
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+constexpr const char* kOp = "grouped_mlp";
+
+// The gradients for which the forward saves tensors.
+struct NeedsGrad {
+  bool input = false, fc1_weight = false, fc2_weight = false;
+  bool linear = false;  // the output of fc1: for any gradient of what comes before fc2
+};
+
+struct SavedTensors {
+  Quantized input, activation;               // columnwise, for the weight gradients
+  Quantized fc1, fc2;                        // the weights, for the data gradients
+  Tensor linear;                             // the output of fc1
+  variable_list fc1_matrices, fc2_matrices;  // of weights that are several matrices without scales
+};
+
+// The order of the steps is the order in which stochastic rounding draws its seeds. Operands that are not saved are freed before
+// the next allocation.
+Tensor forward_of(const MlpArguments& mlp, const OperandFormats& formats, const NeedsGrad& wanted,
+                  SavedTensors& kept) {
+  check_quantizable(mlp, formats, wanted.fc1_weight || wanted.fc2_weight);
+  const BelowAutograd guard;
+  QuantizedOperand input = rows_operand(mlp.input, mlp.rows, mlp.group_sizes, formats.input,
+                                        formats.input_key, true, wanted.fc1_weight);
+  QuantizedWeight fc1 = weight_operand(mlp.fc1_weight, mlp.quantized_fc1, formats, wanted.input);
+  if (wanted.fc1_weight) kept.input = input.columnwise;
+  kept.fc1 = fc1.backward;
+  if (wanted.input) kept.fc1_matrices = fc1.matrices;
+  Hidden hidden = product_then_activation(std::move(input), std::move(fc1), mlp, formats, wanted.fc2_weight,
+                                          wanted.linear);
+  if (wanted.linear) kept.linear = hidden.linear;
+  if (wanted.fc2_weight) kept.activation = hidden.activation.columnwise;
+  hidden.linear.reset();
+  const QuantizedWeight fc2 = weight_operand(mlp.fc2_weight, mlp.quantized_fc2, formats, wanted.linear);
+  kept.fc2 = fc2.backward;
+  if (wanted.linear) kept.fc2_matrices = fc2.matrices;
+  const OptionalTensor bias_scale = mlp.fc2_bias ? OptionalTensor(mlp.probs) : std::nullopt;
+  const bool sums = mlp.rows.given();
+  const Tensor output =
+      gemm_of(hidden.activation.rowwise, fc2.forward, mlp.group_sizes, mlp.fc2_bias, bias_scale, true,
+              mlp.input.scalar_type(), mlp.options, fc2.matrices, sums ? std::nullopt : mlp.buffers.out);
+  return sums ? mlp.rows.sum(output, mlp.buffers.out) : output;
+}
+
+class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
+ public:
+  static constexpr const char* kName = "grouped_mlp";
+  static constexpr bool is_traceable = true;
+  static constexpr const char *kFc1MainGrad = "fc1_main_grad", *kFc2MainGrad = "fc2_main_grad";
+  static constexpr size_t kSaved = 18;      // tensors saved before the matrices
+  static constexpr size_t kArguments = 18;  // with each weight as one
+
+  static Tensor forward(AutogradContext* ctx, const Tensor& input, at::TensorList fc1_weight,
+                        at::TensorList fc2_weight, const Tensor& group_sizes, const Tensor& probs,
+                        const OptionalTensor& fc1_bias, const OptionalTensor& fc2_bias,
+                        std::string_view input_key, std::string_view weight_key, std::string_view grad_key,
+                        const OptionalList& quantized_fc1, const OptionalList& quantized_fc2,
+                        int64_t interleave, const LaunchOptions& options, const MainGrad& fc1_main_grad,
+                        const MainGrad& fc2_main_grad, const CallerBuffers& buffers, const TokenRows& rows) {
+    const MlpArguments mlp{kOp,      input,    fc1_weight,    fc2_weight,    group_sizes, probs,
+                           fc1_bias, fc2_bias, quantized_fc1, quantized_fc2, interleave,  options,
+                           {},       {},       buffers,       rows};
+    const OperandFormats formats = operand_formats(kOp, input_key, weight_key, grad_key);
+    NeedsGrad wanted{input.requires_grad(), wants_grad(fc1_weight), wants_grad(fc2_weight)};
+    wanted.linear = wanted.input || wanted.fc1_weight || wants_grad(fc1_bias) || probs.requires_grad();
+    const bool scales_bias = fc2_bias && probs.requires_grad();
+    SavedTensors kept;
+    const Tensor output = forward_of(mlp, formats, wanted, kept);
+    variable_list saved{
+        kept.input.data,       kept.input.scale,     kept.input.amax, kept.activation.data,
+        kept.activation.scale, kept.activation.amax, kept.fc1.data,   kept.fc1.scale,
+        kept.fc1.amax,         kept.fc2.data,        kept.fc2.scale,  kept.fc2.amax,
+        kept.linear,           group_sizes,          probs,           scales_bias ? *fc2_bias : Tensor(),
+        rows.slot,             rows.source};
+    saved.insert(saved.end(), kept.fc1_matrices.begin(), kept.fc1_matrices.end());
+    saved.insert(saved.end(), kept.fc2_matrices.begin(), kept.fc2_matrices.end());
+    ctx->save_for_backward(std::move(saved));
+    save_matrices(ctx, "fc1_matrices", fc1_weight.size(), kept.fc1_matrices.size());
+    save_matrices(ctx, "fc2_matrices", fc2_weight.size(), kept.fc2_matrices.size());
+    if (wanted.fc1_weight) save_main_grad(ctx, kFc1MainGrad, fc1_main_grad);
+    if (wanted.fc2_weight) save_main_grad(ctx, kFc2MainGrad, fc2_main_grad);
+    if (wanted.input) save_dgrad_out(ctx, buffers);
+    ctx->saved_data["input_format"] = std::string(input_key);
+    ctx->saved_data["weight_format"] = std::string(weight_key);
+    ctx->saved_data["grad_format"] = std::string(grad_key);
+    if (interleave != 0) ctx->saved_data["interleave"] = interleave;
+    save_options(ctx, options);
+    ctx->saved_data["fc1_columns"] = kept.fc1.transposed;
+    ctx->saved_data["fc2_columns"] = kept.fc2.transposed;
+    if (quantized_fc1) ctx->saved_data["fc1_given"] = true;
+    if (quantized_fc2) ctx->saved_data["fc2_given"] = true;
+    ctx->saved_data["has_fc1_bias"] = fc1_bias.has_value();
+    ctx->saved_data["has_fc2_bias"] = fc2_bias.has_value();
+    SavedTensorRelease::prepare(ctx);
+    return output;
+  }
+
+  // How many tensors a weight is, and how many of them were saved; one and none is the common case.
+  static void save_matrices(AutogradContext* ctx, const std::string& name, size_t count, size_t saved) {
+    if (count > 1) ctx->saved_data[name] = static_cast<int64_t>(count);
+    if (saved > 0) ctx->saved_data[name + "_saved"] = true;
+  }
+  static size_t saved_matrices(AutogradContext* ctx, const char* name) {
+    const auto count = ctx->saved_data.find(name);
+    return count == ctx->saved_data.end() ? 1 : static_cast<size_t>(count->second.toInt());
+  }
+  // Takes the matrices of a weight from `next` on.
+  static variable_list unpack_matrices(AutogradContext* ctx, const std::string& name,
+                                       const variable_list& saved, size_t& next) {
+    if (ctx->saved_data.find(name + "_saved") == ctx->saved_data.end()) return {};
+    const size_t first = next;
+    next += saved_matrices(ctx, name.c_str());
+    return {saved.begin() + static_cast<ptrdiff_t>(first), saved.begin() + static_cast<ptrdiff_t>(next)};
+  }
+
+  static SavedTensors unpack(AutogradContext* ctx, const variable_list& saved, const OperandFormats& formats,
+                             bool fc1_columns, bool fc2_columns) {
+    const auto input = [&](size_t i) {
+      const bool transposed = saved[i + 1].defined();  // values without scales are not
+      return Quantized{saved[i], saved[i + 1], saved[i + 2], formats.input, formats.input_key, transposed};
+    };
+    Quantized rows = input(0);
+    if (reads_tokens(formats.input, formats.input_key)) rows.row_index = saved[17];
+    const auto weight = [&](size_t i, bool transposed) {
+      return Quantized{saved[i], saved[i + 1], saved[i + 2], formats.weight, formats.weight_key, transposed};
+    };
+    size_t next = kSaved;
+    variable_list fc1 = unpack_matrices(ctx, "fc1_matrices", saved, next);
+    variable_list fc2 = unpack_matrices(ctx, "fc2_matrices", saved, next);
+    return {std::move(rows),  input(3),       weight(6, fc1_columns), weight(9, fc2_columns),
+            saved[12], std::move(fc1), std::move(fc2)};
+  }
+
+  // Lowers the peak of memory: a weight gradient that is larger than the tensors freed after it is computed late. That of fc2
+  // then follows the activation's backward, and that of fc1 follows the data gradient.
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
+    const variable_list saved = ctx->get_saved_variables();
+    const std::string input_key = ctx->saved_data["input_format"].toStringRef();
+    const std::string weight_key = ctx->saved_data["weight_format"].toStringRef();
+    const std::string grad_key = ctx->saved_data["grad_format"].toStringRef();
+    const OperandFormats formats = operand_formats(kOp, input_key, weight_key, grad_key);
+    const bool fc1_columns = ctx->saved_data["fc1_columns"].toBool(),
+               fc2_columns = ctx->saved_data["fc2_columns"].toBool();
+    const SavedTensors kept = unpack(ctx, saved, formats, fc1_columns, fc2_columns);
+    const LaunchOptions options = saved_options(ctx);
+    const auto interleave = ctx->saved_data.find("interleave");
+    const Tensor &grad = grads[0], &group_sizes = saved[13], &probs = saved[14];
+    const at::ScalarType dtype = grad.scalar_type();
+    const size_t fc1_count = saved_matrices(ctx, "fc1_matrices"),
+                 fc2_count = saved_matrices(ctx, "fc2_matrices"), weights = fc1_count + fc2_count;
+    const WeightGradient fc1_gradient(ctx, kFc1MainGrad, 1, fc1_count),
+        fc2_gradient(ctx, kFc2MainGrad, 1 + fc1_count, fc2_count);
+    const bool wants_fc1 = fc1_gradient.is_wanted(), wants_fc2 = fc2_gradient.is_wanted(),
+               wants_input = ctx->needs_input_grad(0), wants_probs = ctx->needs_input_grad(weights + 2),
+               wants_fc1_bias =
+                   ctx->saved_data["has_fc1_bias"].toBool() && ctx->needs_input_grad(weights + 3);
+    const bool wants_linear = wants_input || wants_fc1 || wants_fc1_bias || wants_probs;
+
+    const TokenRows rows{saved[16], saved[17]};
+    auto [grad_fc2_bias, grad_probs] =
+        fc2_bias_gradients(ctx, grad, rows, group_sizes, probs, saved[15], weights);
+    Tensor grad_input, grad_fc1_bias;
+    variable_list grad_fc1(fc1_count), grad_fc2(fc2_count);
+    QuantizedOperand g;
+    if (wants_linear || wants_fc2) {
+      g = rows_operand(grad, rows, group_sizes, formats.grad, grad_key, wants_linear, wants_fc2);
+    }
+    const SavedTensorRelease release(ctx);
+    QuantizedOperand linear;  // the gradient of the output of fc1
+    const auto compute_fc2_wgrad = [&] {
+      if (wants_fc2) {
+        grad_fc2 = fc2_gradient.compute(g.columnwise, kept.activation, group_sizes, dtype, options);
+      }
+      g.columnwise = {};
+      release(kept.activation.data);
+    };
+    const auto compute_fc1_wgrad = [&] {
+      if (wants_fc1) {
+        grad_fc1 = fc1_gradient.compute(linear.columnwise, kept.input, group_sizes, dtype, options);
+      }
+      linear.columnwise = {};
+      if (kept.input.scale.defined()) release(kept.input.data);
+    };
+    const bool fc2_is_late =
+        wants_fc2 && fc2_gradient.allocates() && grows(g.columnwise, kept.activation, group_sizes, dtype);
+    if (!fc2_is_late) compute_fc2_wgrad();
+    if (wants_linear) {
+      HiddenGradient hidden = data_gradient_then_activation_backward(
+          std::move(g.rowwise), kept.fc2, kept.fc2_matrices, fc2_columns, kept.linear, group_sizes, probs,
+          formats, {wants_input, wants_fc1, wants_fc1_bias},
+          interleave == ctx->saved_data.end() ? 0 : interleave->second.toInt(), options);
+      release(kept.linear);
+      if (quantized_in_forward(ctx, kept.fc2, "fc2_given")) release(kept.fc2.data);
+      linear = std::move(hidden.linear.values);
+      grad_fc1_bias = hidden.linear.bias;
+      if (wants_probs) {
+        grad_probs = grad_probs.defined() ? at::add(grad_probs, hidden.probs) : hidden.probs;
+      }
+    }
+    if (fc2_is_late) compute_fc2_wgrad();
+    const bool fc1_is_late = wants_fc1 && fc1_gradient.allocates() &&
+                             quantized_in_forward(ctx, kept.fc1, "fc1_given") &&
+                             grows(linear.columnwise, kept.input, group_sizes, dtype);
+    if (!fc1_is_late) compute_fc1_wgrad();
+    if (wants_input) {
+      const OptionalTensor out = saved_dgrad_out(ctx, kOp, grad);
+      grad_input = gemm_of(linear.rowwise, kept.fc1, group_sizes, std::nullopt, std::nullopt, fc1_columns,
+                           dtype, options, kept.fc1_matrices, rows.given() ? std::nullopt : out);
+      linear.rowwise = {};
+      if (rows.given()) grad_input = rows.sum(grad_input, out);
+    }
+    linear.rowwise = {};
+    if (quantized_in_forward(ctx, kept.fc1, "fc1_given")) release(kept.fc1.data);
+    if (fc1_is_late) compute_fc1_wgrad();
+    variable_list result{grad_input};
+    result.insert(result.end(), grad_fc1.begin(), grad_fc1.end());
+    result.insert(result.end(), grad_fc2.begin(), grad_fc2.end());
+    result.insert(result.end(), {Tensor(), grad_probs, grad_fc1_bias, grad_fc2_bias});
+    result.resize(weights + kArguments - 2);
+    return result;
+  }
+
+  // Whether a weight gradient is larger than the operands that are freed after it, as it is where experts have fewer rows than
+  // their weights are wide. False where a tracer does not know the sizes.
+  static bool grows(const Quantized& grad, const Quantized& activation, const Tensor& group_sizes,
+                    at::ScalarType dtype) {
+    const auto elements = [](const Quantized& matrix) { return matrix.data.sym_numel().maybe_as_int(); };
+    const auto freed = elements(grad), kept = elements(activation);
+    const auto rows = grad.columns().maybe_as_int(), columns = activation.columns().maybe_as_int(),
+               groups = group_sizes.sym_size(0).maybe_as_int();
+    if (!freed || !kept || !rows || !columns || !groups) return false;
+    const int64_t own = *groups * *rows * *columns * static_cast<int64_t>(c10::elementSize(dtype));
+    const int64_t of_grad = grad.scale.defined()
+                                ? *freed
+                                : 0;  // without a scale it is the caller's tensor, or still needed rowwise
+    return own > of_grad * grad.data.element_size() + *kept * activation.data.element_size();
+  }
+
+  // Whether the forward made the quantized weight: without a scale it is the parameter, and with `given` the caller's.
+  static bool quantized_in_forward(const AutogradContext* ctx, const Quantized& weight, const char* given) {
+    return weight.scale.defined() && ctx->saved_data.find(given) == ctx->saved_data.end();
+  }
+
+  // The gradient of fc2's bias, and its contribution to that of the probabilities, which scale it; both from the gradient before
+  // quantization. `bias` is saved if the latter is needed.
+  static std::pair<Tensor, Tensor> fc2_bias_gradients(AutogradContext* ctx, const Tensor& grad,
+                                                      const TokenRows& rows, const Tensor& group_sizes,
+                                                      const Tensor& probs, const Tensor& bias,
+                                                      size_t weights) {
+    if (!ctx->saved_data["has_fc2_bias"].toBool()) return {};
+    const bool has_fc1_bias = ctx->saved_data["has_fc1_bias"].toBool();
+    const bool wants_bias = ctx->needs_input_grad(weights + (has_fc1_bias ? 4 : 3));
+    const bool wants_probs = ctx->needs_input_grad(weights + 2);
+    if (!wants_bias && !wants_probs) return {};
+    const Tensor grad_rows = rows.given() ? rows.gather(grad) : grad;
+    const auto [grad_bias, grad_probs] = call_grouped_bias_backward(
+        grad_rows, group_sizes, wants_probs ? as_optional(bias) : std::nullopt, probs);
+    return {wants_bias ? grad_bias : Tensor(), wants_probs ? grad_probs : Tensor()};
+  }
+};
+
+}  // namespace
+
+Tensor grouped_mlp_forward(const MlpArguments& mlp, const OperandFormats& formats) {
+  SavedTensors nothing;
+  return forward_of(mlp, formats, {}, nothing);
+}
+
+Tensor grouped_mlp_autograd(const MlpArguments& mlp, const OperandFormats& formats) {
+  return GroupedMlpFunction::apply(mlp.input, mlp.fc1_weight, mlp.fc2_weight, mlp.group_sizes, mlp.probs,
+                                   mlp.fc1_bias, mlp.fc2_bias, formats.input_key, formats.weight_key,
+                                   formats.grad_key, mlp.quantized_fc1, mlp.quantized_fc2, mlp.interleave,
+                                   mlp.options, mlp.fc1_main_grad, mlp.fc2_main_grad, mlp.buffers, mlp.rows);
+}
+
+}  // namespace transformer_plugin::linear

@@ -1,0 +1,31 @@
+// Rows of tokens: which row of each group holds which token, as assign_slots returns it (routing/slots_args.h). With it a
+// layer takes tokens [T, H] instead of rows [S, H], and returns for each token the sum of its rows.
+#pragma once
+
+#include "linear/operands.h"
+
+namespace transformer_plugin::linear {
+
+struct TokenRows {
+  at::Tensor slot = {};    // int32 [T, K]: rows of a token, or -1
+  at::Tensor source = {};  // int32 [S]: the token of a row, or -1 for a row of zeros
+
+  bool given() const { return source.defined(); }
+  // The rows, copied.
+  at::Tensor gather(const at::Tensor& tokens) const;
+  // For each token the sum of its rows, in `out` if there is one.
+  at::Tensor sum(const at::Tensor& rows, const std::optional<at::Tensor>& out) const;
+};
+
+// Checks both, which are None or not together. `input`: the tokens.
+void check_token_rows(const Argument& input, const std::optional<at::Tensor>& slot,
+                      const std::optional<at::Tensor>& source);
+
+// Whether an operand in a format is read from the tokens, by their index, and not from a copy of rows. True where nothing
+// depends on the rows as such: no scales of rows or columns, and no mark of values that are not finite.
+bool reads_tokens(const Format& format, std::string_view key);
+// quantize_operand() of the rows.
+QuantizedOperand rows_operand(const at::Tensor& tokens, const TokenRows& rows, const at::Tensor& group_sizes,
+                              const Format& format, std::string_view key, bool rowwise, bool columnwise);
+
+}  // namespace transformer_plugin::linear
