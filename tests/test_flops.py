@@ -127,6 +127,15 @@ TABLE: dict[str, tuple[Callable[[], object], int]] = {
         3 * PRODUCT,
     ),
     "linear_out": (lambda: ops.linear_out(of(T, K), of(N, K), of(T, N)), PRODUCT),
+    "router_logits": (lambda: ops.router_logits(of(T, K), of(N, K)), PRODUCT),
+    "router_logits_backward": (
+        lambda: ops.router_logits_backward(of(T, N), of(T, K).bfloat16(), of(N, K).bfloat16()),
+        2 * PRODUCT,
+    ),
+    "router_logits_backward of one": (
+        lambda: ops.router_logits_backward(of(T, N), of(T, K), of(N, K), for_weight=False),
+        PRODUCT,
+    ),
     "grouped_linear_out": (
         lambda: ops.grouped_linear_out(of(T, K), of(G, N, K), SIZES, of(T, N)),
         PRODUCT,
@@ -144,7 +153,9 @@ def test_every_product_is_in_the_table() -> None:
         for schema in torch._C._jit_get_all_schemas()
         if schema.name.startswith("transformer_plugin::")
     }
-    products = {name for name in names if re.search("gemm|linear|mlp", name)} - {"grouped_gemm_plan"}
+    products = {name for name in names if re.search("gemm|linear|mlp|router_logits", name)} - {
+        "grouped_gemm_plan"
+    }
     assert products == {name.split(" of ")[0] for name in TABLE}
     registered = {op.__name__ for op in flop_registry if "transformer_plugin" in str(op)}
     assert registered == products

@@ -73,6 +73,13 @@ def _linear(input: Shape, weight: Shape, *_: Any, **__: Any) -> int:
     return 2 * prod(input) * weight[-2]
 
 
+def _router_logits_backward(
+    grad: Shape, input: Shape, weight: Shape, for_input: bool = True, for_weight: bool = True, **_: Any
+) -> int:
+    """Each gradient once, although the product of a gradient that is split into two parts takes twice as many."""
+    return 2 * prod(input) * weight[0] * (for_input + for_weight)
+
+
 def _norm_linear(
     input: Shape, norm_weight: Shape, norm_bias: Shape, weight: Shape, *_: Any, **__: Any
 ) -> int:
@@ -99,6 +106,8 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "grouped_gemm_swiglu_quantize": _swiglu,
     "linear": _linear,
     "linear_scaled": _linear,
+    "router_logits": _linear,
+    "router_logits_backward": _router_logits_backward,
     "norm_linear": _norm_linear,
     "grouped_linear": _grouped_linear,
     "grouped_linear_scaled": _linear,

@@ -1,15 +1,24 @@
-"""RouterConfig and TopKRouter: errors and warnings of the constructors, presets, widths that recipes support."""
+"""RouterConfig and TopKRouter: errors and warnings of the constructors, presets, the dtype of the product, widths that
+recipes support."""
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from transformer_plugin import ops
 from transformer_plugin.nn import GroupedLinear, GroupedMLP, Linear, MoE, RouterConfig, TopKRouter
 from transformer_plugin.recipes import Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling, Recipe
+from transformer_plugin.testing.numerics import assert_same_bits
 
 
 @pytest.mark.parametrize(
@@ -61,6 +70,18 @@ from transformer_plugin.recipes import Float8BlockScaling, MXFP8BlockScaling, NV
             {"pre_softmax": 1},
             TypeError,
             "'pre_softmax': expected True or False, got 1. The default is False.",
+        ),
+        (
+            {"router_dtype": torch.bfloat16},
+            TypeError,
+            "'router_dtype': expected None or torch.float32, got torch.bfloat16. Cast tokens and weight to another "
+            "dtype, and pass None.",
+        ),
+        (
+            {"router_dtype": "float32"},
+            TypeError,
+            "'router_dtype': expected None or torch.float32, got 'float32'. Cast tokens and weight to another dtype, "
+            "and pass None.",
         ),
     ],
 )
@@ -171,6 +192,89 @@ def test_presets() -> None:
     )
     TopKRouter(32, 160, 6, RouterConfig.deepseek_v2(), device="meta")
     TopKRouter(32, 256, 8, RouterConfig.deepseek_v3(), device="meta")
+
+
+class OperandDtypes(TorchDispatchMode):
+    """Records the dtypes of the operands of the router's product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[torch.dtype, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.transformer_plugin.router_logits.default:
+            self.found.append(tuple(x.dtype for x in args))
+        return func(*args, **kwargs or {})
+
+
+B, H, S, D = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+
+@pytest.mark.parametrize(
+    ("tokens", "weight", "router_dtype", "operands"),
+    [
+        *((dtype, dtype, None, dtype) for dtype in (B, H, S)),
+        *((B, S, None, S), (S, B, None, S), (B, H, None, S), (D, D, None, S)),
+        *((dtype, dtype, S, S) for dtype in (B, H, S)),
+        (B, S, S, S),
+    ],
+    ids=str,
+)
+def test_dtype_of_the_product(
+    tokens: torch.dtype,
+    weight: torch.dtype,
+    router_dtype: torch.dtype | None,
+    operands: torch.dtype,
+    device: torch.device,
+) -> None:
+    """The results, and the gradients, are those of the product of operands in this dtype. Autocast changes nothing."""
+    torch.manual_seed(0)
+    router = TopKRouter(64, 8, 2, RouterConfig(router_dtype=router_dtype), device=device, dtype=weight)
+    x = torch.randn(33, 64, device=device, dtype=tokens)
+    grad = torch.randn(33, 2, device=device)
+
+    def route(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        product = ops.linear if operands == S else ops.router_logits
+        return ops.topk_router(product(x.to(operands), weight.to(operands)), None, 2)
+
+    def run(function: Callable[[Tensor], tuple[Tensor, Tensor]]) -> list[Tensor]:
+        leaf = x.clone().requires_grad_()
+        weights, indices = function(leaf)
+        assert weights.dtype == torch.float32
+        return [weights.detach(), indices, *torch.autograd.grad(weights, [leaf, router.weight], grad)]
+
+    expected = run(lambda x: route(x, router.weight))
+    with OperandDtypes() as dtypes:
+        results = [run(lambda x: (router(x).weights, router(x).indices))]
+        with torch.autocast(device.type, torch.bfloat16):
+            results.append(run(lambda x: (router(x).weights, router(x).indices)))
+    assert dtypes.found == [(operands, operands)] * 4
+    for got in results:
+        for one, wanted in zip(got, expected, strict=True):
+            assert_same_bits(one, wanted)
+
+
+def test_the_dtype_of_the_product_is_part_of_the_configuration() -> None:
+    config = RouterConfig(router_dtype=torch.float32)
+    assert config == pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) != RouterConfig()
+    assert len({config, RouterConfig(), RouterConfig(router_dtype=torch.float32)}) == 2
+    assert "router_dtype=torch.float32" in repr(TopKRouter(16, 4, 2, config))
+    assert RouterConfig().router_dtype is None
+    assert eval(repr(config), {"RouterConfig": RouterConfig, "torch": torch}) == config
+
+
+@pytest.mark.gpu
+def test_devices_choose_the_same_experts_for_bfloat16_tokens() -> None:
+    """With small integers all sums are exact, so logits, choices, weights and gradients have the same bits."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(-3, 4, (200, 64), generator=generator).bfloat16()
+    router = TopKRouter(64, 16, 4, dtype=torch.bfloat16)
+    with torch.no_grad():
+        router.weight.copy_(torch.randint(-3, 4, (16, 64), generator=generator))
+    expected = router(x)
+    got = router.cuda()(x.cuda())
+    assert_same_bits(got.indices, expected.indices.cuda())
+    assert_same_bits(got.weights.detach(), expected.weights.detach().cuda())
 
 
 @pytest.mark.parametrize(

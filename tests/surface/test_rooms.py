@@ -15,7 +15,6 @@ INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 BELOW: dict[str, set[str]] = {
     "common": set(),
     "distributed": {"common"},
-    "routing": {"common"},
     "activation": {"common"},
     "quantize/args": {"common", "activation"},
     "quantize/cpu": {"common", "activation", "quantize/args"},
@@ -24,6 +23,7 @@ BELOW: dict[str, set[str]] = {
     "norm": {"common", "quantize/args", "quantize/cpu", "quantize/cuda", "quantize/ops"},
     "gemm/args": {"common"},
     "gemm/generic": {"common", "quantize/cuda", "gemm/args"},
+    "routing": {"common", "gemm/generic"},
     "gemm/cpu": {"common", "gemm/args", "gemm/generic"},
     "gemm/sm90": {"common", "activation", "quantize/args", "quantize/cuda", "gemm/args"},
     "gemm/dispatch": {

@@ -128,8 +128,8 @@ class MoE(LaunchedModule):
     :func:`transformer_plugin.parallel.fully_shard` and :func:`~transformer_plugin.parallel.data_parallel` turn them
     into means, like the gradients of other parameters.
 
-    Under ``torch.autocast`` the tokens are cast before they are sent. The router computes in float32 from the input
-    before the cast.
+    Under ``torch.autocast`` the tokens are cast before they are sent. The router computes its float32 logits from the
+    input before the cast; where that and the router's weight differ in dtype, from both in float32.
     """
 
     hidden: int = fixed("hidden")

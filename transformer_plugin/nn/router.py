@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from transformer_plugin import ops
 from transformer_plugin.nn._attributes import fixed
 from transformer_plugin.nn._module import PluginModule, layer_forward, serializable
-from transformer_plugin.nn._recipe import keep_float32
+from transformer_plugin.nn._recipe import DTYPES, keep_float32
 from transformer_plugin.ops.routing import ScoreFunction
 
 #: The largest number of experts that :func:`transformer_plugin.ops.topk_router` supports.
@@ -48,6 +48,9 @@ class RouterConfig:
     #: the score of a group is the sum of its best experts' scores; this is their number: 1 in DeepSeek-V2, 2 in
     #: DeepSeek-V3. None: ``topk // group_topk``, as in Megatron-LM.
     group_score_topk: int | None = None
+    #: the dtype in which tokens and weight are multiplied; the logits are always float32. None: that of both, if both
+    #: are bfloat16 or both float16, otherwise float32. ``torch.float32``: both are converted.
+    router_dtype: torch.dtype | None = None
 
     @classmethod
     def deepseek_v2(
@@ -179,6 +182,11 @@ class RouterConfig:
                     f"transformer_plugin::RouterConfig: argument '{name}': expected {expected}, got {value!r}. "
                     f"The default is {getattr(type(self), name)!r}."
                 )
+        if self.router_dtype is not None and self.router_dtype is not torch.float32:
+            raise TypeError(
+                "transformer_plugin::RouterConfig: argument 'router_dtype': expected None or torch.float32, got "
+                f"{self.router_dtype!r}. Cast tokens and weight to another dtype, and pass None."
+            )
 
     def _expect(self, condition: bool, name: str, expected: str, advice: str) -> None:
         if not condition:
@@ -203,7 +211,12 @@ class Routing(NamedTuple):
 
 
 class TopKRouter(PluginModule):
-    """Scores each token against each expert and keeps the best ``topk``. Logits and scores are float32.
+    """Scores each token against each expert and keeps the best ``topk``.
+
+    Logits and scores are float32. If tokens and weight are both bfloat16, or both float16, they are multiplied as they
+    are and summed in float32, with the accuracy of a product of float32 copies
+    (:func:`transformer_plugin.ops.router_logits`). Otherwise, and with ``router_dtype=torch.float32``, they are
+    converted to float32 first.
 
     Args:
         hidden: H, the columns of the tokens.
@@ -282,7 +295,7 @@ class TopKRouter(PluginModule):
     def forward(self, tokens: Tensor) -> Routing:
         """Routes ``tokens [T, H]``."""
         config = self.config
-        logits = ops.linear(tokens.float(), self.weight.float())
+        logits = self._logits(tokens)
         weights, indices = ops.topk_router(
             logits,
             self.expert_bias,
@@ -296,6 +309,13 @@ class TopKRouter(PluginModule):
         )
         load = ops.count_tokens_per_expert(indices, self.num_experts)
         return Routing(indices, weights, self._aux_loss(logits, load), load)
+
+    def _logits(self, tokens: Tensor) -> Tensor:
+        weight = self.weight
+        alike = tokens.dtype == weight.dtype and tokens.dtype in DTYPES
+        if self.config.router_dtype is None and alike:
+            return ops.router_logits(tokens, weight)
+        return ops.router_logits(tokens.float(), weight.float())
 
     def _aux_loss(self, logits: Tensor, load: Tensor) -> Tensor:
         if self.config.aux_loss_coeff == 0:

@@ -44,6 +44,8 @@ __all__ = [
     "permute_rows",
     "permute_weights",
     "permute_weights_backward",
+    "router_logits",
+    "router_logits_backward",
     "router_scores",
     "router_scores_backward",
     "topk_router",
@@ -55,6 +57,55 @@ __all__ = [
 _ops = torch.ops.transformer_plugin
 
 ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus"]
+
+
+def router_logits(input: Tensor, weight: Tensor) -> Tensor:
+    """The logit of each token for each expert: ``input @ weight.T``, summed in float32 and not rounded to the dtype of
+    the operands.
+
+    Products of two bfloat16 or float16 values are exact in float32, so the result is as accurate as the product of
+    float32 copies of the operands; on CUDA it is one GEMM that reads the operands themselves. Each logit is within
+    ``H * 2**-24 * (|input| @ |weight|.T)`` of the exact one.
+
+    Args:
+        input: ``[T, H]`` bfloat16, float16, float32 or float64. Any strides.
+        weight: ``[E, H]`` in the same dtype. Any strides.
+
+    Returns:
+        ``[T, E]`` float32; float64 for float64 operands. For float32 the bits of :func:`transformer_plugin.ops.linear`.
+
+    Differentiable in both, see :func:`router_logits_backward`.
+
+    Raises:
+        TypeError: another dtype, or two different ones. ValueError: not 2-D, sizes that disagree, another device.
+    """
+    return _ops.router_logits.default(input, weight)
+
+
+def router_logits_backward(
+    grad: Tensor, input: Tensor, weight: Tensor, for_input: bool = True, for_weight: bool = True
+) -> tuple[Tensor, Tensor]:
+    """The gradients of :func:`router_logits`: ``grad @ weight`` and ``grad.T @ input``, summed in float32 (float64 for
+    float64) and rounded once.
+
+    With bfloat16 operands each value ``d`` of ``grad`` is the sum of two bfloat16 values, ``high = bfloat16(d)`` and
+    ``low = bfloat16(d - high)``, which are multiplied in place of it, so that no operand is converted to float32.
+    ``abs(d - (high + low))`` is at most ``2**-17 * abs(d)`` where ``abs(d) >= 2**-109``, and at most ``2**-126``
+    elsewhere. Where ``d`` is infinite or NaN, ``low`` is 0. An infinity in ``input`` or ``weight`` makes the sums that
+    contain it NaN if a ``low`` that it is multiplied with is 0. Other operands are multiplied in float32 or float64.
+
+    Args:
+        grad: ``[T, E]`` float32 (float64 for float64), the gradient of the logits. Any strides.
+        input, weight: what the forward was given.
+        for_input, for_weight: which gradients to compute.
+
+    Returns:
+        The gradients of ``input [T, H]`` and of ``weight [E, H]`` in their dtype; ``[0]`` for one that is not computed.
+
+    Raises:
+        TypeError: another dtype. ValueError: not 2-D, sizes that disagree, another device.
+    """
+    return _ops.router_logits_backward.default(grad, input, weight, for_input, for_weight)
 
 
 def topk_router(

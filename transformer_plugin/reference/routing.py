@@ -14,6 +14,8 @@ __all__ = [
     "permute_backward",
     "permute_weights",
     "permute_weights_backward",
+    "router_logits",
+    "router_logits_backward",
     "router_scores",
     "topk_router",
     "unpermute",
@@ -64,6 +66,41 @@ def normalised_scores(logits: Tensor, score_function: str) -> Tensor:
         return masked_softmax(logits)
     scores = exponential(log_scores(logits, score_function))
     return scores / (scores.sum(-1, keepdim=True) + SUM_FLOOR)
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype of sums of products."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def router_logits(input: Tensor, weight: Tensor) -> Tensor:
+    """Converts the operands to the dtype of the sums, without loss, and multiplies."""
+    wide = sum_dtype(input.dtype)
+    return input.to(wide) @ weight.to(wide).T
+
+
+def router_logits_backward(
+    grad: Tensor, input: Tensor, weight: Tensor, for_input: bool = True, for_weight: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Multiplies the gradient; with bfloat16 operands its two parts, and adds the products."""
+    wide = sum_dtype(input.dtype)
+    parts = bfloat16_parts(grad) if input.dtype == torch.bfloat16 else (grad,)
+    grads = [input.new_empty(0), weight.new_empty(0)]
+    if for_input:
+        products = torch.cat(parts, 1).to(wide) @ torch.cat([weight] * len(parts)).to(wide)
+        grads[0] = products.to(input.dtype)
+    if for_weight:
+        halves = torch.stack([part.to(wide).T @ input.to(wide) for part in parts])
+        grads[1] = halves.sum(0).to(weight.dtype)
+    return grads[0], grads[1]
+
+
+def bfloat16_parts(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns two bfloat16 values whose sum is a float32 value up to a factor of 1 +- 2**-17. The first of a finite
+    value is finite; the second of an infinity or a NaN is 0."""
+    largest = torch.finfo(torch.bfloat16).max
+    high = torch.where(values.isfinite(), values.bfloat16().clamp(-largest, largest), values.bfloat16())
+    return high, torch.where(values.isfinite(), values - high.float(), 0.0).bfloat16()
 
 
 def topk_router(

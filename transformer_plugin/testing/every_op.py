@@ -204,6 +204,11 @@ def _routing_calls(draw: Draw) -> Calls:
     T, _, K, _ = draw.TNKG
     tokens, experts, topk, capacity = T, 8, 2, 2 * T
     logits, indices = draw(tokens, experts), draw.indices(tokens, topk, experts)
+    for dtype in (FLOAT32, BFLOAT16):
+        product = {"input": draw(tokens, K, dtype=dtype), "weight": draw(experts, K, dtype=dtype)}
+        name, both = str(dtype).removeprefix("torch."), {"for_input": True, "for_weight": True}
+        yield "router_logits", name, product
+        yield "router_logits_backward", name, {"grad": logits, **product, **both}
     score = {"score_function": "sigmoid"}
     groups = {"num_groups": 4, "group_topk": 2, "scaling_factor": 2.0}
     router = {"logits": logits, "topk": topk, "pre_softmax": False}

@@ -1,0 +1,184 @@
+// router_logits and router_logits_backward: checks, the products, and the gradient (routing/router_logits.h).
+#include "routing/router_logits.h"
+
+#include <tuple>
+
+#include "common/autograd.h"
+#include "common/check.h"
+#include "common/register.h"
+#include "common/tensor.h"
+#include "gemm/generic/dense_gemm.h"
+
+namespace transformer_plugin::routing {
+namespace {
+
+using at::Tensor;
+using gemm::dense_gemm;
+using gemm::sum_dtype;
+using gemm::transposed_view;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+using TwoTensors = std::tuple<Tensor, Tensor>;
+
+constexpr const char *kOp = "router_logits", *kBackwardOp = "router_logits_backward";
+
+void check_operands(const char* op, const Tensor& input, const Tensor& weight) {
+  const Argument input_argument{op, "input", input}, weight_argument{op, "weight", weight};
+  check_dtype(input_argument, {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble});
+  check_dim(input_argument, 2);
+  check_strided(weight_argument);
+  check_same_dtype(weight_argument, input_argument);
+  check_dim(weight_argument, 2);
+  check_same_device(weight_argument, input_argument);
+  check_size(weight_argument, 1, input.sym_size(1), "the columns of 'input'");
+}
+
+Tensor router_logits_output(const Tensor& input, const Tensor& weight) {
+  check_operands(kOp, input, weight);
+  return empty(input, {input.sym_size(0), weight.sym_size(0)}, sum_dtype(input.scalar_type()));
+}
+
+void check_backward(const Tensor& grad, const Tensor& input, const Tensor& weight) {
+  check_operands(kBackwardOp, input, weight);
+  const Argument grad_argument{kBackwardOp, "grad", grad}, input_argument{kBackwardOp, "input", input};
+  check_dtype(grad_argument, {sum_dtype(input.scalar_type())});
+  check_dim(grad_argument, 2);
+  check_same_device(grad_argument, input_argument);
+  check_size(grad_argument, 0, input.sym_size(0), "the rows of 'input'");
+  check_size(grad_argument, 1, weight.sym_size(0), "the rows of 'weight'");
+}
+
+// A gradient that was not asked for.
+Tensor no_gradient(const Tensor& like) { return empty(like, {0}, like.scalar_type()); }
+
+TwoTensors router_logits_backward_meta(const Tensor& grad, const Tensor& input, const Tensor& weight,
+                                       bool for_input, bool for_weight) {
+  check_backward(grad, input, weight);
+  const auto alike = [](const Tensor& like) { return empty(like, like.sym_sizes(), like.scalar_type()); };
+  return {for_input ? alike(input) : no_gradient(input), for_weight ? alike(weight) : no_gradient(weight)};
+}
+
+Tensor router_logits(const Tensor& input, const Tensor& weight) {
+  check_operands(kOp, input, weight);
+  const BelowAutograd guard;
+  return dense_gemm(input, transposed_view(weight), std::nullopt, sum_dtype(input.scalar_type()));
+}
+
+uint16_t* bits_of(const Tensor& tensor) { return static_cast<uint16_t*>(tensor.mutable_data_ptr()); }
+
+struct Parts {
+  Tensor grad;          // [tokens, 2 experts]
+  Tensor weight_twice;  // [2 experts, hidden], if asked for
+};
+
+Parts split_gradient(const Tensor& grad, const Tensor& weight, bool with_weight) {
+  const int64_t tokens = grad.size(0), experts = grad.size(1), hidden = weight.size(1);
+  const Tensor g = grad.contiguous(), w = with_weight ? weight.contiguous() : Tensor();
+  Parts parts{empty(weight, {tokens, 2 * experts}, at::kBFloat16), Tensor()};
+  SplitGradientArgs args{
+      g.const_data_ptr<float>(), bits_of(parts.grad), nullptr, nullptr, tokens, experts, hidden};
+  if (with_weight) {
+    parts.weight_twice = empty(weight, {2 * experts, hidden}, at::kBFloat16);
+    args.weight = static_cast<const uint16_t*>(w.const_data_ptr());
+    args.weight_twice = bits_of(parts.weight_twice);
+  }
+#ifdef TRANSFORMER_PLUGIN_CUDA
+  if (g.is_cuda()) {
+    const CudaScope scope(g);
+    launch_split_gradient(args, scope.stream());
+    return parts;
+  }
+#endif
+  split_gradient_cpu(args);
+  return parts;
+}
+
+// sums [2 experts, hidden] to the gradient of the weight.
+Tensor add_halves(const Tensor& sums, const Tensor& weight) {
+  const Tensor output = empty(weight, weight.sym_sizes(), at::kBFloat16);
+  const AddHalvesArgs args{sums.const_data_ptr<float>(), output.mutable_data_ptr(), output.numel()};
+#ifdef TRANSFORMER_PLUGIN_CUDA
+  if (sums.is_cuda()) {
+    const CudaScope scope(sums);
+    launch_add_halves(args, scope.stream());
+    return output;
+  }
+#endif
+  add_halves_cpu(args);
+  return output;
+}
+
+TwoTensors gradients_from_parts(const Tensor& grad, const Tensor& input, const Tensor& weight, bool for_input,
+                                bool for_weight) {
+  TwoTensors results{no_gradient(input), no_gradient(weight)};
+  if (!for_input && !for_weight) return results;
+  auto& [grad_input, grad_weight] = results;
+  const Parts parts = split_gradient(grad, weight, for_input);
+  if (for_input) grad_input = dense_gemm(parts.grad, parts.weight_twice, std::nullopt, at::kBFloat16);
+  if (for_weight) {
+    grad_weight =
+        add_halves(dense_gemm(transposed_view(parts.grad), input, std::nullopt, at::kFloat), weight);
+  }
+  return results;
+}
+
+// FP16 operands are converted, because parts in FP16 would underflow.
+TwoTensors wide_gradients(const Tensor& grad, const Tensor& input, const Tensor& weight, bool for_input,
+                          bool for_weight) {
+  TwoTensors results{no_gradient(input), no_gradient(weight)};
+  auto& [grad_input, grad_weight] = results;
+  const at::ScalarType dtype = input.scalar_type(), wide = grad.scalar_type();
+  if (for_input) grad_input = dense_gemm(grad, weight.to(wide), std::nullopt, wide).to(dtype);
+  if (for_weight)
+    grad_weight = dense_gemm(transposed_view(grad), input.to(wide), std::nullopt, wide).to(dtype);
+  return results;
+}
+
+TwoTensors router_logits_backward(const Tensor& grad, const Tensor& input, const Tensor& weight,
+                                  bool for_input, bool for_weight) {
+  check_backward(grad, input, weight);
+  const BelowAutograd guard;
+  const auto gradients = input.scalar_type() == at::kBFloat16 ? &gradients_from_parts : &wide_gradients;
+  return gradients(grad, input, weight, for_input, for_weight);
+}
+
+Tensor call_router_logits(const Tensor& input, const Tensor& weight) {
+  static const auto op = find_op<Tensor(const Tensor&, const Tensor&)>(kOp);
+  return op.call(input, weight);
+}
+
+class RouterLogitsFunction : public DifferentiableOnce<RouterLogitsFunction> {
+ public:
+  static constexpr const char* kName = "router_logits";
+  static constexpr bool is_traceable = true;
+
+  static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight) {
+    ctx->save_for_backward({input, weight});
+    const BelowAutograd guard;
+    return call_router_logits(input, weight);
+  }
+
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
+    using Signature = TwoTensors(const Tensor&, const Tensor&, const Tensor&, bool, bool);
+    static const auto op = find_op<Signature>(kBackwardOp);
+    const variable_list saved = ctx->get_saved_variables();
+    const bool for_input = ctx->needs_input_grad(0), for_weight = ctx->needs_input_grad(1);
+    const auto [grad_input, grad_weight] = op.call(grads[0], saved[0], saved[1], for_input, for_weight);
+    return {for_input ? grad_input : Tensor(), for_weight ? grad_weight : Tensor()};
+  }
+};
+
+Tensor router_logits_autograd(const Tensor& input, const Tensor& weight) {
+  if (any_wants_grad(input, weight)) return RouterLogitsFunction::apply(input, weight);
+  const BelowAutograd guard;
+  return call_router_logits(input, weight);
+}
+
+}  // namespace
+
+TP_IMPL(kOp, router_logits, router_logits_output, router_logits_autograd);
+// router_logits_backward has no Autograd registration.
+TP_IMPL_CPU_CUDA(kBackwardOp, router_logits_backward);
+TP_IMPL_FOR(Meta, kBackwardOp, router_logits_backward_meta);
+
+}  // namespace transformer_plugin::routing
