@@ -132,14 +132,15 @@ void check_operands(const Deferred& call) {
                    "sizes of groups with an index of rows", "None", "Pass the sizes, or copied rows");
     return;
   }
-  TP_CHECK_VALUE(!call.input_rows && !call.grad_rows, kDefer, call.input_rows ? "input_rows" : "grad_rows",
-                 "None with quantized operands", describe(*(call.input_rows ? call.input_rows : call.grad_rows)),
-                 "Quantize the rows that the index names");
+  const bool has_input_rows = call.input_rows.has_value();
+  const OptionalTensor& rows = has_input_rows ? call.input_rows : call.grad_rows;
+  TP_CHECK_VALUE(!rows, kDefer, (has_input_rows ? "input_rows" : "grad_rows"), "None with quantized operands",
+                 describe(*rows), "Quantize the rows that the index names");
   const gemm::OperandArguments of_grad{call.grad, call.grad_scale, call.grad_format};
   const gemm::OperandArguments of_input{call.input, call.input_scale, call.input_format};
   if (call.group_sizes) {
     gemm::QuantizedWgradCall(kDefer, of_grad, of_input, *call.group_sizes, std::nullopt, std::nullopt,
-                             call.launch);
+                             std::nullopt, call.launch);
     return;
   }
   const gemm::OperandNames grad_names = gemm::names_of_grad(kDefer),
@@ -209,8 +210,8 @@ void defer_wgrad(const Tensor& queue, const Tensor& grad, const Tensor& input,
                  int64_t max_sms, int64_t expected_rows, bool copy, const OptionalTensor& input_rows,
                  const OptionalTensor& grad_rows) {
   const gemm::LaunchOptions launch{max_sms, expected_rows};
-  check_deferred(
-      {queue, grad, input, group_sizes, input_rows, grad_rows, grad_scale, input_scale, grad_format, input_format, skipped, launch});
+  check_deferred({queue, grad, input, group_sizes, input_rows, grad_rows, grad_scale, input_scale,
+                  grad_format, input_format, skipped, launch});
   if constexpr (!is_meta) {
     const BelowAutograd guard;
     DeferredWgrad wgrad{kept_operand(grad, grad_scale, grad_rows, grad_format, copy),

@@ -57,10 +57,9 @@ Hidden product_then_activation(QuantizedOperand input, QuantizedWeight weight, c
   stack_if_contiguous(weight);
   if (is_unquantized(input.rowwise, weight, mlp.input.scalar_type())) {
     Tensor activation;
-    std::tie(activation, hidden.linear) =
-        call_grouped_gemm_swiglu(input.rowwise.data, weight.forward.data, mlp.group_sizes, mlp.probs,
-                                 mlp.fc1_bias, mlp.interleave, /*keep_input=*/keep_linear, mlp.options,
-                                 as_optional(input.rowwise.row_index));
+    std::tie(activation, hidden.linear) = call_grouped_gemm_swiglu(
+        input.rowwise.data, weight.forward.data, mlp.group_sizes, mlp.probs, mlp.fc1_bias, mlp.interleave,
+        /*keep_input=*/keep_linear, mlp.options, as_optional(input.rowwise.row_index));
     hidden.activation =
         quantize_operand(activation, mlp.group_sizes, formats.input, formats.input_key, true, columns);
     return hidden;

@@ -1,5 +1,7 @@
 #include "linear/grouped_mlp_checks.h"
 
+#include "common/autograd.h"
+#include "common/tensor.h"
 #include "gemm/dispatch/checks.h"
 #include "gemm/dispatch/swiglu_gemm.h"
 #include "linear/deferred_wgrad.h"
@@ -95,7 +97,14 @@ OperandFormats check_grouped_mlp(const MlpArguments& mlp, std::string_view input
 // Both GEMMs have the same rows in the same groups, so one check serves them.
 void check_quantizable(const MlpArguments& mlp, const OperandFormats& formats, bool columns) {
   const std::optional<Tensor> sizes = mlp.group_sizes, none;
-  check_quantizable(mlp.op, {mlp.input, mlp.fc1_weight, sizes, none, none, std::nullopt}, formats, columns);
+  // The sizes of the rows without their memory.
+  const auto rows_of_tokens = [&] {
+    const c10::SymInt columns_of_input = mlp.input.sym_size(1);
+    return empty(mlp.input, {1, columns_of_input}, mlp.input.scalar_type())
+        .expand_symint({mlp.rows.source.sym_size(0), columns_of_input});
+  };
+  const Tensor rows = mlp.rows.given() ? rows_of_tokens() : mlp.input;
+  check_quantizable(mlp.op, {rows, mlp.fc1_weight, sizes, none, none, std::nullopt}, formats, columns);
   if (formats.input.is_quantized()) {
     quantize::check_matrix({mlp.op, "fc2_weight", mlp.fc2_weight[0]}, nullptr, formats.weight);
   }

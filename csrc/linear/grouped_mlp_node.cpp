@@ -88,12 +88,24 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
     const bool scales_bias = fc2_bias && probs.requires_grad();
     SavedTensors kept;
     const Tensor output = forward_of(mlp, formats, wanted, kept);
-    variable_list saved{
-        kept.input.data,       kept.input.scale,     kept.input.amax, kept.activation.data,
-        kept.activation.scale, kept.activation.amax, kept.fc1.data,   kept.fc1.scale,
-        kept.fc1.amax,         kept.fc2.data,        kept.fc2.scale,  kept.fc2.amax,
-        kept.linear,           group_sizes,          probs,           scales_bias ? *fc2_bias : Tensor(),
-        rows.slot,             rows.source};
+    variable_list saved{kept.input.data,
+                        kept.input.scale,
+                        kept.input.amax,
+                        kept.activation.data,
+                        kept.activation.scale,
+                        kept.activation.amax,
+                        kept.fc1.data,
+                        kept.fc1.scale,
+                        kept.fc1.amax,
+                        kept.fc2.data,
+                        kept.fc2.scale,
+                        kept.fc2.amax,
+                        kept.linear,
+                        group_sizes,
+                        probs,
+                        scales_bias ? *fc2_bias : Tensor(),
+                        rows.slot,
+                        rows.source};
     saved.insert(saved.end(), kept.fc1_matrices.begin(), kept.fc1_matrices.end());
     saved.insert(saved.end(), kept.fc2_matrices.begin(), kept.fc2_matrices.end());
     ctx->save_for_backward(std::move(saved));
@@ -149,8 +161,8 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
     size_t next = kSaved;
     variable_list fc1 = unpack_matrices(ctx, "fc1_matrices", saved, next);
     variable_list fc2 = unpack_matrices(ctx, "fc2_matrices", saved, next);
-    return {std::move(rows),  input(3),       weight(6, fc1_columns), weight(9, fc2_columns),
-            saved[12], std::move(fc1), std::move(fc2)};
+    return {std::move(rows), input(3),       weight(6, fc1_columns), weight(9, fc2_columns),
+            saved[12],       std::move(fc1), std::move(fc2)};
   }
 
   // Lowers the peak of memory: a weight gradient that is larger than the tensors freed after it is computed late. That of fc2

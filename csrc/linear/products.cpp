@@ -83,11 +83,10 @@ Tensor wgrad_of(const Quantized& grad, const Quantized& input, const OptionalTen
                 at::ScalarType dtype, const LaunchOptions& options) {
   const OptionalTensor none;
   if (!grad.scale.defined()) {
-    return group_sizes
-               ? call_grouped_gemm_wgrad(grad.data, input.data, *group_sizes, dtype, none,
-                                         as_optional(input.row_index), options, {},
-                                         as_optional(grad.row_index))
-               : call_gemm(grad.data.t(), input.data.t(), none, true, dtype);
+    return group_sizes ? call_grouped_gemm_wgrad(grad.data, input.data, *group_sizes, dtype, none,
+                                                 as_optional(input.row_index), options, {},
+                                                 as_optional(grad.row_index))
+                       : call_gemm(grad.data.t(), input.data.t(), none, true, dtype);
   }
   if (!group_sizes) return gemm_of(grad, input, none, none, none, true, dtype);
   const Scales grad_scale(grad), input_scale(input);

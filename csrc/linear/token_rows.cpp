@@ -26,7 +26,7 @@ Tensor TokenRows::sum(const Tensor& rows, const OptionalTensor& out) const {
 }
 
 void check_token_rows(const Argument& input, const OptionalTensor& slot, const OptionalTensor& source) {
-  TP_CHECK_VALUE(slot.has_value() == source.has_value(), input.op, slot ? "source" : "slot",
+  TP_CHECK_VALUE(slot.has_value() == source.has_value(), input.op, (slot ? "source" : "slot"),
                  "both maps of assign_slots, 'slot' and 'source', or neither", "one of them",
                  "Pass both, or rows without them");
   if (!slot) return;
