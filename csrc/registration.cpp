@@ -88,14 +88,14 @@ TORCH_LIBRARY(transformer_plugin, m) {
   m.def("gather_rows_backward(Tensor grad, Tensor rows, Tensor group_sizes, SymInt num_rows) -> Tensor");
   m.def(
       "grouped_gemm_wgrad(Tensor grad, Tensor input, Tensor group_sizes, ScalarType? dtype=None, "
-      "Tensor? alpha=None, Tensor? input_rows=None, int max_sms=0, int expected_rows=-1, "
+      "Tensor? alpha=None, Tensor? input_rows=None, Tensor? grad_rows=None, int max_sms=0, int expected_rows=-1, "
       "Tensor[]? grad_scale=None, Tensor[]? input_scale=None, str grad_format=\"none\", str input_format=\"none\") -> "
       "Tensor");
   m.def(
       "grouped_gemm_wgrad_out(Tensor grad, Tensor input, Tensor group_sizes, Tensor(a!)[] out, "
       "bool accumulate=True, Tensor? alpha=None, Tensor? beta=None, Tensor? input_rows=None, "
-      "int max_sms=0, int expected_rows=-1, Tensor[]? grad_scale=None, Tensor[]? input_scale=None, "
-      "str grad_format=\"none\", str input_format=\"none\") -> ()");
+      "Tensor? grad_rows=None, int max_sms=0, int expected_rows=-1, Tensor[]? grad_scale=None, "
+      "Tensor[]? input_scale=None, str grad_format=\"none\", str input_format=\"none\") -> ()");
   // The first product of an expert and SwiGLU times a probability. "interleave" says how gate and linear part lie in h:
   // 0, one after the other; 32, so many columns of each in turn.
   m.def(

@@ -18,6 +18,7 @@ from transformer_plugin.testing.gemm_cases import quantized_arguments, wgrad_arg
 
 T, N, K, G = 64, 96, 128, 3
 SIZES = torch.tensor([16, 0, 32])  # group sizes in a buffer of T rows, all of which count
+INDEX = torch.arange(T) % 5  # rows of a matrix, one for each row of the buffer
 FP8, NVFP4 = "fp8_block:e4m3", "nvfp4"
 PRODUCT = 2 * T * N * K
 
@@ -102,6 +103,14 @@ TABLE: dict[str, tuple[Callable[[], object], int]] = {
     ),
     "grouped_gemm_wgrad_out of a list": (
         lambda: ops.grouped_gemm_wgrad_out(of(T, N), of(T, K), SIZES, list(of(G, N, K))),
+        PRODUCT,
+    ),
+    "grouped_gemm_wgrad of indexed rows": (
+        lambda: ops.grouped_gemm_wgrad(of(5, N), of(7, K), SIZES, input_rows=INDEX, grad_rows=INDEX),
+        PRODUCT,
+    ),
+    "grouped_gemm_wgrad_out of indexed rows": (
+        lambda: ops.grouped_gemm_wgrad_out(of(5, N), of(T, K), SIZES, of(G, N, K), grad_rows=INDEX),
         PRODUCT,
     ),
     "grouped_gemm_wgrad of blocks": (lambda: weight_gradient_quantized(False), PRODUCT),

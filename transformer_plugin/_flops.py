@@ -21,9 +21,11 @@ from transformer_plugin.formats import GROUP_ALIGNMENT, Format
 Shape = Sequence[int]
 
 
-def _argument(name: str, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The format that a call passes; "none" where the call leaves it out."""
-    return args[position] if len(args) > position else kwargs.get(name, "none")
+def _argument(
+    name: str, position: int, args: tuple[Any, ...], kwargs: dict[str, Any], default: Any = "none"
+) -> Any:
+    """What a call passes, a format for example; the default where the call leaves it out."""
+    return args[position] if len(args) > position else kwargs.get(name, default)
 
 
 def _columns(data: Shape, format: str) -> int:
@@ -56,7 +58,8 @@ def _weight_gradient(position: int) -> Callable[..., int]:
     def formula(grad: Shape, input: Shape, group_sizes: Shape, *args: Any, **kwargs: Any) -> int:
         key = _argument("grad_format", position - 3, args, kwargs)
         if key == "none":
-            return 2 * grad[0] * grad[1] * input[1]
+            index = _argument("grad_rows", position - 8, args, kwargs, None)
+            return 2 * (grad if index is None else index)[0] * grad[1] * input[1]
         rows = _columns(grad, key)
         if Format.parse(key).aligned_groups:  # the rows include the padding of each group
             rows -= GROUP_ALIGNMENT * (group_sizes[0] + 1)
@@ -100,8 +103,8 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "gemm_out": _product_out(2, 9),
     "grouped_gemm": _product(13),
     "grouped_gemm_out": _product_out(3, 14),
-    "grouped_gemm_wgrad": _weight_gradient(10),
-    "grouped_gemm_wgrad_out": _weight_gradient(12),
+    "grouped_gemm_wgrad": _weight_gradient(11),
+    "grouped_gemm_wgrad_out": _weight_gradient(13),
     "grouped_gemm_swiglu": _swiglu,
     "grouped_gemm_swiglu_quantize": _swiglu,
     "linear": _linear,

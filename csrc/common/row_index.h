@@ -19,7 +19,7 @@ void check_earlier_rows(const char* op);
 // The kernel arguments for gathering rows. The rows of the matrix have inner stride 1.
 GatheredRows rows_by_index(const at::Tensor& matrix, const at::Tensor& index, const at::Tensor& offsets);
 
-// [T, K]: matrix[index[i]] for rows i of the groups, or zeros for kRowOfZeros, and for a wrong entry on a GPU;
+// [T, K]: matrix[index[i]] for rows i of the groups; zeros for kRowOfZeros, and for a wrong entry on a GPU;
 // the tail is undefined.
 at::Tensor take_rows(const at::Tensor& matrix, const at::Tensor& index, const at::Tensor& offsets);
 

@@ -1,8 +1,8 @@
 // The arguments of kernels that gather rows by an index.
 //
-// `index` [places] contains row numbers of a matrix, or kRowOfZeros. Places from `end` on are the tail and are
-// ignored. On a GPU, where the host does not read the index, any other entry counts as a row of zeros too and
-// is reported in pinned host memory, like wrong group sizes (offsets.h).
+// `index` [places] contains row numbers of a matrix, or kRowOfZeros. Places from `end` on are the tail and
+// are ignored. On a GPU, where the host does not read the index, any other entry counts as a row of zeros too
+// and is reported in pinned host memory, like wrong group sizes (offsets.h).
 #pragma once
 
 #include <cstdint>

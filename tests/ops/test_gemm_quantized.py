@@ -333,6 +333,9 @@ WITHOUT = "Pass what the operand was quantized to."
         ("grouped_gemm_wgrad", columns(QT, QT, input_rows=SIZES), ValueError,
          "'input_rows': expected None with quantized operands, got int64[2] on cpu. "
          "Take the rows before they are quantized."),
+        ("grouped_gemm_wgrad", columns(QT, QT, grad_rows=SIZES), ValueError,
+         "'grad_rows': expected None with quantized operands, got int64[2] on cpu. "
+         "Take the rows before they are quantized."),
         ("grouped_gemm_wgrad", {"grad": X, "input": X, "group_sizes": SIZES, "grad_scale": QX[1]}, ValueError,
          "'grad_scale': expected no tensors for format 'none', got 1 of them. "
          "Name the format that the operand was quantized to."),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.opcheck import opcheck
 from tests.ops.gemm_oracle import poison, row_buffers
-from tests.ops.test_grouped_gemm import EXACT, RANDOM, WGRAD_EXACT, each
+from tests.ops.test_grouped_gemm import EXACT, RANDOM, each
 from transformer_plugin import ops, reference
 from transformer_plugin.testing.cases import Case
 from transformer_plugin.testing.gemm_cases import integers, normals, row_index
@@ -25,7 +25,9 @@ def with_zeros(matrix: Tensor, rows: Tensor) -> Tensor:
     return torch.cat([matrix, matrix.new_zeros(1, matrix.shape[1])])[rows.long()]
 
 
-def with_indexed_rows(case: Case, device: torch.device, matrix: int) -> tuple[list[Any], Tensor, Tensor]:
+def with_indexed_rows(
+    case: Case, device: torch.device, matrix: int, seed: int = 11
+) -> tuple[list[Any], Tensor, Tensor]:
     """Replaces argument `matrix` of the case by a matrix of another number of rows. Also returns an index into it and
     a copy of the indexed rows, with zeros for entries of -1.
 
@@ -35,7 +37,7 @@ def with_indexed_rows(case: Case, device: torch.device, matrix: int) -> tuple[li
     arguments = list(case.arguments(device))
     sizes, like = arguments[2], arguments[matrix]
     capacity, end = like.shape[0], int(sizes.sum())
-    generator = torch.Generator().manual_seed(11)
+    generator = torch.Generator().manual_seed(seed)
     rows = row_index(sizes.cpu(), capacity, capacity // 2 + 1, torch.device("cpu"), generator)
     source = integers((capacity // 2 + 1, like.shape[1]), like.dtype, torch.device("cpu"), generator)
     rows[:end][torch.rand(end, generator=generator) < 0.15] = -1
@@ -63,20 +65,6 @@ def test_indexed_rows_equal_a_copy(case: Case, device: torch.device) -> None:
         assert_same_bits(out + 0, expected + 0)
 
 
-@each(WGRAD_EXACT[::2])
-def test_wgrad_of_indexed_rows_equals_a_copy(case: Case, device: torch.device) -> None:
-    (grad, input, sizes), rows, copied = with_indexed_rows(case, device, 1)
-    expected = ops.grouped_gemm_wgrad(grad, copied, sizes, torch.float32)
-    assert_same_bits(ops.grouped_gemm_wgrad(grad, input, sizes, torch.float32, input_rows=rows), expected)
-    wanted = reference.grouped_gemm_wgrad(
-        grad.cpu(), input.cpu(), sizes.cpu(), torch.float32, input_rows=rows.cpu()
-    )
-    assert_same_bits(wanted + 0, expected.cpu() + 0, "reference")
-    out = torch.ones_like(expected)
-    ops.grouped_gemm_wgrad_out(grad, input, sizes, out, input_rows=rows)
-    assert_same_bits(out, expected + 1)
-
-
 @each(RANDOM[::5])
 def test_gradient(case: Case, device: torch.device) -> None:
     """The gradient of a is gather_rows_backward of the gradient of the copy; the other gradients are those of the
@@ -93,12 +81,8 @@ def test_gradient(case: Case, device: torch.device) -> None:
         ops.grouped_gemm(copied, *arguments[1:]), [copied, *leaves[1:]], grad, materialize_grads=True
     )
     assert_same_bits(got[0], ops.gather_rows_backward(expected[0], rows, sizes, num_rows))
-    transposed = not arguments[5]  # for this layout the gradient of b is the transpose of another product
-    for i, (one, other) in enumerate(zip(got[1:], expected[1:], strict=True)):
-        if i == 0 and transposed:
-            torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)
-        else:
-            assert_same_bits(one, other)
+    for one, other in zip(got[1:], expected[1:], strict=True):
+        assert_same_bits(one, other)
 
 
 def test_gradcheck() -> None:
@@ -147,9 +131,6 @@ def test_opcheck(case: Case, device: torch.device) -> None:
     out = torch.zeros(rows.shape[0], n, device=device)
     arguments = (a.detach(), [b.detach()], sizes, out, bias, scale, transpose_b, None, None, rows)
     opcheck(_ops.grouped_gemm_out.default, arguments)
-    grad = torch.zeros(rows.shape[0], n, dtype=a.dtype, device=device)
-    arguments = (grad, a.detach(), sizes, None, None, rows)
-    opcheck(_ops.grouped_gemm_wgrad.default, arguments)
 
 
 def test_compiled(device: torch.device) -> None:

@@ -211,15 +211,19 @@ def grouped_gemm(draw: Draw) -> tuple[Product, Groups]:
 
 def grouped_gemm_wgrad(draw: Draw) -> tuple[Product, Groups]:
     dtype, groups = draw.random.choice(draw.dtypes), draw.groups()
-    grad = draw.matrix(groups, draw.width(), dtype)
+    grad = grad_copy = draw.matrix(groups, n := draw.width(), dtype)
     input = copy = draw.matrix(groups, k := draw.width(), dtype)
-    rows = None
+    rows = grad_rows = None
     if draw.maybe(0.3):
         input, rows, copy = draw.rows_of(groups, k, dtype)
-    options = {"alpha": draw.factors(groups.count), "input_rows": rows}
+    if draw.maybe(0.3):
+        grad, grad_rows, grad_copy = draw.rows_of(groups, n, dtype)
+    options = {"alpha": draw.factors(groups.count), "input_rows": rows, "grad_rows": grad_rows}
     to = draw.random.choice([dtype, torch.float32, *draw.dtypes])
     operands = (grad, input, groups.device)
-    return wgrad_product("grouped_gemm_wgrad", operands, options, (grad, copy), groups, to, never), groups
+    return wgrad_product(
+        "grouped_gemm_wgrad", operands, options, (grad_copy, copy), groups, to, never
+    ), groups
 
 
 def grouped_gemm_of_formats(draw: Draw) -> tuple[Product, Groups]:

@@ -42,7 +42,8 @@ def calls() -> Iterator[tuple[str, Call]]:
     more = {**sizes, **factors, "bias": normals(G, N), "bias_scale": normals(T), "rows": torch.arange(T)}
     yield "grouped_gemm_out", (ops.grouped_gemm_out, {"a": a, "b": b, **more}, rows)
     yield "grouped_gemm_out with a list", (ops.grouped_gemm_out, {"a": a, "b": list(b.clone()), **more}, rows)
-    more = {**sizes, **factors, "input_rows": torch.arange(T), "accumulate": False}
+    more = {**sizes, **factors, "input_rows": torch.arange(T), "grad_rows": torch.arange(T)}
+    more["accumulate"] = False
     wgrad_out = ops.grouped_gemm_wgrad_out
     yield "grouped_gemm_wgrad_out", (wgrad_out, {"grad": grad, "input": a, **more}, main_grad)
     more = {**sizes, **factors, "accumulate": False}

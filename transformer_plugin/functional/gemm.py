@@ -281,10 +281,10 @@ def grouped_gemm_wgrad(
         quantized = (left.scales, right.scales, left.key, right.key)
     if out is None:
         _check_adds(accumulate, op)
-        arguments = (dtype or grad.dtype, alpha, None, *launch_options, *quantized)
+        arguments = (dtype or grad.dtype, alpha, None, None, *launch_options, *quantized)
         return _ops.grouped_gemm_wgrad.default(left.data, right.data, sizes, *arguments)
     targets = [out] if isinstance(out, Tensor) else listed(out, op, "out")
     written = [_check_out(target, dtype, op) for target in targets]
-    arguments = (accumulate, alpha, None, None, *launch_options, *quantized)
+    arguments = (accumulate, alpha, None, None, None, *launch_options, *quantized)
     _ops.grouped_gemm_wgrad_out.default(left.data, right.data, sizes, written, *arguments)
     return out

@@ -193,6 +193,7 @@ def grouped_gemm_wgrad(
     dtype: torch.dtype | None = None,
     alpha: Tensor | None = None,
     input_rows: Tensor | None = None,
+    grad_rows: Tensor | None = None,
     max_sms: int = 0,
     expected_rows: int = -1,
     grad_scale: Tensors | None = None,
@@ -210,8 +211,9 @@ def grouped_gemm_wgrad(
         group_sizes: int32 or int64 ``[G]``.
         dtype: of the output; that of ``grad`` by default, and bfloat16 of quantized operands.
         alpha: float32 ``[G]``; 1 by default.
-        input_rows: int32 or int64 ``[T]``: ``input[input_rows[i]]`` goes with ``grad[i]``, with the rules of ``rows``
-            in :func:`grouped_gemm`.
+        input_rows: int32 or int64 ``[T]``: ``input[input_rows[i]]`` replaces ``input[i]``, with the rules of ``rows``
+            in :func:`grouped_gemm`. ``input`` then has any number of rows.
+        grad_rows: int32 or int64 ``[T]``: ``grad[grad_rows[i]]`` replaces ``grad[i]``, likewise.
         grad_scale, input_scale, grad_format, input_format: of quantized operands, as for :func:`gemm`; not fp8_row.
 
     Returns:
@@ -224,6 +226,7 @@ def grouped_gemm_wgrad(
         dtype,
         alpha,
         input_rows,
+        grad_rows,
         max_sms,
         expected_rows,
         *quantized(
@@ -275,8 +278,8 @@ def check_group_sizes() -> None:
     On a CPU a call with wrong sizes (negative, or past the rows of their buffer) is an error itself. On a GPU the host
     does not read sizes: a negative size counts as 0, rows past the buffer are left out, and the next op with
     group sizes raises, or this one does. After ``torch.cuda.synchronize()`` it covers every earlier call, also
-    captured and replayed graphs. It also covers out-of-range entries of ``rows`` and ``input_rows``,
-    other than -1, which is a row of zeros.
+    captured and replayed graphs. It also covers out-of-range entries of ``rows``,
+    ``input_rows`` and ``grad_rows``, other than -1, which is a row of zeros.
 
     Raises:
         ValueError: an earlier call had invalid group sizes or row indices. Raised once per error.

@@ -133,6 +133,7 @@ def grouped_gemm_wgrad_out(
     alpha: Tensor | None = None,
     beta: Tensor | None = None,
     input_rows: Tensor | None = None,
+    grad_rows: Tensor | None = None,
     max_sms: int = 0,
     expected_rows: int = -1,
     grad_scale: Tensors | None = None,
@@ -143,8 +144,8 @@ def grouped_gemm_wgrad_out(
     """:func:`~transformer_plugin.ops.grouped_gemm_wgrad` added to ``out``, or written over it when not ``accumulate``.
 
     Args:
-        grad, input, group_sizes, alpha, input_rows, grad_scale, input_scale, grad_format, input_format: as for
-            :func:`~transformer_plugin.ops.grouped_gemm_wgrad`.
+        grad, input, group_sizes, alpha, input_rows, grad_rows, grad_scale, input_scale, grad_format, input_format: as
+            for :func:`~transformer_plugin.ops.grouped_gemm_wgrad`.
         out: float32 or bfloat16 (float64 with float64 operands) ``[G, N, K]``, a ``main_grad`` for example; or 1 to
             1024 matrices ``[N, K]``, the ``main_grad`` of each expert, all of one dtype, whose rows may be strided with
             one stride for all. Added in FP32 and rounded once.
@@ -165,6 +166,7 @@ def grouped_gemm_wgrad_out(
         alpha,
         beta,
         input_rows,
+        grad_rows,
         max_sms,
         expected_rows,
         *quantized(

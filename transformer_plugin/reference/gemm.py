@@ -193,6 +193,7 @@ def grouped_gemm_wgrad(
     dtype: torch.dtype | None = None,
     alpha: Tensor | None = None,
     input_rows: Tensor | None = None,
+    grad_rows: Tensor | None = None,
     max_sms: int = 0,
     expected_rows: int = -1,
     grad_scale: Tensors | None = None,
@@ -201,7 +202,7 @@ def grouped_gemm_wgrad(
     input_format: str | Format = "none",
 ) -> Tensor:
     """alpha[g] * (grad_g.T @ input_g) for each group; zero for an empty group, whatever its alpha."""
-    g, _ = operand(grad, grad_scale, grad_format, group_sizes, True)
+    g, _ = operand(_indexed(grad, grad_rows, group_sizes), grad_scale, grad_format, group_sizes, True)
     x, _ = operand(_indexed(input, input_rows, group_sizes), input_scale, input_format, group_sizes, True)
     to = output_dtype(grad, grad_format, dtype)
     products = [g[rows].T @ x[rows] for _, rows in _groups(group_sizes)]
@@ -220,6 +221,7 @@ def grouped_gemm_wgrad_out(
     alpha: Tensor | None = None,
     beta: Tensor | None = None,
     input_rows: Tensor | None = None,
+    grad_rows: Tensor | None = None,
     max_sms: int = 0,
     expected_rows: int = -1,
     grad_scale: Tensors | None = None,
@@ -235,6 +237,7 @@ def grouped_gemm_wgrad_out(
         torch.float32,
         alpha,
         input_rows,
+        grad_rows,
         grad_scale=grad_scale,
         input_scale=input_scale,
         grad_format=grad_format,

@@ -77,6 +77,7 @@ def _gemm_calls(draw: Draw) -> Calls:
         **sizes,
         "alpha": draw.rand(G),
         "input_rows": draw.rows(),
+        "grad_rows": draw.rows(),
     }
     yield "grouped_gemm_wgrad", "", {**wgrad, "dtype": FLOAT32}
     into = {"accumulate": False, "beta": draw.rand(G)}

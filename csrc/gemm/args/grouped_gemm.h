@@ -47,17 +47,20 @@ struct GroupedGemm {
 };
 
 // out[g] [N, K] = grad_g^T @ input_g * alpha[g], added to out[g] if `accumulate`, or to beta[g] * out[g]; the
-// sum runs over the group's rows. With `input_rows`, input[input_rows[i]] replaces input[i].
+// sum runs over the group's rows. With `input_rows`, input[input_rows[i]] replaces input[i]; `grad_rows`
+// likewise.
 struct GroupedWgrad {
-  const at::Tensor& grad;                               // [T, N]
+  const at::Tensor& grad;                               // [T, N], or any rows of N
   const at::Tensor& input;                              // [T, K], or any rows of K
   const at::Tensor& offsets;                            // int32 [G + 1]
   std::optional<at::Tensor> alpha = std::nullopt;       // float32 [G]
   std::optional<at::Tensor> beta = std::nullopt;        // float32 [G], not together with `accumulate`
-  std::optional<at::Tensor> input_rows = std::nullopt;  // int32 or int64 [T]
+  std::optional<at::Tensor> input_rows = std::nullopt;  // int32 or int64 [T] (common/row_index.h)
+  std::optional<at::Tensor> grad_rows = std::nullopt;   // likewise
   LaunchOptions options = {};
 
   int64_t groups() const { return offsets.size(0) - 1; }
+  int64_t capacity() const { return grad_rows ? grad_rows->size(0) : grad.size(0); }
 };
 
 // On a CPU the caller resolves index and beta.

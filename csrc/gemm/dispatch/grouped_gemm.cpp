@@ -29,8 +29,9 @@ GroupedGemm with_rows(const GroupedGemm& product, const Tensor& a) {
           product.list};
 }
 
-GroupedWgrad with_rows(const GroupedWgrad& product, const Tensor& input) {
-  return {product.grad, input, product.offsets, product.alpha, product.beta, std::nullopt, product.options};
+GroupedWgrad with_rows(const GroupedWgrad& product, const Tensor& grad, const Tensor& input) {
+  return {grad,         input,        product.offsets, product.alpha,
+          product.beta, std::nullopt, std::nullopt,    product.options};
 }
 
 // out = product + beta * out, with the product in a temporary of the dtype of sums.
@@ -76,22 +77,24 @@ void run_grouped_gemm_out(const GroupedGemm& args, const Tensor& out) {
 }
 
 Tensor run_grouped_wgrad(const GroupedWgrad& args, at::ScalarType dtype) {
-  const Tensor input = taken_rows(args.input, args.input_rows, args.offsets);
-  const GroupedWgrad product = with_rows(args, input);
 #ifdef TRANSFORMER_PLUGIN_CUDA
-  if (input.is_cuda()) return grouped_wgrad_cuda(product, dtype);
+  if (args.grad.is_cuda()) return grouped_wgrad_cuda(args, dtype);
 #endif
-  const Tensor out = empty(input, {product.groups(), product.grad.size(1), input.size(1)}, dtype);
+  const Tensor grad = taken_rows(args.grad, args.grad_rows, args.offsets);
+  const Tensor input = taken_rows(args.input, args.input_rows, args.offsets);
+  const GroupedWgrad product = with_rows(args, grad, input);
+  const Tensor out = empty(grad, {product.groups(), grad.size(1), input.size(1)}, dtype);
   grouped_wgrad_cpu(product, out.unbind(), false);
   return out;
 }
 
 void run_grouped_wgrad_out(const GroupedWgrad& args, at::TensorList out, bool accumulate) {
-  const Tensor input = taken_rows(args.input, args.input_rows, args.offsets);
-  const GroupedWgrad product = with_rows(args, input);
 #ifdef TRANSFORMER_PLUGIN_CUDA
-  if (input.is_cuda()) return grouped_wgrad_out_cuda(product, out, accumulate);
+  if (args.grad.is_cuda()) return grouped_wgrad_out_cuda(args, out, accumulate);
 #endif
+  const Tensor grad = taken_rows(args.grad, args.grad_rows, args.offsets);
+  const Tensor input = taken_rows(args.input, args.input_rows, args.offsets);
+  const GroupedWgrad product = with_rows(args, grad, input);
   if (out[0].dim() == 2) return grouped_wgrad_cpu(product, out, accumulate);
   grouped_wgrad_cpu(product, out[0].unbind(), accumulate);
 }

@@ -45,25 +45,76 @@ GroupedGemmArgs args_of(const GroupedGemm& problem, at::TensorList operands, con
   return args;
 }
 
-GroupedGemmArgs args_of(const GroupedWgrad& problem, const Tensor& grad, const Tensor& input,
-                        const Tensor& out, bool is_list) {
+// Without the operands.
+GroupedGemmArgs args_of(const GroupedWgrad& problem, const Tensor& out, bool is_list) {
   GroupedGemmArgs args{};
-  args.a = grad.const_data_ptr();
-  args.b = input.const_data_ptr();
   args.out = out.mutable_data_ptr();
   args.offsets = problem.offsets.const_data_ptr<int32_t>();
-  args.rows = grad.size(0);
+  args.rows = problem.capacity();
   args.groups = problem.groups();
-  args.m = grad.size(1);
-  args.n = input.size(1);
+  args.m = problem.grad.size(1);
+  args.n = problem.input.size(1);
   args.out_row_stride = is_list ? row_stride(out) : out.stride(1);
   args.out_group_stride = is_list ? args.m * args.out_row_stride : out.stride(0);
-  args.dtype = to_dtype(grad.scalar_type());
+  args.dtype = to_dtype(problem.grad.scalar_type());
   args.out_dtype = to_dtype(out.scalar_type());
-  args.rows_16_byte_aligned = aligned_rows(grad) && aligned_rows(input);
   args.options = problem.options;
   return args;
 }
+
+// The rows of an operand, contiguous; a copy if there is an index.
+Tensor contiguous_rows(const Tensor& matrix, const std::optional<Tensor>& index, const Tensor& offsets) {
+  return index ? take_rows(matrix, *index, offsets) : matrix.contiguous();
+}
+
+// A weight gradient into `out`: the arguments of its kernel, and the tensors that they point to.
+class WgradCall {
+ public:
+  WgradCall(const GroupedWgrad& problem, at::TensorList out, bool accumulate)
+      : problem_(problem),
+        list_(out[0].dim() == 2 ? out : at::TensorList(), problem.grad),
+        alpha_(as_float(problem.alpha)),
+        beta_(as_float(problem.beta)) {
+    for (const Tensor& matrix : out) matrix.mutable_data_ptr();  // makes copy-on-write tensors writable
+    args_ = args_of(problem, out[0], out[0].dim() == 2);
+    args_.list = list_.get();
+    args_.alpha = float_or_null(alpha_);
+    args_.beta = float_or_null(beta_);
+    args_.accumulate = accumulate;
+  }
+
+  // Makes the rows of both operands contiguous.
+  void copy_rows() {
+    grad_ = contiguous_rows(problem_.grad, problem_.grad_rows, problem_.offsets);
+    input_ = contiguous_rows(problem_.input, problem_.input_rows, problem_.offsets);
+    args_.a = grad_.const_data_ptr();
+    args_.b = input_.const_data_ptr();
+    args_.rows_16_byte_aligned = aligned_rows(grad_) && aligned_rows(input_);
+  }
+
+  // The product by torch, if that is selected.
+  std::optional<Tensor> torch_product() const {
+    GemmDesc desc{GemmDirection::kWgrad, args_, pointers_aligned(args_)};
+    desc.torch_computes_it = !problem_.alpha;
+    if (select_gemm(desc, current_gpu()).backend != Backend::kTorch) return std::nullopt;
+    return at::_grouped_mm(grad_.t(), input_, problem_.offsets.narrow(0, 1, problem_.groups()));
+  }
+
+  void launch(void* stream) const {
+    const Selection selection =
+        select_gemm({GemmDirection::kWgrad, args_, pointers_aligned(args_)}, current_gpu());
+    const bool on_sm90 = selection.backend == Backend::kSm90;
+    const Launcher launch = on_sm90 ? sm90_launcher(GemmDirection::kWgrad, args_) : nullptr;
+    on_sm90 ? launch(args_, selection.config, stream) : launch_generic(GemmDirection::kWgrad, args_, stream);
+  }
+
+ private:
+  const GroupedWgrad& problem_;
+  const DevicePointerArray list_;
+  const std::optional<Tensor> alpha_, beta_;
+  Tensor grad_, input_;
+  GroupedGemmArgs args_;
+};
 
 }  // namespace
 
@@ -117,38 +168,20 @@ Tensor grouped_gemm_cuda(const GroupedGemm& problem, at::ScalarType dtype,
 
 Tensor grouped_wgrad_cuda(const GroupedWgrad& problem, at::ScalarType dtype) {
   const CudaScope scope(problem.grad);
-  const Tensor grad = problem.grad.contiguous(), input = problem.input.contiguous();
-  const Tensor out = empty(grad, {problem.groups(), grad.size(1), input.size(1)}, dtype);
-  const GroupedGemmArgs args = args_of(problem, grad, input, out, false);
-  GemmDesc desc{GemmDirection::kWgrad, args, pointers_aligned(args)};
-  desc.torch_computes_it = !problem.alpha;
-  if (select_gemm(desc, current_gpu()).backend == Backend::kTorch) {
-    return at::_grouped_mm(grad.t(), input, problem.offsets.narrow(0, 1, problem.groups()));
-  }
-  grouped_wgrad_out_cuda(
-      {grad, input, problem.offsets, problem.alpha, std::nullopt, std::nullopt, problem.options}, {&out, 1},
-      false);
+  const Tensor out =
+      empty(problem.grad, {problem.groups(), problem.grad.size(1), problem.input.size(1)}, dtype);
+  WgradCall call(problem, {&out, 1}, false);
+  call.copy_rows();
+  if (std::optional<Tensor> product = call.torch_product()) return *product;
+  call.launch(scope.stream());
   return out;
 }
 
 void grouped_wgrad_out_cuda(const GroupedWgrad& problem, at::TensorList out, bool accumulate) {
   const CudaScope scope(problem.grad);
-  const Tensor grad = problem.grad.contiguous(), input = problem.input.contiguous();
-  const bool is_list = out[0].dim() == 2;
-  for (const Tensor& matrix : out) matrix.mutable_data_ptr();  // makes copy-on-write tensors writable
-  const DevicePointerArray list(is_list ? out : at::TensorList(), problem.grad);
-  const auto alpha = as_float(problem.alpha), beta = as_float(problem.beta);
-  GroupedGemmArgs args = args_of(problem, grad, input, out[0], is_list);
-  args.list = list.get();
-  args.alpha = float_or_null(alpha);
-  args.beta = float_or_null(beta);
-  args.accumulate = accumulate;
-  const Selection selection =
-      select_gemm({GemmDirection::kWgrad, args, pointers_aligned(args)}, current_gpu());
-  const bool on_sm90 = selection.backend == Backend::kSm90;
-  const Launcher launch = on_sm90 ? sm90_launcher(GemmDirection::kWgrad, args) : nullptr;
-  on_sm90 ? launch(args, selection.config, scope.stream())
-          : launch_generic(GemmDirection::kWgrad, args, scope.stream());
+  WgradCall call(problem, out, accumulate);
+  call.copy_rows();
+  call.launch(scope.stream());
 }
 
 }  // namespace transformer_plugin::gemm

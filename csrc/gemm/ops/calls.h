@@ -78,24 +78,28 @@ inline at::Tensor call_grouped_gemm_wgrad(const at::Tensor& grad, const at::Tens
                                           const at::Tensor& group_sizes, std::optional<at::ScalarType> dtype,
                                           OptionalTensorArg alpha = std::nullopt,
                                           OptionalTensorArg input_rows = std::nullopt,
-                                          LaunchOptions options = {}, const QuantizedKeys& keys = {}) {
-  using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                               std::optional<at::ScalarType>, OptionalTensorArg, OptionalTensorArg, int64_t,
-                               int64_t, OptionalList, OptionalList, std::string_view, std::string_view);
+                                          LaunchOptions options = {}, const QuantizedKeys& keys = {},
+                                          OptionalTensorArg grad_rows = std::nullopt) {
+  using Signature =
+      at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, std::optional<at::ScalarType>,
+                 OptionalTensorArg, OptionalTensorArg, OptionalTensorArg, int64_t, int64_t, OptionalList,
+                 OptionalList, std::string_view, std::string_view);
   static const auto op = find_op<Signature>("grouped_gemm_wgrad");
-  return op.call(grad, input, group_sizes, dtype, alpha, input_rows, options.max_sms, options.expected_rows,
-                 keys.a_scale, keys.b_scale, keys.a, keys.b);
+  return op.call(grad, input, group_sizes, dtype, alpha, input_rows, grad_rows, options.max_sms,
+                 options.expected_rows, keys.a_scale, keys.b_scale, keys.a, keys.b);
 }
 
 // `out`: one tensor [G, N, K], or a matrix for each group.
 inline void call_grouped_gemm_wgrad_out(const at::Tensor& grad, const at::Tensor& input,
                                         const at::Tensor& group_sizes, at::TensorList out, bool accumulate,
-                                        LaunchOptions options = {}, const QuantizedKeys& keys = {}) {
+                                        LaunchOptions options = {}, const QuantizedKeys& keys = {},
+                                        OptionalTensorArg input_rows = std::nullopt,
+                                        OptionalTensorArg grad_rows = std::nullopt) {
   using Signature = void(const at::Tensor&, const at::Tensor&, const at::Tensor&, at::TensorList, bool,
-                         OptionalTensorArg, OptionalTensorArg, OptionalTensorArg, int64_t, int64_t,
-                         OptionalList, OptionalList, std::string_view, std::string_view);
+                         OptionalTensorArg, OptionalTensorArg, OptionalTensorArg, OptionalTensorArg, int64_t,
+                         int64_t, OptionalList, OptionalList, std::string_view, std::string_view);
   static const auto op = find_op<Signature>("grouped_gemm_wgrad_out");
-  op.call(grad, input, group_sizes, out, accumulate, std::nullopt, std::nullopt, std::nullopt,
+  op.call(grad, input, group_sizes, out, accumulate, std::nullopt, std::nullopt, input_rows, grad_rows,
           options.max_sms, options.expected_rows, keys.a_scale, keys.b_scale, keys.a, keys.b);
 }
 

@@ -256,18 +256,14 @@ class GroupedGemmFunction : public DifferentiableTwice<GroupedGemmFunction> {
                 : taken;
   }
 
-  // The index belongs to the input, so if the input comes first, the transposed gradient is computed.
   static Tensor gradient_of_b(AutogradContext* ctx, const Tensor& grad, const Tensor& input,
                               const Tensor& sizes, const OptionalTensor& alpha, const OptionalTensor& rows) {
     const auto [g, a] = same_dtype(grad, input);
     const at::ScalarType dtype = input.scalar_type();
     const bool transpose_b = !has_entry(ctx, "not_transposed");
     const LaunchOptions options = saved_options(ctx);
-    if (!transpose_b && !rows) {
-      return call_grouped_gemm_wgrad(a, g, sizes, dtype, alpha, std::nullopt, options);
-    }
-    const Tensor gradient = call_grouped_gemm_wgrad(g, a, sizes, dtype, alpha, rows, options);
-    return transpose_b ? gradient : gradient.transpose(1, 2);
+    if (transpose_b) return call_grouped_gemm_wgrad(g, a, sizes, dtype, alpha, rows, options);
+    return call_grouped_gemm_wgrad(a, g, sizes, dtype, alpha, std::nullopt, options, {}, rows);
   }
 
   // The gradients of a list are views of one tensor.

@@ -1,5 +1,7 @@
 #include "gemm/ops/wgrad_quantized.h"
 
+#include <utility>
+
 #include "common/autograd.h"
 #include "common/group_offsets.h"
 #include "gemm/dispatch/checks.h"
@@ -16,7 +18,7 @@ using OptionalTensor = std::optional<Tensor>;
 QuantizedWgradCall::QuantizedWgradCall(const char* op, const OperandArguments& grad,
                                        const OperandArguments& input, const Tensor& group_sizes,
                                        const OptionalTensor& alpha, const OptionalTensor& input_rows,
-                                       const LaunchOptions& options)
+                                       const OptionalTensor& grad_rows, const LaunchOptions& options)
     : op_(op), group_sizes_(group_sizes), alpha_(alpha), options_(options) {
   const OperandNames grad_names = names_of_grad(op), input_names = names_of_input(op);
   const Argument grad_argument{op, "grad", grad.data}, input_argument{op, "input", input.data};
@@ -31,8 +33,11 @@ QuantizedWgradCall::QuantizedWgradCall(const char* op, const OperandArguments& g
   check_same_device(input_argument, grad_argument);
   check_value_size(input_names, input_, 1, grad_.row_length(),
                    "the columns of 'grad', the rows of the buffer");
-  TP_CHECK_VALUE(!input_rows, op, "input_rows", "None with quantized operands", describe(*input_rows),
-                 "Take the rows before they are quantized");
+  for (const auto& [name, index] :
+       {std::pair("input_rows", &input_rows), std::pair("grad_rows", &grad_rows)}) {
+    TP_CHECK_VALUE(!*index, op, name, "None with quantized operands", describe(**index),
+                   "Take the rows before they are quantized");
+  }
   if (alpha) check_factor({op, "alpha", *alpha}, grad_argument, group_sizes.sym_size(0));
   check_launch_options(op, options);
 }
@@ -58,7 +63,7 @@ auto QuantizedWgradCall::with_values(const Tensor& offsets, const OptionalTensor
   const Quantized grad = dequantized_operand(grad_, &group_sizes_, exact);
   const Quantized input = dequantized_operand(input_, &group_sizes_, exact);
   return multiply(GroupedWgrad{grad.data, input.data, offsets, alpha_and_factors(alpha_, grad, input), beta,
-                               std::nullopt, options_});
+                               std::nullopt, std::nullopt, options_});
 }
 
 Tensor QuantizedWgradCall::dequantized_product(const Tensor& offsets, at::ScalarType dtype) const {

@@ -13,7 +13,8 @@ class QuantizedWgradCall {
  public:
   QuantizedWgradCall(const char* op, const OperandArguments& grad, const OperandArguments& input,
                      const at::Tensor& group_sizes, const std::optional<at::Tensor>& alpha,
-                     const std::optional<at::Tensor>& input_rows, const LaunchOptions& options);
+                     const std::optional<at::Tensor>& input_rows, const std::optional<at::Tensor>& grad_rows,
+                     const LaunchOptions& options);
 
   const Quantized& grad() const { return grad_; }
   const Quantized& input() const { return input_; }
