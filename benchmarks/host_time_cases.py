@@ -209,6 +209,13 @@ def _gemm(device: torch.device) -> Iterator[Pair]:
     )
     grouped = "grouped_mm" if dtype == torch.bfloat16 else "split, linear, cat"
     yield Pair("linear", "linear", lambda a: ops.linear(a, weight), lambda a: functional.linear(a, weight), x)
+    yield Pair(
+        "router_logits",
+        "to, to, linear" if dtype == torch.bfloat16 else "linear",
+        lambda a: ops.router_logits(a, weight),
+        lambda a: functional.linear(a.float(), weight.float()),
+        x,
+    )
     yield Pair("grouped_linear", grouped, lambda a: ops.grouped_linear(a, weights, sizes), torch_grouped, x)
 
 

@@ -1,5 +1,5 @@
-// The gradient of router logits with BF16 operands. The FP32 gradient of the logits is split into two BF16 parts, so
-// that tensor cores multiply it with the operands as they are:
+// The gradient of router logits with BF16 operands. The FP32 gradient of the logits is split into two BF16
+// parts, so that tensor cores multiply it with the operands as they are:
 //
 //   grad_input  = [high low] [tokens, 2 experts] x the weight twice [2 experts, hidden]
 //   grad_weight = high^T x input + low^T x input, both in one product [2 experts, hidden]
@@ -21,9 +21,10 @@ TP_HOST_DEVICE uint32_t rounded_to_bfloat16(uint32_t bits) {
   return (bits + 0x7fffu + (bits >> 16 & 1u)) & 0xffff0000u;
 }
 
-// high = bf16(value), low = bf16(value - high), where the difference is exact. |value - (high + low)| is at most
-// 2^-17 |value| where |value| >= 2^-109. Every finite value has finite parts: where rounding would give infinity, high
-// is the largest BF16 number. Infinity and NaN have low = 0, because their difference would be NaN.
+// high = bf16(value), low = bf16(value - high), where the difference is exact. |value - (high + low)| is at
+// most 2^-17 |value| where |value| >= 2^-109. Every finite value has finite parts: where rounding would give
+// infinity, high is the largest BF16 number. Infinity and NaN have low = 0, because their difference would be
+// NaN.
 TP_HOST_DEVICE BFloat16Parts split_into_bfloat16(float value) {
   constexpr uint32_t kInfinity = 0x7f800000u, kMagnitude = 0x7fffffffu, kQuietNaN = 0x00400000u;
   const uint32_t bits = float_to_bits(value);

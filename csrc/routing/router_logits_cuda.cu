@@ -1,7 +1,7 @@
-// CUDA kernels of the gradient of router logits (routing/router_logits.h): grad FP32 [tokens, experts], weight BF16
-// [experts, hidden], sums FP32 [2, size]. Blocks of 256 threads, no shared memory. split_gradient_kernel: one warp per
-// token, and all threads copy the weight, so that both take one launch. add_halves_kernel: grid-stride over elements.
-// Both move 16 bytes per load where sizes and addresses allow.
+// CUDA kernels of the gradient of router logits (routing/router_logits.h): grad FP32 [tokens, experts],
+// weight BF16 [experts, hidden], sums FP32 [2, size]. Blocks of 256 threads, no shared memory.
+// split_gradient_kernel: one warp per token, and all threads copy the weight, so that both take one launch.
+// add_halves_kernel: grid-stride over elements. Both move 16 bytes per load where sizes and addresses allow.
 #include "common/launch.cuh"
 #include "common/vectors.cuh"
 #include "routing/router_logits.h"
