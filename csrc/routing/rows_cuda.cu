@@ -1,14 +1,9 @@
-// CUDA row kernels (routing/rows_args.h): rows [capacity, H] or [tokens, H], slot [tokens, topk], source
-// [capacity]. Blocks of 256 threads.
+// CUDA row kernels (routing/rows_args.h) but sum_slots: rows [capacity, H] or [tokens, H], slot
+// [tokens, topk], source [capacity]. Blocks of 256 threads.
 //   gather_rows_kernel, gather_scaled_rows_kernel   one warp per slot
-//   sum_slots_kernel                                one block per token; shared memory for its slots
 //   dot_slots_kernel                                one warp per (token, k)
 //   move_weights_kernel                             one thread per element
-#include <type_traits>
-
-#include "common/device_types.cuh"
-#include "common/launch.cuh"
-#include "routing/rows_args.h"
+#include "routing/rows_cuda.cuh"
 
 namespace transformer_plugin::routing {
 namespace {
@@ -16,32 +11,6 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpSize;
 static_assert(kLanes == kWarpSize, "a lane of the written dot product is a lane of the warp");
-
-template <typename T>
-using Sum = std::conditional_t<std::is_same_v<T, double>, double, float>;
-
-template <typename T>
-__device__ __forceinline__ Sum<T> load(T value) {
-  if constexpr (std::is_same_v<T, double>) {
-    return value;
-  } else {
-    return to_float(value);
-  }
-}
-
-template <typename T>
-__device__ __forceinline__ T round_once(Sum<T> value) {
-  if constexpr (std::is_same_v<T, double>) {
-    return value;
-  } else {
-    return from_float<T>(value);
-  }
-}
-
-template <typename Fn>
-void visit_device_real(DType dtype, Fn&& fn) {
-  return dtype == DType::kFloat64 ? fn(double{}) : visit_device_float(dtype, fn);
-}
 
 // output[s] = rows[source[s]]. One warp per row, in the widest words that sizes and addresses allow.
 template <typename Word>
@@ -74,39 +43,6 @@ __global__ void gather_scaled_rows_kernel(GatherScaledRowsArgs args) {
     T* output = static_cast<T*>(args.output) + s * args.width;
     for (int64_t h = lane; h < args.width; h += kWarpSize) {
       output[h] = k >= 0 ? round_once<T>(weight * load(row[h])) : round_once<T>(Sum<T>(0));
-    }
-  }
-}
-
-// The weighted sum of a token's slots. One block per token: it sorts the token's slots by rank counting, then
-// every thread sums its own columns.
-template <typename T>
-__global__ void sum_slots_kernel(SumSlotsArgs args) {
-  __shared__ int32_t slots[kMaxTopk];
-  __shared__ Sum<T> scales[kMaxTopk];
-  __shared__ int count;
-  for (int64_t n = blockIdx.x; n < args.tokens; n += gridDim.x) {
-    __syncthreads();
-    if (threadIdx.x == 0) count = 0;
-    __syncthreads();
-    const int32_t* own = args.slot + n * args.topk;
-    for (int64_t k = threadIdx.x; k < args.topk; k += kThreads) {
-      const int32_t s = own[k];
-      if (s < 0 || s >= args.capacity) continue;
-      int rank = 0;
-      for (int64_t j = 0; j < args.topk; ++j) rank += own[j] >= 0 && (own[j] < s || (own[j] == s && j < k));
-      slots[rank] = s;
-      scales[rank] = args.weights ? static_cast<const Sum<T>*>(args.weights)[n * args.topk + k] : Sum<T>(1);
-      atomicAdd(&count, 1);
-    }
-    __syncthreads();
-    for (int64_t h = threadIdx.x; h < args.width; h += kThreads) {
-      Sum<T> sum = 0;
-      for (int i = 0; i < count; ++i) {
-        const Sum<T> value = load(static_cast<const T*>(args.rows)[slots[i] * args.width + h]);
-        sum = args.weights ? fused(scales[i], value, sum) : sum + value;
-      }
-      static_cast<T*>(args.output)[n * args.width + h] = round_once<T>(sum);
     }
   }
 }
@@ -182,15 +118,6 @@ void launch_gather_scaled_rows(const GatherScaledRowsArgs& args, void* stream) {
         <<<grid_size(args.capacity, kWarps), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(args);
   });
   check_launch("gather_scaled_rows_kernel");
-}
-
-void launch_sum_slots(const SumSlotsArgs& args, void* stream) {
-  if (args.tokens == 0 || args.width == 0) return;
-  visit_device_real(args.dtype, [&](auto element) {
-    using T = decltype(element);
-    sum_slots_kernel<T><<<grid_size(args.tokens, 1), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(args);
-  });
-  check_launch("sum_slots_kernel");
 }
 
 void launch_dot_slots(const DotSlotsArgs& args, void* stream) {
