@@ -68,7 +68,7 @@ Tensor combine_backward(const Tensor& grad, const Tensor& slot, const Tensor& so
   const Tensor local = pad_rows({op, "grad", grad}, tokens_per_rank(op, group, slot));
   group.begin_call(
       exchange_call(group, phases::kCombineBackwardRows, slot, "grad", grad.scalar_type(), grad.size(1)), 1);
-  return routing::gather_rows(group.all_gather(local, phases::kCombineBackwardRows), source);
+  return routing::gather_rows(group.all_gather(local, phases::kCombineBackwardRows), source, slot);
 }
 
 class CombineFunction : public CheckedFunction<CombineFunction> {

@@ -70,7 +70,7 @@ Pair dispatch(const Tensor& tokens, const OptionalTensor& topk_weights, const Te
   if (topk_weights) weights = group.start_all_gather(local_weights, phases::kDispatchWeights);
   const Tensor gathered = rows.wait();
   const Tensor gathered_weights = weights.wait();
-  recv = routing::gather_rows(gathered, source);
+  recv = routing::gather_rows(gathered, source, slot);
   if (topk_weights) recv_weights = routing::weights_to_slots(gathered_weights, slot, source);
   return {recv, recv_weights};
 }

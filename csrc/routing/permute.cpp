@@ -75,7 +75,8 @@ Permuted permute(const Tensor& tokens, const Tensor& indices, int64_t experts, i
                  int64_t alignment) {
   check_permute(tokens, indices);
   const Slots slots = assign_slots({kPermute, "indices", indices}, 0, experts, capacity, alignment, false);
-  return {gather_rows(tokens, slots.source), slots.group_sizes, slots.slot, slots.source, slots.total};
+  return {gather_rows(tokens, slots.source, slots.slot), slots.group_sizes, slots.slot, slots.source,
+          slots.total};
 }
 
 Tensor permute_backward_meta(const Tensor& grad, const Tensor& slot) {
@@ -144,7 +145,7 @@ std::tuple<Tensor, Tensor> unpermute_backward(const Tensor& grad, const Optional
                                               const OptionalTensor& weights) {
   unpermute_backward_meta(grad, rows, slot, source, weights);
   const at::ScalarType weight_type = grad.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  return {weights ? gather_scaled_rows(grad, source, slot, *weights) : gather_rows(grad, source),
+  return {weights ? gather_scaled_rows(grad, source, slot, *weights) : gather_rows(grad, source, slot),
           rows && weights ? dot_slots(*rows, slot, grad) : empty(grad, {0}, weight_type)};
 }
 

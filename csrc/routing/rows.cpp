@@ -39,13 +39,20 @@ void run(const Tensor& like, const Args& args, void (*cpu)(const Args&),
 
 }  // namespace
 
-Tensor gather_rows(const Tensor& rows, const Tensor& source) {
+Tensor gather_rows(const Tensor& rows, const Tensor& source, const std::optional<Tensor>& slot) {
+  TORCH_INTERNAL_ASSERT(!slot || slot->size(0) == rows.size(0));
   const Tensor r = rows.contiguous();
   const Tensor s = source.contiguous();
+  const Tensor m = slot ? slot->contiguous() : Tensor();
   const Tensor output = empty(r, {s.size(0), r.size(1)}, r.scalar_type());
-  const GatherRowsArgs args{
-      r.const_data_ptr(), map_data(s), output.mutable_data_ptr(),
-      r.size(0),          s.size(0),   r.size(1) * static_cast<int64_t>(r.element_size())};
+  const GatherRowsArgs args{r.const_data_ptr(),
+                            map_data(s),
+                            slot ? map_data(m) : nullptr,
+                            output.mutable_data_ptr(),
+                            r.size(0),
+                            slot ? m.size(1) : 0,
+                            s.size(0),
+                            r.size(1) * static_cast<int64_t>(r.element_size())};
   run(r, args, TP_BOTH(gather_rows));
   return output;
 }

@@ -14,8 +14,11 @@
 namespace transformer_plugin::routing {
 
 // [tokens, H] -> [capacity, H]: the row of each slot's token, zeros in slots without a token. Any dtype,
-// copied bit for bit. Its gradient is sum_slots(grad, slot).
-at::Tensor gather_rows(const at::Tensor& rows, const at::Tensor& source);
+// copied bit for bit. Its gradient is sum_slots(grad, slot). `slot` is the other direction of the map, if the
+// caller has it: with it, CUDA reads each token's row once instead of once per slot. It never changes the
+// result.
+at::Tensor gather_rows(const at::Tensor& rows, const at::Tensor& source,
+                       const std::optional<at::Tensor>& slot = std::nullopt);
 
 // The same, each row times the weight of its (token, k), rounded once: the gradient of sum_slots with respect
 // to its rows.

@@ -1,8 +1,8 @@
-// CUDA row kernels (routing/rows_args.h) but sum_slots: rows [capacity, H] or [tokens, H], slot
-// [tokens, topk], source [capacity]. Blocks of 256 threads.
-//   gather_rows_kernel, gather_scaled_rows_kernel   one warp per slot
-//   dot_slots_kernel                                one warp per (token, k)
-//   move_weights_kernel                             one thread per element
+// CUDA row kernels (routing/rows_args.h) but gather_rows and sum_slots: rows [capacity, H] or [tokens, H],
+// slot [tokens, topk], source [capacity]. Blocks of 256 threads.
+//   gather_scaled_rows_kernel   one warp per slot
+//   dot_slots_kernel            one warp per (token, k)
+//   move_weights_kernel         one thread per element
 #include "routing/rows_cuda.cuh"
 
 namespace transformer_plugin::routing {
@@ -11,22 +11,6 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpSize;
 static_assert(kLanes == kWarpSize, "a lane of the written dot product is a lane of the warp");
-
-// output[s] = rows[source[s]]. One warp per row, in the widest words that sizes and addresses allow.
-template <typename Word>
-__global__ void gather_rows_kernel(GatherRowsArgs args) {
-  const int lane = threadIdx.x % kWarpSize;
-  const int64_t words = args.row_bytes / static_cast<int64_t>(sizeof(Word));
-  const int64_t step = static_cast<int64_t>(gridDim.x) * kWarps;
-  for (int64_t s = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarpSize; s < args.capacity;
-       s += step) {
-    const int64_t n = args.source[s];
-    const bool found = n >= 0 && n < args.tokens;
-    const Word* row = static_cast<const Word*>(args.rows) + (found ? n : 0) * words;
-    Word* output = static_cast<Word*>(args.output) + s * words;
-    for (int64_t w = lane; w < words; w += kWarpSize) output[w] = found ? row[w] : Word{};
-  }
-}
 
 // output[s] = weights[n, k] * rows[n]. One warp per row.
 template <typename T>
@@ -88,27 +72,7 @@ __global__ void move_weights_kernel(MoveWeightsArgs args) {
   }
 }
 
-bool fits(const GatherRowsArgs& args, uint64_t bytes) {
-  return static_cast<uint64_t>(args.row_bytes) % bytes == 0 &&
-         reinterpret_cast<uint64_t>(args.rows) % bytes == 0 &&
-         reinterpret_cast<uint64_t>(args.output) % bytes == 0;
-}
-
 }  // namespace
-
-void launch_gather_rows(const GatherRowsArgs& args, void* stream) {
-  if (args.capacity == 0 || args.row_bytes == 0) return;
-  const unsigned blocks = grid_size(args.capacity, kWarps);
-  const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  if (fits(args, 16)) {
-    gather_rows_kernel<uint4><<<blocks, kThreads, 0, cuda_stream>>>(args);
-  } else if (fits(args, 4)) {
-    gather_rows_kernel<uint32_t><<<blocks, kThreads, 0, cuda_stream>>>(args);
-  } else {
-    gather_rows_kernel<uint8_t><<<blocks, kThreads, 0, cuda_stream>>>(args);
-  }
-  check_launch("gather_rows_kernel");
-}
 
 void launch_gather_scaled_rows(const GatherScaledRowsArgs& args, void* stream) {
   if (args.capacity == 0 || args.width == 0) return;
