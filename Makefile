@@ -30,7 +30,7 @@ INSTALLED := $(VENV)/.installed
 LIBRARY := transformer_plugin/_C.abi3.so
 BUILD_INPUTS := setup.py $(wildcard build_tools/*.py) $(shell find csrc -type f)
 CXX_FILES := $(shell find csrc examples -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
-BENCHMARKS := $(filter-out __init__ common compile_peer functional_cases grouped_gemm_cpu grouped_gemm_works host_time_cases peers plot quantize_case quantize_cases quantize_grouped,$(basename $(notdir $(wildcard benchmarks/*.py))))
+BENCHMARKS := $(filter-out __init__ common compile_peer functional_cases grouped_gemm_cpu grouped_gemm_works host_time_cases moe_layer_cases moe_layer_measures moe_layer_page moe_layer_peers peers plot quantize_case quantize_cases quantize_grouped,$(basename $(notdir $(wildcard benchmarks/*.py))))
 
 .PHONY: help setup build demo test test-megatron test-long sanitize sanitize-gpu bench docs lint format clean distclean
 
@@ -92,6 +92,7 @@ sanitize-gpu: build
 bench: build
 	@for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name; done
 	$(BIN)/python -m benchmarks.plot
+	$(BIN)/python -m benchmarks.moe_layer_page
 
 docs: build
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html

@@ -11,12 +11,15 @@ How to time (each rule prevents an error that has occurred):
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -56,13 +59,14 @@ def host_times(
     rounds: int = 31,
     repeat: int = 200,
     seldom: Collection[str] = (),
+    warm: int = 3,
 ) -> dict[str, Time]:
     """Returns the host time of each call; the calls alternate. There is one wait after ``repeat`` calls.
 
-    The calls named in ``seldom`` are slow: they run once, in every third round.
+    The calls named in ``seldom`` are slow: they run once, in every third round. ``warm`` rounds are not counted.
     """
     samples: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(rounds + 3):
+    for turn in range(rounds + warm):
         for name, call in calls.items():
             if name in seldom and turn % 3:
                 continue
@@ -72,7 +76,7 @@ def host_times(
             for _ in range(times):
                 call()
             seconds = time.perf_counter() - begin
-            if turn >= 3:  # the first rounds load code and fill caches
+            if turn >= warm:  # the first rounds load code and fill caches
                 samples[name].append(seconds / times * 1e6)
     synchronize(device)
     return {name: Time.of(values) for name, values in samples.items()}
@@ -82,7 +86,7 @@ def device_times(
     calls: dict[str, Callable[[], Any]], rounds: int = 9, repeat: int = 8, rest: float = 0.1
 ) -> dict[str, Time]:
     """Returns the device time of each CUDA call: a graph of ``repeat`` calls, replayed after a pause, alternating."""
-    graphs = {name: _graph_of(call, repeat) for name, call in calls.items()}
+    graphs = {name: graph_of(call, repeat) for name, call in calls.items()}
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, graph in graphs.items():
@@ -104,25 +108,68 @@ def sustained_times(
 
     The calls alternate without pauses, and are timed after ``warm`` seconds.
     """
-    graphs = {name: _graph_of(call, 1) for name, call in calls.items()}
+    return launched_sustained_times(
+        {name: graph_of(call, 1).replay for name, call in calls.items()}, rounds, warm
+    )
+
+
+def launched_sustained_times(
+    calls: dict[str, Callable[[], Any]], rounds: int = 18, warm: float = 0.3
+) -> dict[str, Time]:
+    """Like :func:`sustained_times`, but the calls are made as they are: replays of graphs, or launches."""
     begin = time.perf_counter()
     while time.perf_counter() - begin < warm:
-        for graph in graphs.values():
-            graph.replay()
+        for call in calls.values():
+            call()
         torch.cuda.synchronize()
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
     for _ in range(rounds):
-        for name, graph in graphs.items():
+        for name, call in calls.items():
             both = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             both[0].record()
-            graph.replay()
+            call()
             both[1].record()
             events[name].append(both)
     torch.cuda.synchronize()
     return {name: Time.of([a.elapsed_time(b) * 1e3 for a, b in pairs]) for name, pairs in events.items()}
 
 
-def _graph_of(call: Callable[[], Any], repeat: int) -> torch.cuda.CUDAGraph:
+def launched_times(
+    calls: dict[str, Callable[[], Any]],
+    rounds: int = 5,
+    rest: float = 0.12,
+    most: int = 8,
+    budget: float = 30e3,
+) -> dict[str, Time]:
+    """Returns the device time of each CUDA call, made as it is: a replay of a graph, or a launch with its host time.
+
+    The calls alternate. Each runs up to ``most`` times after a pause, fewer if that takes more than ``budget``
+    microseconds, after which the GPU lowers its clock.
+    """
+
+    def rested(call: Callable[[], Any], times: int) -> float:
+        torch.cuda.synchronize()
+        time.sleep(rest)
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(times):
+            call()
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) * 1e3 / times
+
+    for call in calls.values():
+        call()
+    repeats = {name: max(1, min(most, int(budget / rested(call, 1)))) for name, call in calls.items()}
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            samples[name].append(rested(call, repeats[name]))
+    return {name: Time.of(values) for name, values in samples.items()}
+
+
+def graph_of(call: Callable[[], Any], repeat: int = 1, pool: Any = None) -> torch.cuda.CUDAGraph:
+    """Captures calls in a CUDA graph. Graphs that are replayed one after the other may share a memory ``pool``."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -130,10 +177,28 @@ def _graph_of(call: Callable[[], Any], repeat: int) -> torch.cuda.CUDAGraph:
             call()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=pool):
         for _ in range(repeat):
             call()
     return graph
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError after so many seconds, and again every 5 s in case something catches it."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError
+
+    logging.disable(logging.CRITICAL)  # interrupted compilers print whole graphs
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 5.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+        logging.disable(logging.NOTSET)
 
 
 def _processor() -> str:

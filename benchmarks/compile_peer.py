@@ -11,23 +11,19 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import logging
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from benchmarks.common import synchronize
+from benchmarks.common import synchronize, time_limit
 from benchmarks.peers import Tensors
 from benchmarks.quantize_case import Call, Case
 from benchmarks.quantize_cases import cases
@@ -49,24 +45,6 @@ def equal_bytes(got: Tensors, expected: Tensors) -> bool:
         a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
         for a, b in zip(got, expected, strict=True)
     )
-
-
-@contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError after so many seconds, and again every 5 s in case something catches it."""
-
-    def stop(*_: object) -> None:
-        raise TimeoutError
-
-    logging.disable(logging.CRITICAL)  # interrupted compilers print whole graphs
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds, 5.0)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, before)
-        logging.disable(logging.NOTSET)
 
 
 def compile_peer(case: Case, inputs: Tensors, limit: float) -> tuple[Call | None, str]:

@@ -14,6 +14,7 @@ from matplotlib import pyplot
 from matplotlib.figure import Figure
 
 from benchmarks.common import RESULTS
+from benchmarks.moe_layer_page import layers_of, main_rows
 
 IMAGES = RESULTS.parent.parent / "docs" / "images"
 OURS, TORCH, MUL = "#2458a6", "#c9741f", "#9a9a9a"
@@ -232,6 +233,37 @@ def expert_mlp(result: dict[str, Any]) -> Figure:
     return figure
 
 
+def moe_layer(result: dict[str, Any]) -> Figure:
+    """Bars of each competitor's TFLOP/s in each layer, at rested clocks and natural routing; published ones hatched."""
+    layers = layers_of(result)
+    most = max(len({row["competitor"] for row in rows}) for rows in layers.values())
+    figure, panels = pyplot.subplots(
+        1, len(layers), squeeze=False, figsize=(3.6 * len(layers) + 1, 0.4 * most + 1.6), layout="constrained"
+    )
+    for axes, (layer, rows) in zip(panels[0], layers.items(), strict=True):
+        timed = [row for row in rows if "note" not in row]
+        bars = []
+        for row in main_rows([row for row in timed if row["routing"] == timed[0]["routing"]]):
+            color = OURS if row["competitor"].startswith("ours") else TORCH
+            rate = row["forward_tflops" if row["forward_only"] else "step_tflops"]
+            bars.append((f"{row['competitor']}, {row['mode']}", rate, color, ""))
+        published = [row for row in rows if "published_tflops" in row]
+        bars += [(f"{row['competitor']}, published", row["published_tflops"], MUL, "//") for row in published]
+        for place, (_, rate, color, hatch) in enumerate(reversed(bars)):
+            axes.barh(place, rate, height=0.7, color=color, hatch=hatch)
+            axes.annotate(
+                f"{rate:.0f}", (rate, place), (3, 0), fontsize=7, textcoords="offset points", va="center"
+            )
+        axes.set_yticks(range(len(bars)), [name for name, *_ in reversed(bars)], fontsize=7)
+        what = "forward" if rows[0].get("forward_only") else "forward and backward"
+        axes.set_xlabel(f"TFLOP/s, {what}", fontsize=8)
+        axes.set_title(layer, fontsize=9)
+        axes.margins(x=0.15)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(_title("One MoE layer, weights quantized for 4 micro-batches", result), fontsize=10)
+    return figure
+
+
 def recipes(result: dict[str, Any]) -> Figure:
     """Loss curves averaged over the seeds, their differences from the first recipe, and the final loss of each seed."""
     first, *others = rows = result["rows"]
@@ -292,6 +324,7 @@ DRAWINGS: dict[str, Callable[[dict[str, Any]], Figure]] = {
     "functional": functional,
     "grouped_gemm": grouped_gemm,
     "host_time": host_time,
+    "moe_layer": moe_layer,
     "quantize": quantize,
     "recipes": recipes,
     "train_moe": train_moe,
