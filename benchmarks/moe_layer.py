@@ -355,7 +355,8 @@ def main() -> None:
         if arguments.layers.lower() in layer.name.lower()
     )
     if not layers:
-        parser.error(f"--layers {arguments.layers!r}: in no name of a layer")
+        names_of_all = "; ".join(layer.name for layer in (QUICK_LAYERS if quick else LAYERS))
+        parser.error(f"--layers {arguments.layers!r}: in none of {names_of_all}")
     rounds = arguments.rounds or (QUICK_ROUNDS if quick else ROUNDS)
     options = Options(names, tuple(arguments.routings), rounds, arguments.tuning, quick)
     if device.type == "cuda":  # the first call of the process loads cuBLAS
