@@ -361,8 +361,12 @@ def main() -> None:
     options = Options(names, tuple(arguments.routings), rounds, arguments.tuning, quick)
     if device.type == "cuda":  # the first call of the process loads cuBLAS
         torch.ones(16, 16, device=device) @ torch.ones(16, 16, device=device)
+    threads = torch.get_num_threads()
+    if quick:  # tensors are tiny: waiting for a second thread would only add time
+        torch.set_num_threads(1)
     with torch._dynamo.config.patch(recompile_limit=256):  # each competitor, shape and gradient mode counts
         rows = measure(layers, device, options)
+    torch.set_num_threads(threads)
     if arguments.keep:
         rows += kept_rows(device, {layer.name for layer in layers})
     versions = {name: installed(name) for name in PEERS}
