@@ -366,11 +366,11 @@ def main() -> None:
         torch.set_num_threads(1)
     with torch._dynamo.config.patch(recompile_limit=256):  # each competitor, shape and gradient mode counts
         rows = measure(layers, device, options)
-    torch.set_num_threads(threads)
     if arguments.keep:
         rows += kept_rows(device, {layer.name for layer in layers})
     versions = {name: installed(name) for name in PEERS}
     write("moe_layer", device, rows, options={**asdict(options), "layers": arguments.layers}, peers=versions)
+    torch.set_num_threads(threads)
 
 
 if __name__ == "__main__":
