@@ -218,12 +218,18 @@ TP_HOST_DEVICE double chosen_dot(ScoreFunction function, const double* products,
   return dot;
 }
 
+// The gradient of a logit whose weight is normalized by `scale`. `grad`: as below.
+TP_HOST_DEVICE float normalized_gradient(ScoreFunction function, double grad, float logit, RowScale scale,
+                                         double dot) {
+  const double weight = weight_of(score_term(function, logit, scale), scale);
+  return static_cast<float>(weight_gradient(function, logit, weight, grad, dot));
+}
+
 // The gradient of one logit. `grad`: the gradient of its weight times the scaling; 0 if it was not chosen.
 TP_HOST_DEVICE float logit_gradient(const TopkRouterBackwardArgs& args, double grad, float logit, bool chosen,
                                     RowScale scale, double dot) {
   if (!chosen && !args.pre_softmax) return 0.0f;
-  const double weight = weight_of(score_term(args.function, logit, scale), scale);
-  return static_cast<float>(weight_gradient(args.function, logit, weight, grad, dot));
+  return normalized_gradient(args.function, grad, logit, scale, dot);
 }
 
 void topk_router_cpu(const TopkRouterArgs& args);

@@ -1,8 +1,10 @@
-// CUDA kernels of the top-k router and its gradient (routing/topk_router.h): logits [tokens, experts],
-// weights and indices [tokens, topk]. Grid-stride over tokens, one warp per token, up to 4 warps per block,
-// as many as their shared memory (keys, values, terms; at most 48 KiB) allows.
+// CUDA kernels of the top-k router and its gradient (routing/topk_router.h) for all sizes; common sizes have
+// faster ones (topk_router_registers.h). Logits [tokens, experts], weights and indices [tokens, topk].
+// Grid-stride over tokens, one warp per token, up to 4 warps per block, as many as their shared memory (keys,
+// values, terms; at most 48 KiB) allows.
 #include "routing/score_cuda.cuh"
 #include "routing/topk_router.h"
+#include "routing/topk_router_registers.h"
 
 namespace transformer_plugin::routing {
 namespace {
@@ -154,6 +156,7 @@ __global__ void topk_router_backward_kernel(TopkRouterBackwardArgs args, int64_t
 
 void launch_topk_router(const TopkRouterArgs& args, void* stream) {
   if (args.tokens == 0) return;
+  if (fits_registers(args)) return launch_in_registers(args, stream);
   const int64_t words = shared_words(args.experts, args.bias != nullptr, args.groups, args.topk);
   const int64_t fitting = kSharedBytes / (words * 8);
   const int warps = static_cast<int>(fitting < kMaxWarps ? fitting : kMaxWarps);
@@ -167,6 +170,7 @@ void launch_topk_router(const TopkRouterArgs& args, void* stream) {
 
 void launch_topk_router_backward(const TopkRouterBackwardArgs& args, void* stream) {
   if (args.tokens == 0) return;
+  if (fits_registers(args)) return launch_in_registers(args, stream);
   const int64_t words = args.topk + (args.topk + 1) / 2;
   const int64_t fitting = kSharedBytes / (words * 8);
   const int warps = static_cast<int>(fitting < kMaxWarps ? fitting : kMaxWarps);

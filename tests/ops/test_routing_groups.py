@@ -15,9 +15,10 @@ from tests.opcheck import opcheck
 from transformer_plugin import ops, reference
 from transformer_plugin.nn import RouterConfig, TopKRouter
 from transformer_plugin.testing.cases import Case
-from transformer_plugin.testing.routing_cases import group_rule_cases
+from transformer_plugin.testing.routing_cases import MASKED_GROUP_RULES, group_rule_cases
 
 both = pytest.mark.parametrize("route", [ops.topk_router, reference.topk_router], ids=["op", "reference"])
+MASKED = list(group_rule_cases(MASKED_GROUP_RULES))
 by_case = pytest.mark.parametrize("case", list(group_rule_cases()), ids=lambda case: case.name)
 
 
@@ -74,6 +75,16 @@ def test_choice_agrees_with_loops_and_the_reference(case: Case, device: torch.de
     for row, chosen in zip(values.tolist(), indices.tolist(), strict=True):
         count = topk // group_topk if best is None else best
         assert chosen == choose(row, topk, groups, group_topk, count)
+
+
+@pytest.mark.parametrize("case", MASKED, ids=lambda case: case.name)
+def test_choice_with_masked_experts_agrees_with_the_reference(case: Case, device: torch.device) -> None:
+    weights, indices = ops.topk_router(*case.arguments(device))
+    expected = reference.topk_router(*case.arguments())
+    assert indices.tolist() == expected[1].tolist()
+    torch.testing.assert_close(weights.cpu(), expected[0], rtol=3e-6, atol=1e-30)
+    for a, b in zip((weights, indices), ops.topk_router(*case.arguments()), strict=True):
+        assert torch.equal(a.cpu(), b)
 
 
 @by_case

@@ -152,6 +152,16 @@ ROUTERS = (
     Router("masked_pre_softmax", 60, 16, 4, pre_softmax=True, groups=(4, 2), masked=0.8),
     Router("masked_sigmoid", 60, 16, 4, "sigmoid", groups=(4, 2), bias=True, masked=0.8),
     Router("many_experts", 9, 1024, 16, "sigmoid", groups=(512, 8)),
+    # Around the sizes of the kernels that keep a row in registers: 128 and 256 experts, topk 32, 32 groups.
+    Router("experts_128", 37, 128, 8, bias=True, score_function="sigmoid", masked=0.3),
+    Router("experts_129", 21, 129, 7, dtype=torch.bfloat16),
+    Router("experts_256", 21, 256, 32, "sqrtsoftplus", bias=True, dtype=torch.float16),
+    Router("experts_257", 21, 257, 8, pre_softmax=True),
+    Router("topk_32", 11, 70, 32, pre_softmax=True, dtype=torch.bfloat16),
+    Router("topk_33", 11, 70, 33, "sigmoid", scaling=0.5),
+    Router("groups_32", 33, 256, 8, "sigmoid", groups=(32, 5), bias=True, masked=0.2),
+    Router("groups_33", 33, 66, 6, groups=(33, 6)),
+    Router("many_tokens", 3000, 128, 8),
 )
 
 
@@ -171,12 +181,22 @@ GROUP_RULES = (
     ("whole_groups", Router("", 30, 24, 4, "sigmoid", groups=(6, 2)), 4),
     ("groups_of_one", Router("", 30, 12, 3, pre_softmax=True, groups=(12, 5)), 1),
     ("megatron", Router("", 30, 32, 6, "sigmoid", groups=(4, 2), bias=True), None),
+    ("odd_groups", Router("", 30, 105, 5, "sigmoid", groups=(7, 3)), 4),
+    ("half_precision", Router("", 30, 256, 8, groups=(8, 4), dtype=torch.bfloat16), 2),
+)
+
+#: The same with masked experts.
+MASKED_GROUP_RULES = (
+    ("odd_groups", Router("", 30, 105, 5, "sqrtsoftplus", groups=(7, 3), masked=0.6), 4),
+    ("small_groups", Router("", 30, 64, 4, "sigmoid", groups=(16, 4), bias=True, masked=0.9), 3),
+    ("best_expert", Router("", 30, 64, 4, "sigmoid", groups=(16, 4), bias=True, masked=0.9), 1),
+    ("pre_softmax", Router("", 30, 160, 6, pre_softmax=True, groups=(8, 3), masked=0.8), 2),
 )
 
 
-def group_rule_cases() -> Iterator[Case]:
+def group_rule_cases(rules: tuple[tuple[str, Router, int | None], ...] = GROUP_RULES) -> Iterator[Case]:
     """Arguments of topk_router including ``group_score_topk``."""
-    for name, router, score_topk in GROUP_RULES:
+    for name, router, score_topk in rules:
 
         def make(
             device: torch.device,
