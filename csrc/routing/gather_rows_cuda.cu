@@ -1,11 +1,11 @@
 // CUDA kernels of gather_rows (routing/rows_args.h): rows [tokens, H], source [capacity], output
 // [capacity, H]. Rows are copied as words, the widest that sizes and addresses allow. Blocks of 256 threads.
 //   gather_rows_kernel   One warp per 128 words of an output row.
-//   spread_rows_kernel   With the map from tokens to slots [tokens, topk], words of 16 bytes: the first blocks
-//                        have one warp per 64 words of a token. They read them once and write them to all slots
-//                        of the token. The other blocks have one warp per 8 output rows: they write the rows
-//                        that no token writes. So each row is read once from memory, however large all rows
-//                        are; gather_rows_kernel reads it once per slot.
+//   spread_rows_kernel   With the map from tokens to slots [tokens, topk], words of 16 bytes: the first
+//                        blocks have one warp per 64 words of a token. They read them once and write them to
+//                        all slots of the token. The other blocks have one warp per 8 output rows: they write
+//                        the rows that no token writes. So each row is read once from memory, however large
+//                        all rows are; gather_rows_kernel reads it once per slot.
 #include <algorithm>
 
 #include "routing/rows_cuda.cuh"

@@ -22,10 +22,13 @@ void check_experts(const char* op, int64_t experts) {
                  experts, "Give each rank fewer experts");
 }
 
-// At least 512 indices per chunk, and at most about a thousand chunks, because one thread scans an expert's
-// counts over the chunks.
-[[maybe_unused]] int64_t chunk_size(int64_t items) {
-  return std::max<int64_t>(512, (items / 1024 + 32) / 32 * 32);
+// A multiple of the 1024 threads that assign a chunk. There are at most 128 chunks, fewer with many experts:
+// the block of each chunk reads the counts of all.
+[[maybe_unused]] int64_t chunk_size(int64_t items, int64_t experts) {
+  constexpr int64_t kThreads = 1024;
+  constexpr int64_t kMostCounts = 16384;
+  const int64_t most_chunks = std::clamp<int64_t>(kMostCounts / std::max<int64_t>(1, experts), 16, 128);
+  return std::max<int64_t>(1, ceil_div(ceil_div(items, most_chunks), kThreads)) * kThreads;
 }
 
 }  // namespace
@@ -79,7 +82,6 @@ Slots assign_slots(const Argument& indices, int64_t first, int64_t experts, int6
                        weights ? w.const_data_ptr<float>() : nullptr,
                        weights ? slots.probs.mutable_data_ptr<float>() : nullptr,
                        nullptr,
-                       nullptr,
                        0,
                        0};
   if (input.is_cpu()) {
@@ -88,14 +90,12 @@ Slots assign_slots(const Argument& indices, int64_t first, int64_t experts, int6
   }
 #ifdef TRANSFORMER_PLUGIN_CUDA
   const CudaScope scope(input);
-  Tensor chunk_counts, starts;
+  Tensor chunk_counts;
   if (!args.are_few()) {
-    args.chunk_size = chunk_size(input.numel());
-    args.chunks = (input.numel() + args.chunk_size - 1) / args.chunk_size;
+    args.chunk_size = chunk_size(input.numel(), experts);
+    args.chunks = ceil_div(input.numel(), args.chunk_size);
     chunk_counts = empty(input, {args.chunks, experts}, at::kInt);
-    starts = empty(input, {experts}, at::kLong);
     args.chunk_counts = chunk_counts.mutable_data_ptr<int32_t>();
-    args.starts = starts.mutable_data_ptr<int64_t>();
   }
   launch_assign_slots(args, scope.stream());
 #endif

@@ -31,9 +31,8 @@ struct AssignSlotsArgs {
   int64_t* total;        // [1]: rows with padding before any is dropped
   const float* weights;  // [tokens, topk]; null without probs
   float* probs;          // [capacity]: weight of the row's (token, k), 0 in a row without one. Or null
-  // CUDA only, unless are_few(): chunks of the indices are counted in parallel, then scanned.
+  // CUDA only, unless are_few(): the counts of chunks of the indices.
   int32_t* chunk_counts;  // [chunks, experts]
-  int64_t* starts;        // [experts]: first row of each expert
   int64_t chunks;
   int64_t chunk_size;
 
@@ -42,7 +41,7 @@ struct AssignSlotsArgs {
     return begin + chunk_size < items() ? begin + chunk_size : items();
   }
   // Whether one thread block can do all the work in a short time.
-  TP_HOST_DEVICE bool are_few() const { return items() <= 512 && capacity <= 16384; }
+  TP_HOST_DEVICE bool are_few() const { return items() <= 4096 && capacity <= 32768; }
 };
 
 struct CountTokensArgs {

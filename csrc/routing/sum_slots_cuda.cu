@@ -1,7 +1,7 @@
 // CUDA kernels of sum_slots (routing/rows_args.h): rows [capacity, H], slot and weights [tokens, topk],
 // addend and output [tokens, H]. Blocks of 256 threads.
-//   sum_slots_kernel        topk <= 32. A warp has 32 vectors of 16 bytes of one token; 256 single elements if
-//                           widths or addresses do not allow vectors. Its lanes sort the token's slots by
+//   sum_slots_kernel        topk <= 32. A warp has 32 vectors of 16 bytes of one token; 256 single elements
+//                           if widths or addresses do not allow vectors. Its lanes sort the token's slots by
 //                           shuffles, then load their columns of up to 8 slots at once. Shared memory: the
 //                           sorted slots and weights of each warp. Warps do not wait for each other.
 //   sum_many_slots_kernel   topk > 32. One block per token; shared memory for its slots

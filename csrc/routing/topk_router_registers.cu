@@ -1,9 +1,9 @@
 // CUDA kernels of the top-k router (topk_router.h) for up to 256 experts, topk 32 and 32 groups, and of its
-// gradient for topk up to 32: logits [tokens, experts], weights and indices [tokens, topk]. Blocks of 4 warps,
-// one warp per token, no shared memory.
+// gradient for topk up to 32: logits [tokens, experts], weights and indices [tokens, topk]. Blocks of 4
+// warps, one warp per token, no shared memory.
 //
-// Lane l of a warp has the keys of experts l, l + 32, ... in registers. The warp finds the largest key word by
-// word (redux.sync), removes it, and repeats that. Lane k has the k-th chosen expert, and its weight.
+// Lane l of a warp has the keys of experts l, l + 32, ... in registers. The warp finds the largest key word
+// by word (redux.sync), removes it, and repeats that. Lane k has the k-th chosen expert, and its weight.
 #include "routing/score_cuda.cuh"
 #include "routing/topk_router_registers.h"
 
@@ -37,12 +37,12 @@ __device__ __noinline__ RowScale scale_before_choice(bool pre_softmax, const T* 
   return pre_softmax ? row_scale(ScoreFunction::kSoftmax, logits, experts) : no_scale();
 }
 
-// RankedScore in words of 32 bits that are compared one after the other. All are 0 if there is no expert, or if
-// it has been removed; otherwise they are above that, and unique. `rank` is rank_of, or kMasked.
+// RankedScore in words of 32 bits that are compared one after the other. All are 0 if there is no expert, or
+// if it has been removed; otherwise they are above that, and unique. `rank` is rank_of, or kMasked.
 //   Without a bias: rank; kMaxExperts - index.
-//   With a bias: 64-bit values have 35 significant bits, because to_24_bits clears the 29 last ones of a number.
-//   Upper 32 bits of the value; its other 3 bits and 29 bits of the rank; 3 bits of the rank, then 11 bits for
-//   kMaxExperts - index.
+//   With a bias: 64-bit values have 35 significant bits, because to_24_bits clears the 29 last ones of a
+//   number. Upper 32 bits of the value; its other 3 bits and 29 bits of the rank; 3 bits of the rank, then 11
+//   bits for kMaxExperts - index.
 template <bool has_bias>
 struct Key {
   static constexpr int kWords = has_bias ? 3 : 2;
@@ -112,7 +112,8 @@ __device__ __forceinline__ Key<has_bias> warp_best(const Key<has_bias> (&keys)[p
   return result;
 }
 
-// Lane g ranks group g as group_place of topk_router.h does; `group[c]` is the group of the lane's c-th expert.
+// Lane g ranks group g as group_place of topk_router.h does; `group[c]` is the group of the lane's c-th
+// expert.
 template <bool has_bias, int per_lane>
 __device__ __forceinline__ RankedScore rank_groups(const TopkRouterArgs& args, RowScale row,
                                                    const Key<has_bias> (&keys)[per_lane],

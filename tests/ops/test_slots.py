@@ -152,6 +152,45 @@ def test_count_tokens_per_expert_agrees_with_the_reference(case: Case, device: t
     assert_same_bits(ops.count_tokens_per_expert(indices.reshape(-1), experts), got)
 
 
+@pytest.mark.parametrize("experts", [1, 3, 128, 300, 1024])
+@pytest.mark.parametrize("count", [0, 1, 4095, 4097, 16_385, 40_000, 2**20, 2**20 + 1])
+def test_any_number_of_indices_is_counted(count: int, experts: int, device: torch.device) -> None:
+    """One block, clusters of 2 to 8 blocks, and a grid; addresses that are and are not multiples of 16 bytes."""
+    generator = torch.Generator().manual_seed(count)
+    values = torch.randint(-2, experts + 2, (count + 1,), generator=generator)
+    for indices in (values[:-1], values[1:]):
+        expected = torch.bincount(indices[(indices >= 0) & (indices < experts)], minlength=experts)
+        for dtype in (torch.int32, torch.int64):
+            there = torch.empty(count + 1, dtype=dtype, device=device)
+            there = there[1:] if indices.data_ptr() % 16 else there[:-1]
+            assert_same_bits(ops.count_tokens_per_expert(there.copy_(indices), experts), expected)
+
+
+@pytest.mark.parametrize("experts", [1, 5, 300, 1000])
+@pytest.mark.parametrize(("tokens", "topk"), [(511, 8), (2049, 2), (20_000, 7), (140_000, 8)])
+def test_ranges_of_many_indices(tokens: int, topk: int, experts: int, device: torch.device) -> None:
+    """One block and many chunks, of one or more steps of a warp, with padding and dropped rows: the CPU on a GPU, and a
+    stable sort."""
+    generator = torch.Generator().manual_seed(tokens)
+    indices = torch.randint(-1, experts + 3, (tokens, topk), generator=generator, dtype=torch.int32)
+    capacity = tokens * topk // 2
+    got = ops.assign_slots(indices.to(device), 1, experts, capacity, 4)
+    for a, b in zip(got, ops.assign_slots(indices, 1, experts, capacity, 4), strict=True):
+        assert_same_bits(a, b)
+    slot, _, _, _, total = (t.cpu() for t in got)
+    flat = indices.reshape(-1) - 1
+    flat = torch.where((flat >= 0) & (flat < experts), flat, experts).long()
+    counts = torch.bincount(flat, minlength=experts + 1)[:experts]
+    padded = (counts + 3) // 4 * 4
+    assert total.item() == int(padded.sum())
+    order = torch.sort(flat, stable=True).indices[: int(counts.sum())]
+    rank = torch.arange(order.numel()) - (counts.cumsum(0) - counts)[flat[order]]
+    rows = (padded.cumsum(0) - padded)[flat[order]] + rank
+    expected = torch.full_like(flat, -1)
+    expected[order] = torch.where(rows < capacity, rows, -1)
+    assert torch.equal(slot.reshape(-1).long(), expected)
+
+
 @assign_cases
 def test_opcheck_assign_slots(case: Case, device: torch.device) -> None:
     arguments = case.arguments(device)

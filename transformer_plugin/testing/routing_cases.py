@@ -57,9 +57,11 @@ ROUTINGS = (
     Routing("capacity_zero", 16, 2, 4, 0),
     Routing("many_experts", 300, 8, 256, 2400 + 256 * 7, 8, masked=0.05),
     Routing("most_experts", 40, 4, 1024, 200, dtype=torch.int64),
-    Routing("few_in_many_rows", 64, 2, 8, 20000, 4, masked=0.1),
-    Routing("no_tokens_many_rows", 0, 2, 4, 20000, 4),
-    Routing("several_chunks", 1700, 2, 8, 3500, 4, skew=3.0, masked=0.05),
+    Routing("most_in_one_block", 512, 8, 64, 4000, masked=0.05),
+    Routing("few_in_many_rows", 64, 2, 8, 40000, 4, masked=0.1),
+    Routing("no_tokens_many_rows", 0, 2, 4, 40000, 4),
+    Routing("several_chunks", 1700, 4, 8, 7000, 4, skew=3.0, masked=0.05),
+    Routing("chunks_of_most_experts", 3000, 3, 1024, 20000, 8, dtype=torch.int64),
 )
 
 
