@@ -197,7 +197,9 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
     variable_list grad_fc1(fc1_count), grad_fc2(fc2_count);
     QuantizedOperand g;
     if (wants_linear || wants_fc2) {
-      g = rows_operand(grad, rows, group_sizes, formats.grad, grad_key, wants_linear, wants_fc2);
+      // A weight gradient of rows that are read by an index takes far longer than a copy, which the data gradient then reads
+      // too.
+      g = rows_operand(grad, rows, group_sizes, formats.grad, grad_key, wants_linear, wants_fc2, wants_fc2);
     }
     const SavedTensorRelease release(ctx);
     QuantizedOperand linear;  // the gradient of the output of fc1
@@ -210,7 +212,12 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
     };
     const auto compute_fc1_wgrad = [&] {
       if (wants_fc1) {
-        grad_fc1 = fc1_gradient.compute(linear.columnwise, kept.input, group_sizes, dtype, options);
+        Quantized input = kept.input;
+        if (input.row_index.defined() && !fc1_gradient.is_deferred()) {
+          input.data = rows.gather(input.data);
+          input.row_index = Tensor();
+        }
+        grad_fc1 = fc1_gradient.compute(linear.columnwise, input, group_sizes, dtype, options);
       }
       linear.columnwise = {};
       if (kept.input.scale.defined()) release(kept.input.data);

@@ -34,6 +34,8 @@ class WeightGradient {
                  bool is_grouped = true);
 
   bool is_wanted() const { return is_wanted_; }
+  // Whether compute() only keeps the operands in a queue.
+  bool is_deferred() const { return queue_.has_value(); }
   // Whether compute() allocates a tensor of the weight's size.
   bool allocates() const { return buffers_.empty() && !queue_; }
   // What autograd gets for each tensor of the weight, of `dtype`. With a queue nothing is computed. The gradients

@@ -46,9 +46,10 @@ bool reads_tokens(const Format& format, std::string_view key) {
 }
 
 QuantizedOperand rows_operand(const Tensor& tokens, const TokenRows& rows, const Tensor& group_sizes,
-                              const Format& format, std::string_view key, bool rowwise, bool columnwise) {
+                              const Format& format, std::string_view key, bool rowwise, bool columnwise,
+                              bool copies) {
   if (!rows.given()) return quantize_operand(tokens, group_sizes, format, key, rowwise, columnwise);
-  if (!reads_tokens(format, key)) {
+  if (copies || !reads_tokens(format, key)) {
     return quantize_operand(rows.gather(tokens), group_sizes, format, key, rowwise, columnwise);
   }
   QuantizedOperand operand = quantize_operand(tokens, std::nullopt, format, key, rowwise, columnwise);

@@ -24,8 +24,9 @@ void check_token_rows(const Argument& input, const std::optional<at::Tensor>& sl
 // Whether an operand in a format is read from the tokens, by their index, and not from a copy of rows. True where nothing
 // depends on the rows as such: no scales of rows or columns, and no mark of values that are not finite.
 bool reads_tokens(const Format& format, std::string_view key);
-// quantize_operand() of the rows.
+// quantize_operand() of the rows. `copies`: of rows that are copied, even if tokens could be read.
 QuantizedOperand rows_operand(const at::Tensor& tokens, const TokenRows& rows, const at::Tensor& group_sizes,
-                              const Format& format, std::string_view key, bool rowwise, bool columnwise);
+                              const Format& format, std::string_view key, bool rowwise, bool columnwise,
+                              bool copies = false);
 
 }  // namespace transformer_plugin::linear

@@ -35,7 +35,7 @@ Tensor permute_rows_meta(const Tensor& tokens, const Tensor& slot, const Tensor&
 
 Tensor permute_rows(const Tensor& tokens, const Tensor& slot, const Tensor& source) {
   permute_rows_meta(tokens, slot, source);
-  return gather_rows(tokens, source);
+  return gather_rows(tokens, source, slot);
 }
 
 class PermuteRowsFunction : public DifferentiableOnce<PermuteRowsFunction> {

@@ -102,6 +102,9 @@ void sum_slots_cpu(const SumSlotsArgs& args);
 void dot_slots_cpu(const DotSlotsArgs& args);
 void move_weights_cpu(const MoveWeightsArgs& args);
 void launch_gather_rows(const GatherRowsArgs& args, void* stream);
+// The same where a GPU has bulk copies and the map from tokens to slots says where each goes; false elsewhere.
+// Rows begin at multiples of 16 bytes.
+bool launch_spread_rows(const GatherRowsArgs& args, void* stream);
 void launch_gather_scaled_rows(const GatherScaledRowsArgs& args, void* stream);
 void launch_sum_slots(const SumSlotsArgs& args, void* stream);
 void launch_dot_slots(const DotSlotsArgs& args, void* stream);

@@ -139,7 +139,7 @@ def grouped_gemm(
         alpha: float32 ``[G]``; 1 by default.
         rows: int32 or int64 ``[T]``: row i of the product is of ``a[rows[i]]``, so that a permute can be skipped.
             ``a`` then has any number of rows, any of them several times. An entry of -1 is a row of zeros. Entries of
-            the tail are not used. On Hopper, 16-byte aligned 16-bit rows are gathered in the kernel, up to 8192 output
+            the tail are not used. On Hopper, 16-byte aligned 16-bit rows are gathered in the kernel, up to 4096 output
             columns; elsewhere, and for the gradient of ``b``, they are copied into a buffer first, with the same bits.
         a_scale, b_scale, a_format, b_format: of quantized operands, as for :func:`gemm`.
 
