@@ -79,7 +79,6 @@ Tensor grouped_mlp(const Tensor& input, at::TensorList fc1_weight, at::TensorLis
                    const OptionalTensor& fc2_wgrad_queue, const OptionalTensor& dgrad_out,
                    const OptionalTensor& slot, const OptionalTensor& source) {
   const GroupedWeight fc1(fc1_weight), fc2(fc2_weight);
-  check_token_rows({kOp, "input", input}, slot, source);
   return run<kernel>({kOp,
                       input,
                       fc1.get(),
@@ -111,7 +110,6 @@ void grouped_mlp_out(const Tensor& input, at::TensorList fc1_weight, at::TensorL
                      const OptionalTensor& dgrad_out, const OptionalTensor& slot,
                      const OptionalTensor& source) {
   const GroupedWeight fc1(fc1_weight), fc2(fc2_weight);
-  check_token_rows({kOutOp, "input", input}, slot, source);
   run<kernel>({kOutOp,
                input,
                fc1.get(),

@@ -1,7 +1,6 @@
 #include "linear/grouped_mlp_checks.h"
 
 #include "common/autograd.h"
-#include "common/tensor.h"
 #include "gemm/dispatch/checks.h"
 #include "gemm/dispatch/swiglu_gemm.h"
 #include "linear/deferred_wgrad.h"
@@ -62,6 +61,7 @@ OperandFormats check_grouped_mlp(const MlpArguments& mlp, std::string_view input
   const WeightArgument fc2_weight{mlp.op, "fc2_weight", mlp.fc2_weight};
   check_dtype(input, kFloatTypes);
   check_dim(input, 2);
+  check_token_rows(input, mlp.rows);
   check_grouped_weight(fc1_weight, input);
   check_weight_size(fc1_weight, 2, mlp.input.sym_size(1), "the columns of 'input'");
   const c10::SymInt groups = fc1_weight.groups(), linear = fc1_weight.rows();
@@ -97,10 +97,10 @@ OperandFormats check_grouped_mlp(const MlpArguments& mlp, std::string_view input
 // Both GEMMs have the same rows in the same groups, so one check serves them.
 void check_quantizable(const MlpArguments& mlp, const OperandFormats& formats, bool columns) {
   const std::optional<Tensor> sizes = mlp.group_sizes, none;
-  // The sizes of the rows without their memory.
+  // The sizes of the rows without their memory; by the dispatcher, for a tracer.
   const auto rows_of_tokens = [&] {
     const c10::SymInt columns_of_input = mlp.input.sym_size(1);
-    return empty(mlp.input, {1, columns_of_input}, mlp.input.scalar_type())
+    return mlp.input.new_empty_symint({1, columns_of_input})
         .expand_symint({mlp.rows.source.sym_size(0), columns_of_input});
   };
   const Tensor rows = mlp.rows.given() ? rows_of_tokens() : mlp.input;

@@ -25,20 +25,21 @@ Tensor TokenRows::sum(const Tensor& rows, const OptionalTensor& out) const {
   return *out;
 }
 
-void check_token_rows(const Argument& input, const OptionalTensor& slot, const OptionalTensor& source) {
-  TP_CHECK_VALUE(slot.has_value() == source.has_value(), input.op, (slot ? "source" : "slot"),
+void check_token_rows(const Argument& input, const TokenRows& rows) {
+  const bool has_slot = rows.slot.defined(), has_source = rows.source.defined();
+  TP_CHECK_VALUE(has_slot == has_source, input.op, (has_slot ? "source" : "slot"),
                  "both maps of assign_slots, 'slot' and 'source', or neither", "one of them",
                  "Pass both, or rows without them");
-  if (!slot) return;
-  const Argument slot_argument{input.op, "slot", *slot}, source_argument{input.op, "source", *source};
-  check_dtype(slot_argument, {at::kInt});
-  check_dim(slot_argument, 2);
-  check_same_device(slot_argument, input);
-  check_size(slot_argument, 0, input.tensor.sym_size(0), "the rows of 'input'");
-  check_dtype(source_argument, {at::kInt});
-  check_dim(source_argument, 1);
-  check_same_device(source_argument, input);
-  check_contiguous(source_argument);
+  if (!has_slot) return;
+  const Argument slot{input.op, "slot", rows.slot}, source{input.op, "source", rows.source};
+  check_dtype(slot, {at::kInt});
+  check_dim(slot, 2);
+  check_same_device(slot, input);
+  check_size(slot, 0, input.tensor.sym_size(0), "the rows of 'input'");
+  check_dtype(source, {at::kInt});
+  check_dim(source, 1);
+  check_same_device(source, input);
+  check_contiguous(source);
 }
 
 bool reads_tokens(const Format& format, std::string_view key) {

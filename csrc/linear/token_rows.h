@@ -18,8 +18,7 @@ struct TokenRows {
 };
 
 // Checks both, which are None or not together. `input`: the tokens.
-void check_token_rows(const Argument& input, const std::optional<at::Tensor>& slot,
-                      const std::optional<at::Tensor>& source);
+void check_token_rows(const Argument& input, const TokenRows& rows);
 
 // Whether an operand in a format is read from the tokens, by their index, and not from a copy of rows. True where nothing
 // depends on the rows as such: no scales of rows or columns, and no mark of values that are not finite.

@@ -67,22 +67,38 @@ __device__ __forceinline__ int32_t slot_of_lane(const GatherRowsArgs& args, int6
   return s >= 0 && s < args.capacity && args.source[s] == token ? s : -1;
 }
 
-// Writes those of the kRowsPerWarp output rows from `begin` on that no token writes.
-__device__ __forceinline__ void fill_rows(const GatherRowsArgs& args, int64_t begin, int64_t words) {
-  const int lane = threadIdx.x;
-  const int64_t s = begin + lane;
-  const bool exists = lane < kRowsPerWarp && s < args.capacity;
-  const int32_t n = exists ? args.source[s] : -1;
-  const bool found = n >= 0 && n < args.tokens;
-  const bool written = found && find_slot(args.slot + n * args.topk, args.topk, s) >= 0;
-  for (unsigned left = __ballot_sync(kAllLanes, exists && !written); left != 0; left &= left - 1) {
-    const int from = __ffs(left) - 1;
-    const int64_t token = __shfl_sync(kAllLanes, found ? n : -1, from);
-    const uint4* row = token >= 0 ? static_cast<const uint4*>(args.rows) + token * words : nullptr;
-    uint4* output = static_cast<uint4*>(args.output) + (begin + from) * words;
-    for (int64_t w = lane; w < words; w += kWordsOfSlot * kWarpSize) copy_words(row, output, w, words);
+// Writes the output rows that no token writes, kRowsPerWarp of them at a time: one for each lane.
+class RowsWithoutToken {
+ public:
+  __device__ __forceinline__ explicit RowsWithoutToken(const GatherRowsArgs& args)
+      : args_(args), begin_(static_cast<int64_t>(blockIdx.x) * kRowsPerWarp) {}
+
+  // Returns false when all have been written.
+  __device__ __forceinline__ bool next() {
+    if (begin_ >= args_.capacity) return false;
+    const int64_t s = begin_ + threadIdx.x;
+    const bool exists = s < args_.capacity;
+    const int32_t n = exists ? args_.source[s] : -1;
+    const bool found = n >= 0 && n < args_.tokens;
+    const bool written = found && find_slot(args_.slot + n * args_.topk, args_.topk, s) >= 0;
+    const int64_t words = args_.row_bytes / static_cast<int64_t>(sizeof(uint4));
+    for (unsigned left = __ballot_sync(kAllLanes, exists && !written); left != 0; left &= left - 1) {
+      const int from = __ffs(left) - 1;
+      const int64_t token = __shfl_sync(kAllLanes, found ? n : -1, from);
+      const uint4* row = token >= 0 ? static_cast<const uint4*>(args_.rows) + token * words : nullptr;
+      uint4* output = static_cast<uint4*>(args_.output) + (begin_ + from) * words;
+      for (int64_t w = threadIdx.x; w < words; w += kWordsOfSlot * kWarpSize) {
+        copy_words(row, output, w, words);
+      }
+    }
+    begin_ += static_cast<int64_t>(gridDim.x) * kRowsPerWarp;
+    return true;
   }
-}
+
+ private:
+  const GatherRowsArgs& args_;
+  int64_t begin_;
+};
 
 __global__ void __launch_bounds__(kWarpSize)
     spread_rows_kernel(const __grid_constant__ GatherRowsArgs args, uint32_t piece_bytes, int64_t pieces) {
@@ -109,12 +125,14 @@ __global__ void __launch_bounds__(kWarpSize)
         static_cast<const char*>(args.rows) + units.token(i) * args.row_bytes + units.piece(i) * piece_bytes;
     load_piece(ring + stage * piece_bytes, from, bytes_of(i), &full[stage]);
   };
+  RowsWithoutToken fill(args);
   for (int i = 0; i < kStages - 1; ++i) load(i);
   int32_t next = units.count > 0 ? slot_of_lane(args, units.token(0)) : -1;
   for (int64_t i = 0; i < units.count; ++i) {
     const int stage = static_cast<int>(i % kStages);
     const int32_t slot = next;
     if (i + 1 < units.count) next = slot_of_lane(args, units.token(i + 1));
+    fill.next();  // while the piece arrives
     wait_for_piece(&full[stage], static_cast<uint32_t>(i / kStages % 2));
     if (slot >= 0) {
       char* to = static_cast<char*>(args.output) + slot * args.row_bytes + units.piece(i) * piece_bytes;
@@ -126,10 +144,7 @@ __global__ void __launch_bounds__(kWarpSize)
     __syncwarp();
     load(i + kStages - 1);
   }
-  const int64_t words = args.row_bytes / static_cast<int64_t>(sizeof(uint4));
-  for (int64_t begin = static_cast<int64_t>(blockIdx.x) * kRowsPerWarp; begin < args.capacity;
-       begin += static_cast<int64_t>(gridDim.x) * kRowsPerWarp) {
-    fill_rows(args, begin, words);
+  while (fill.next()) {
   }
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 #endif

@@ -27,6 +27,8 @@ def permuted(name: str) -> Tensor:
     rows, _, slot, source, _ = ops.permute(of(T, K), INDICES, G, T)
     if name == "permute":
         return rows
+    if name == "permute_rows":
+        return ops.permute_rows(of(T, K), slot, source)
     if name == "unpermute":
         return ops.unpermute(of(T, K), slot, source)
     return ops.permute_weights(of(T, 1), slot, source)
@@ -58,6 +60,7 @@ CALLS: list[tuple[str, Callable[[], Tensor]]] = [
     ("connect_gradient", connected),
     ("permute", lambda: permuted("permute")),
     ("unpermute", lambda: permuted("unpermute")),
+    ("permute_rows", lambda: permuted("permute_rows")),
     ("permute_weights", lambda: permuted("permute_weights")),
     ("topk_router", lambda: ops.topk_router(of(T, 4), None, 2)[0]),
     ("router_logits", lambda: ops.router_logits(of(T, K), of(N, K))),

@@ -19,6 +19,7 @@ from transformer_plugin.ops import (
     quantize as _quantize,
     quantize_out as _quantize_out,
     routing as _routing,
+    slots as _slots,
 )
 from transformer_plugin.ops.activation import *
 from transformer_plugin.ops.connect_gradient import *
@@ -38,6 +39,7 @@ from transformer_plugin.ops.norm_linear import *
 from transformer_plugin.ops.quantize import *
 from transformer_plugin.ops.quantize_out import *
 from transformer_plugin.ops.routing import *
+from transformer_plugin.ops.slots import *
 
 # A function may have the name of its module, so the modules have other names here.
 __all__: list[str] = []
@@ -59,3 +61,4 @@ __all__ += _norm_linear.__all__
 __all__ += _quantize.__all__
 __all__ += _quantize_out.__all__
 __all__ += _routing.__all__
+__all__ += _slots.__all__

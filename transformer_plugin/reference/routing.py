@@ -12,6 +12,7 @@ __all__ = [
     "count_tokens_per_expert",
     "permute",
     "permute_backward",
+    "permute_rows",
     "permute_weights",
     "permute_weights_backward",
     "router_logits",

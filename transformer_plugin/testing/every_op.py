@@ -236,6 +236,7 @@ def _routing_calls(draw: Draw) -> Calls:
     slots = {"slot": slot, "source": source}
     rows, weights = draw(capacity, K), {"weights": draw.rand(tokens, topk)}
     yield "permute_backward", "", {"grad": rows, "slot": slot}
+    yield "permute_rows", "", {"tokens": draw(tokens, K), **slots}
     yield "unpermute", "", {"rows": rows, **slots, **weights}
     yield "unpermute_backward", "", {"grad": draw(tokens, K), "rows": rows, **slots, **weights}
     yield "permute_weights", "", {**weights, **slots}

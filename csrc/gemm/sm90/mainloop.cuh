@@ -30,7 +30,9 @@ struct NoScaleMaps {
 };
 
 // BF16 or FP16 operands. The WGMMAs of a stage start before those of the previous stage have finished.
-template <typename T, bool b_mn_major, typename SharedStorageType = SharedStorageNoScales>
+// `copied`: cp.async copies an operand (gather/).
+template <typename T, bool b_mn_major, typename SharedStorageType = SharedStorageNoScales,
+          bool copied = false>
 struct Mainloop16Bit {
   using Element = T;
   using Out = T;
@@ -46,6 +48,7 @@ struct Mainloop16Bit {
     int previous = -1;  // stage that the WGMMAs of the previous step read
     for (int step = 0; step < steps; ++step, state.advance()) {
       mbarrier_wait(&shared.full[state.stage], state.phase);
+      if constexpr (copied) fence_proxy_async();
       const Stage& stage = shared.stages[state.stage];
       const uint64_t a = smem_desc_k_major(stage.a[wg_tile.consumer]);
       // K-major: the boxes of B are contiguous, so they are one operand of 256 rows.
@@ -65,6 +68,9 @@ struct Mainloop16Bit {
     consumer_release(&shared.empty[previous]);
   }
 };
+
+template <typename T, bool b_mn_major>
+using GatherMainloop16Bit = Mainloop16Bit<T, b_mn_major, SharedStorageNoScales, true>;
 
 // E4M3 operands, with FP32 scales of 1x128 blocks of A and of 128x128 blocks of B. Tensor cores accumulate
 // FP8 products with about 14 bits, so the sum of each 128 of K is promoted: scaled and added to FP32

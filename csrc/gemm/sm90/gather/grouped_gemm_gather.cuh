@@ -6,9 +6,10 @@
 // producer warpgroup copy A with cp.async, 16 bytes at a time, and one of them also starts the TMA loads of
 // B.
 //
-// cp.async does not arrive at an mbarrier here. A thread starts the copies of a step, waits for those of the
-// previous step, and its warp then arrives at the `full` barrier of the previous step's stage. So `full`
-// expects five arrivals: the thread that starts TMA, and four warps.
+// A thread arrives at the `full` barrier of a stage by cp.async.mbarrier.arrive, which waits for its copies and
+// not for the thread, so as many stages are in flight as with TMA alone. `full` expects one arrival of the
+// thread that starts TMA, and one for the copies of each thread. cp.async writes through the generic proxy and
+// WGMMA reads through the async proxy, so the consumers fence after they have waited (Mainloop16Bit).
 #pragma once
 
 #include "common/row_index.cuh"
@@ -74,12 +75,17 @@ class GatheredA {
   int rows_[kRowsPerThread];  // rows of A, or -1 for zeros
 };
 
-// A warp's copies of a stage have completed: makes them visible to WGMMA and arrives at `full`.
+// Producer warpgroup: publishes the end of the tiles. All threads wait for the stage: otherwise one could arrive
+// at `full` of the previous phase, for which another has yet to arrive.
 template <typename SharedStorage>
-__device__ __forceinline__ void arrive_copied_stage(SharedStorage& shared, int stage) {
-  fence_proxy_async();
-  __syncwarp();
-  if (threadIdx.x % kWarpSize == 0) mbarrier_arrive(&shared.full[stage]);
+__device__ __forceinline__ void publish_copied_end(SharedStorage& shared,
+                                                   const PipelineState<SharedStorage>& state) {
+  mbarrier_wait(&shared.empty[state.stage], state.phase ^ 1);
+  if (threadIdx.x == 0) {
+    store_tile_info(shared, state.stage, TileInfo::end());
+    mbarrier_arrive(&shared.full[state.stage]);
+  }
+  mbarrier_arrive(&shared.full[state.stage]);
 }
 
 // Producer warpgroup: loads all stages of all tiles of this CTA.
@@ -92,7 +98,6 @@ __device__ __forceinline__ void gather_producer_loop(const GroupedGemmParams& ar
   TileScheduler scheduler(args, cta_rank);
   GatheredA gathered_a(rows);
   int last_group = -1;
-  int previous = -1;  // stage of the previous step, whose copies are in flight
   for_each_tile<Epilogue::kAllowsHalfN>(scheduler, [&](const CtaTile& tile, auto halves) {
     const int row = scheduler.group_begin + tile.tile_row * kTileRows, column = halves.column(tile);
     // A tile past the last column reads no rows. Invalid entries are reported once, by the tile of the first
@@ -119,26 +124,10 @@ __device__ __forceinline__ void gather_producer_loop(const GroupedGemmParams& ar
             });
       }
       gathered_a.load_async(stage, args, k);
-      cp_async_commit();
-      if (previous >= 0) {
-        cp_async_wait<1>();
-        arrive_copied_stage(shared, previous);
-      }
-      previous = state.stage;
+      cp_async_arrive(&shared.full[state.stage]);
     }
   });
-  if (previous >= 0) {
-    cp_async_wait<0>();
-    arrive_copied_stage(shared, previous);
-  }
-  // All warps wait: otherwise a warp could arrive at `full` of the previous phase, for which another warp has
-  // yet to arrive.
-  mbarrier_wait(&shared.empty[state.stage], state.phase ^ 1);
-  if (threadIdx.x == 0) {
-    store_tile_info(shared, state.stage, TileInfo::end());
-    mbarrier_arrive(&shared.full[state.stage]);
-  }
-  if (threadIdx.x % kWarpSize == 0) mbarrier_arrive(&shared.full[state.stage]);
+  publish_copied_end(shared, state);
 }
 
 template <typename Mainloop, typename Epilogue>
@@ -160,7 +149,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     epilogue.prefetch_tensormaps();
     Epilogue::init_barriers(shared);
   }
-  init_pipeline(shared, kProducerWarps);
+  init_pipeline(shared, kWarpgroupSize);
   pdl_wait();
   const int steps = (args.k + kTileK<Element> - 1) / kTileK<Element>;
   PipelineState<SharedStorage> state;

@@ -5,8 +5,8 @@ namespace transformer_plugin::gemm {
 
 GatherLauncher fprop_gather(DType dtype) {
   return dtype == DType::kBFloat16
-             ? sm90::launch_grouped_gemm_gather<sm90::Mainloop16Bit<__nv_bfloat16, false>>
-             : sm90::launch_grouped_gemm_gather<sm90::Mainloop16Bit<__half, false>>;
+             ? sm90::launch_grouped_gemm_gather<sm90::GatherMainloop16Bit<__nv_bfloat16, false>>
+             : sm90::launch_grouped_gemm_gather<sm90::GatherMainloop16Bit<__half, false>>;
 }
 
 }  // namespace transformer_plugin::gemm

@@ -6,9 +6,9 @@ namespace transformer_plugin::gemm {
 
 SwigluGatherLauncher swiglu_gather_interleaved(DType dtype) {
   return dtype == DType::kBFloat16
-             ? sm90::launch_grouped_gemm_gather<sm90::Mainloop16Bit<__nv_bfloat16, false>,
+             ? sm90::launch_grouped_gemm_gather<sm90::GatherMainloop16Bit<__nv_bfloat16, false>,
                                                 sm90::SwigluEpilogue<__nv_bfloat16, true>>
-             : sm90::launch_grouped_gemm_gather<sm90::Mainloop16Bit<__half, false>,
+             : sm90::launch_grouped_gemm_gather<sm90::GatherMainloop16Bit<__half, false>,
                                                 sm90::SwigluEpilogue<__half, true>>;
 }
 

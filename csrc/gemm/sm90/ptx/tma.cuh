@@ -80,13 +80,11 @@ __device__ __forceinline__ void cp_async_zfill(uint32_t to, const void* from, bo
                "r"(valid ? 16 : 0)
                : "memory");
 }
-__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until at most `pending` groups of the thread's cp.async copies are incomplete.
-template <int pending>
-__device__ __forceinline__ void cp_async_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+// Arrives at an mbarrier when all copies that this thread has started are complete; at once if there are none. The
+// mbarrier counts it as one of the arrivals that it expects.
+__device__ __forceinline__ void cp_async_arrive(uint64_t* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
-
 __device__ __forceinline__ void prefetch_l2(const void* from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
 }
