@@ -12,10 +12,10 @@ TORCH_LIBRARY(transformer_plugin, m) {
   // quantize: values to data and scales, along rows, along columns (the data is then transposed), or both. Results
   // are a list: rowwise data and scale, columnwise data and scale, without those of a direction that is False.
   // "amax" and "amax_t" are the largest magnitudes of both directions, from the op amax; "seed" is what stochastic
-  // rounding draws from.
+  // rounding draws from. With "rows", row i of the ragged matrix is row rows[i] of the input, and -1 a row of zeros.
   m.def(
       "quantize(Tensor input, str format, Tensor? group_sizes=None, Tensor? amax=None, Tensor? amax_t=None, "
-      "Tensor? seed=None, bool rowwise=True, bool columnwise=False) -> Tensor[]");
+      "Tensor? seed=None, bool rowwise=True, bool columnwise=False, Tensor? rows=None) -> Tensor[]");
   // Into buffers of the caller, in the order of the results; with noop = 1 on the device every byte of them stays.
   m.def(
       "quantize_out(Tensor input, str format, Tensor(a!)[] out, Tensor? group_sizes=None, Tensor? amax=None, "

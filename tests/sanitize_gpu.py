@@ -95,9 +95,9 @@ def _grouped(input: torch.Tensor, sizes: torch.Tensor, format: str) -> None:
         ops.amax(input, format, sizes, columnwise=True)
     if family in ("fp8_tensor", "fp8_block") and "square" not in format:
         aligned = format + ("," if ":" in format else ":") + "aligned"
-        ops.quantize(input, aligned, sizes, columnwise=True)
-        many = sizes.new_ones(min(64, input.shape[0]))  # short groups have a separate kernel
-        ops.quantize(input, aligned, many, columnwise=True)
+        many, index = sizes.new_ones(min(64, len(input))), torch.arange(-1, len(input) - 1).to(sizes.device)
+        for groups, rows in ((sizes, None), (many, None), (many, index)):  # short groups: separate kernels
+            ops.quantize(input, aligned, groups, columnwise=True, rows=rows)
 
 
 def _swiglu(input: torch.Tensor, probs: Any) -> None:

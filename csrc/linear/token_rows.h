@@ -20,10 +20,11 @@ struct TokenRows {
 // Checks both, which are None or not together. `input`: the tokens.
 void check_token_rows(const Argument& input, const TokenRows& rows);
 
-// Whether an operand in a format is read from the tokens, by their index, and not from a copy of rows. True where nothing
-// depends on the rows as such: no scales of rows or columns, and no mark of values that are not finite.
+// Whether products read an operand in a format from the tokens, by their index, and not from a copy of rows. True where
+// nothing depends on the rows as such: no scales of rows or columns, and no mark of values that are not finite.
 bool reads_tokens(const Format& format, std::string_view key);
-// quantize_operand() of the rows. `copies`: of rows that are copied, even if tokens could be read.
+// quantize_operand() of the rows. Where a kernel quantizes rows by their index, they are not copied. `copies`: of rows that
+// are copied, even if products could read the tokens.
 QuantizedOperand rows_operand(const at::Tensor& tokens, const TokenRows& rows, const at::Tensor& group_sizes,
                               const Format& format, std::string_view key, bool rowwise, bool columnwise,
                               bool copies = false);

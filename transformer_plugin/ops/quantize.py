@@ -77,6 +77,7 @@ def quantize(
     seed: Tensor | None = None,
     rowwise: bool = True,
     columnwise: bool = False,
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Quantizes along rows, along columns, or both in one pass over the input.
 
@@ -98,6 +99,10 @@ def quantize(
         rowwise: whether to return data and scale along rows.
         columnwise: whether to return those along columns: of the transposed matrix, contiguous. Not for ``fp8_row``
             with ``group_sizes``. For ``fp8_row`` the input is transposed into a temporary first.
+        rows: ``[T]`` int32 or int64 on the device of ``input``, contiguous, with ``group_sizes``, which sum to at most
+            T: row i of the ragged matrix is ``input[rows[i]]``, zeros for -1, and ``input`` has any number of rows.
+            Entries past the groups are not read. The results are those of quantizing a copy; on a GPU none is made for
+            16-bit values, columnwise, in an ``aligned`` format, of fewer than 1024 rows per group on average.
 
     Returns:
         ``data, scale_inv`` with ``rowwise``, then ``data_transposed, scale_inv_transposed`` with ``columnwise``; the
@@ -108,13 +113,17 @@ def quantize(
 
     Raises:
         TypeError: another dtype. ValueError: other dimensions, a format without scales, no format, for ``mxfp8`` or
-            ``nvfp4`` another width, an amax or a seed that is not the format's, no direction; on a CPU also group sizes
-            that are negative or sum to more than T.
+            ``nvfp4`` another width, an amax or a seed that is not the format's, no direction, ``rows`` without
+            ``group_sizes``; on a CPU also group sizes that are negative or sum to more than T, and entries of ``rows``
+            that are neither rows of the input nor -1, which on a GPU are rows of zeros and an error of a later call.
 
     Source: per-tensor current scaling, DeepSeek-V3's block scaling (arXiv:2412.19437, section 3.3) and the OCP
     Microscaling Formats (MX) v1.0 specification, with the scale conventions of NVIDIA TransformerEngine 2.20.
     """
     key = key_of(format, "quantize")
+    if rows is not None:
+        more = (amax, amax_t, seed, rowwise, columnwise, rows)
+        return tuple(_ops.quantize.default(input, key, group_sizes, *more))
     if rowwise is True and columnwise is False and amax is None and amax_t is None and seed is None:
         return tuple(_ops.quantize.default(input, key, group_sizes))  # fewer arguments to parse: 0.5 us
     return tuple(_ops.quantize.default(input, key, group_sizes, amax, amax_t, seed, rowwise, columnwise))

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformer_plugin.formats import Format
 from transformer_plugin.ops._operands import Tensors, listed
 from transformer_plugin.reference._operands import Operand, is_stack, operand, output_dtype, stack, wide
+from transformer_plugin.reference._rows import indexed_rows
 
 __all__ = [
     "bias_backward",
@@ -91,16 +92,6 @@ def gemm_out(
     out.copy_(_mixed(_wide_gemm(left, right, bias, transpose_b, alpha), out, beta))
 
 
-def _indexed(matrix: Tensor, rows: Tensor | None, group_sizes: Tensor) -> Tensor:
-    """Returns matrix[rows[i]] for the rows of groups, zeros where rows[i] is -1, and zeros for the tail."""
-    if rows is None:
-        return matrix
-    indexed_rows = matrix.new_zeros(rows.shape[0], matrix.shape[1])
-    places = (rows[: int(group_sizes.sum())] != -1).nonzero()[:, 0]
-    indexed_rows[places] = matrix[rows[places].long()]
-    return indexed_rows
-
-
 def _wide_grouped_gemm(
     a: Operand,
     b: Operand,
@@ -140,7 +131,7 @@ def grouped_gemm(
     b_format: str | Format = "none",
 ) -> Tensor:
     """alpha[g] * (a_g @ b[g].T) + bias_scale_g * bias[g] for each group; rows past the groups are zero."""
-    left = operand(_indexed(a, rows, group_sizes), a_scale, a_format, group_sizes)
+    left = operand(indexed_rows(a, rows, group_sizes), a_scale, a_format, group_sizes)
     right = stack(b, b_scale, b_format)
     output = _wide_grouped_gemm(left, right, group_sizes, bias, bias_scale, transpose_b, alpha)
     return output.to(output_dtype(a, a_format, dtype))
@@ -166,7 +157,7 @@ def grouped_gemm_out(
 ) -> None:
     """Writes :func:`grouped_gemm` + beta[g] * out_g. Rows past the groups become zero, or with ``beta`` stay
     unchanged."""
-    left = operand(_indexed(a, rows, group_sizes), a_scale, a_format, group_sizes)
+    left = operand(indexed_rows(a, rows, group_sizes), a_scale, a_format, group_sizes)
     right = stack(b, b_scale, b_format)
     output = _wide_grouped_gemm(left, right, group_sizes, bias, bias_scale, transpose_b, alpha)
     if beta is None:
@@ -202,8 +193,8 @@ def grouped_gemm_wgrad(
     input_format: str | Format = "none",
 ) -> Tensor:
     """alpha[g] * (grad_g.T @ input_g) for each group; zero for an empty group, whatever its alpha."""
-    g, _ = operand(_indexed(grad, grad_rows, group_sizes), grad_scale, grad_format, group_sizes, True)
-    x, _ = operand(_indexed(input, input_rows, group_sizes), input_scale, input_format, group_sizes, True)
+    g, _ = operand(indexed_rows(grad, grad_rows, group_sizes), grad_scale, grad_format, group_sizes, True)
+    x, _ = operand(indexed_rows(input, input_rows, group_sizes), input_scale, input_format, group_sizes, True)
     to = output_dtype(grad, grad_format, dtype)
     products = [g[rows].T @ x[rows] for _, rows in _groups(group_sizes)]
     if not products:

@@ -14,6 +14,7 @@ from transformer_plugin.formats import BLOCK, Format
 from transformer_plugin.reference import _nvfp4
 from transformer_plugin.reference._fp8 import decode_exponent, encode_exponent, encode_scale, round_to_fp8
 from transformer_plugin.reference._layouts import layout_of, tile, untile
+from transformer_plugin.reference._rows import indexed_rows
 
 __all__ = [
     "amax",
@@ -140,11 +141,15 @@ def quantize(
     seed: Tensor | None = None,
     rowwise: bool = True,
     columnwise: bool = False,
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Quantizes row-wise, and the transposed matrix row-wise, rotated before if the format has ``rht``. Each matrix
     of a 3-D input and each group is quantized separately, and the tail is zero. The single amax of ``fp8_tensor``
-    serves both directions."""
+    serves both directions. With ``rows`` the rows of the ragged matrix are ``input[rows]``, zeros for -1."""
     fmt = _format(format)
+    if rows is not None:
+        assert group_sizes is not None, "rows belong to groups"
+        input = indexed_rows(input, rows, group_sizes)
     assert fmt.traits.has_group_columns or not columnwise or group_sizes is None, "a scale spans groups"
     outputs: tuple[Tensor, ...] = ()
     for transposed in [False] * rowwise + [True] * columnwise:

@@ -128,6 +128,8 @@ def quantize_calls(draw: Draw, key: str, is_grouped: bool) -> Calls:
         more = {**amaxes_and_seed(x, key, direction, sizes), **flags}
         arguments = {"input": x, "format": key, **grouped, **more}
         yield "quantize", f"{name} {direction}", arguments
+        if is_grouped:
+            yield "quantize", f"{name} {direction} rows", {**arguments, "rows": draw.rows()}
         out = [torch.full_like(o.view(torch.uint8), 7).view(o.dtype) for o in ops.quantize(**arguments)]
         yield "quantize_out", f"{name} {direction}", {**arguments, "out": out, "noop": draw.zeros(1)}
         if not format.traits.has_fused_ops:

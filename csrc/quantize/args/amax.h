@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/dtype.h"
+#include "common/row_index_args.h"
 #include "quantize/args/layout.h"
 
 namespace at {
@@ -31,10 +32,21 @@ struct AmaxArgs {
   TP_HOST_DEVICE int64_t count_t() const { return layout.tensor_scales() * (row_scaled ? layout.cols : 1); }
 };
 
+// The amaxes of groups whose rows are read by an index, from the amaxes of the rows of the input.
+struct IndexedAmaxArgs {
+  const float* row_amax;  // [index.rows]
+  RowIndex index;
+  float* amax;  // [groups]
+  Layout layout;
+};
+
 void amax_cpu(const AmaxArgs& args);
 void launch_amax(const AmaxArgs& args, void* stream);
+void launch_indexed_amax(const IndexedAmaxArgs& args, void* stream);
 
 // The amax of each matrix or group of a contiguous input, on the input's device.
 at::Tensor amax_of(const at::Tensor& input, const Layout& layout);
+// The same for the rows that the index names, on a GPU.
+at::Tensor amax_of_rows(const at::Tensor& input, const RowIndex& index, const Layout& layout);
 
 }  // namespace transformer_plugin::quantize

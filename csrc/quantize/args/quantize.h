@@ -12,6 +12,7 @@
 
 #include "common/e8m0.h"
 #include "common/fp8.h"
+#include "common/row_index_args.h"
 #include "quantize/args/layout.h"
 
 namespace transformer_plugin::quantize {
@@ -42,6 +43,10 @@ struct QuantizeArgs {
   const float* encode_scales = nullptr;  // [matrices or groups]: replace the scales computed from `amax`
   float* amax_out = nullptr;    // [matrices or groups]: becomes its maximum with the amax of the input
   const float* noop = nullptr;  // if *noop is 1, nothing is written
+  // Rows read by an index, only for the launch_aligned_gather functions: row i of the matrix is row row_index[i] of the
+  // input, which has `row_index.rows` rows. Without entries the rows of the input are those of the matrix.
+  RowIndex row_index = {};
+  WrongRowWord* wrong_row = nullptr;
 
   TP_HOST_DEVICE bool is_noop() const { return noop != nullptr && *noop == 1.0f; }
 };
@@ -73,5 +78,8 @@ void launch_quantize_mx(const QuantizeArgs& args, void* stream);  // E8M0 scales
 // Ragged groups with transposed data: store whole cache lines although groups begin anywhere.
 void launch_ragged_transpose(const QuantizeArgs& args, void* stream);
 void launch_ragged_transpose_mx(const QuantizeArgs& args, void* stream);
+// The same in the `aligned` layout for rows that are read by an index, with scales of blocks and per tensor.
+void launch_aligned_gather(const QuantizeArgs& args, void* stream);
+void launch_aligned_gather_tensor(const QuantizeArgs& args, void* stream);
 
 }  // namespace transformer_plugin::quantize

@@ -17,21 +17,28 @@ inline bool is_aligned(const void* pointer, uintptr_t bytes) {
 // its tiles mostly empty, while the ragged kernel's time follows the number of rows.
 inline constexpr int64_t kAlignedTransposeRows = 1024;
 
+inline bool has_short_groups(int64_t rows, int64_t groups) { return rows < kAlignedTransposeRows * groups; }
+
 // Whether launch_ragged_transpose supports the arguments: ragged groups with transposed data, 16-bit input,
 // FP32 scales per tensor or of 1x128 blocks. (Row-wise data alone does not depend on where groups begin.)
 inline bool supports_ragged_transpose(const QuantizeArgs& args) {
   const Layout& layout = args.layout;
   // Positions in the aligned layout are counted in 32 bits.
-  const bool rows_fit = layout.aligned
-                            ? layout.rows > 0 && layout.rows < kAlignedTransposeRows * layout.groups &&
-                                  layout.transposed_row_length() <= INT32_MAX - kTile
-                            : layout.rows % 16 == 0;
+  const bool rows_fit = layout.aligned ? layout.rows > 0 && has_short_groups(layout.rows, layout.groups) &&
+                                             layout.transposed_row_length() <= INT32_MAX - kTile
+                                       : layout.rows % 16 == 0;
   return layout.grouped() && layout.tiles() > 0 && rows_fit && args.transposed && !args.amax_out &&
          args.dtype != DType::kFloat32 &&
          (layout.granularity == ScaleGranularity::k1x128 ||
           layout.granularity == ScaleGranularity::kPerTensor) &&
          layout.cols % 8 == 0 && layout.cols <= int64_t{1} << 24 && is_aligned(args.input, 16) &&
          is_aligned(args.data, 4) && is_aligned(args.data_t, 16);
+}
+
+// Whether the launch_aligned_gather functions do: whether launch_ragged_transpose would quantize a copy of the rows in the
+// `aligned` layout. If not, the rows are copied first.
+inline bool supports_row_index(const QuantizeArgs& args) {
+  return args.layout.aligned && supports_ragged_transpose(args);
 }
 
 // Whether launch_ragged_transpose_mx does: ragged groups with transposed data, 16-bit input.
@@ -42,10 +49,14 @@ inline bool supports_ragged_transpose_mx(const QuantizeArgs& args) {
          is_aligned(args.data, 4);
 }
 
-// For fp8_tensor, fp8_block and mxfp8.
+// For fp8_tensor, fp8_block and mxfp8. Arguments with a row index satisfy supports_row_index.
 inline QuantizeLauncher select_launcher(const QuantizeArgs& args) {
   if (args.layout.granularity == ScaleGranularity::k1x32) {
     return supports_ragged_transpose_mx(args) ? launch_ragged_transpose_mx : launch_quantize_mx;
+  }
+  if (args.row_index.entries) {
+    return args.layout.granularity == ScaleGranularity::k1x128 ? launch_aligned_gather
+                                                               : launch_aligned_gather_tensor;
   }
   return supports_ragged_transpose(args) ? launch_ragged_transpose : launch_quantize;
 }

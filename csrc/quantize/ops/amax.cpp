@@ -102,6 +102,26 @@ Tensor amax_of(const Tensor& input, const Layout& layout) {
   return amax;
 }
 
+// Exact: a maximum does not depend on the order, and the amax of a row is one of its values. The input is read
+// once, however many rows of the matrix are the same row of it.
+Tensor amax_of_rows(const Tensor& input, const RowIndex& index, const Layout& layout) {
+  const Tensor row_amax = empty(input, {input.size(0)}, at::kFloat);
+  const Tensor amax = empty(input, {layout.tensor_scales()}, at::kFloat);
+  Layout rows{};
+  rows.matrices = 1;
+  rows.rows = input.size(0);
+  rows.cols = input.size(1);
+  launch({input.const_data_ptr(), row_amax.mutable_data_ptr<float>(), nullptr, rows,
+          to_dtype(input.scalar_type()), true, false},
+         input);
+#ifdef TRANSFORMER_PLUGIN_CUDA
+  const CudaScope scope(input);
+  launch_indexed_amax({row_amax.const_data_ptr<float>(), index, amax.mutable_data_ptr<float>(), layout},
+                      scope.stream());
+#endif
+  return amax;
+}
+
 // An amax is used for scales, which have no gradient.
 TP_IMPL_NO_GRADIENT(kOp, amax, amax_meta);
 

@@ -11,12 +11,13 @@ namespace transformer_plugin::quantize {
 
 inline Outputs call_quantize(const at::Tensor& x, std::string_view key, OptionalTensorArg group_sizes,
                              const Directions& directions, OptionalTensorArg amax = std::nullopt,
-                             OptionalTensorArg amax_t = std::nullopt, OptionalTensorArg seed = std::nullopt) {
+                             OptionalTensorArg amax_t = std::nullopt, OptionalTensorArg seed = std::nullopt,
+                             OptionalTensorArg rows = std::nullopt) {
   using Signature = Tensors(const at::Tensor&, std::string_view, OptionalTensorArg, OptionalTensorArg,
-                            OptionalTensorArg, OptionalTensorArg, bool, bool);
+                            OptionalTensorArg, OptionalTensorArg, bool, bool, OptionalTensorArg);
   static const auto op = find_op<Signature>("quantize");
   return outputs_of(
-      op.call(x, key, group_sizes, amax, amax_t, seed, directions.rowwise, directions.columnwise),
+      op.call(x, key, group_sizes, amax, amax_t, seed, directions.rowwise, directions.columnwise, rows),
       directions);
 }
 

@@ -1,6 +1,7 @@
 // Tables and checks of group sizes, and layouts (quantize/ops/group_tables.h).
 #include "quantize/ops/group_tables.h"
 
+#include "common/autograd.h"
 #include "common/group_offsets.h"
 #include "common/tensor.h"
 
@@ -17,6 +18,11 @@ void check_multiples(const int32_t* offsets, int64_t groups, int64_t multiple, c
 }
 
 }  // namespace
+
+at::Tensor GroupTables::offset_tensor() const {
+  const BelowAutograd guard;
+  return storage.narrow(0, offsets - storage.const_data_ptr<int32_t>(), groups + 1);
+}
 
 int64_t group_multiple(const Format& format, bool transposed) {
   return format.is_nv() && transposed ? kNvBlock : 1;

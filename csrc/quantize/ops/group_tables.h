@@ -12,6 +12,9 @@ struct GroupTables {
   int64_t groups = 0;                    // 1 if the table is merged
   const int32_t* offsets = nullptr;      // [groups + 1] in `storage`: first rows of groups
   const RowStrip* row_strips = nullptr;  // in `storage`, as in Layout
+
+  // `offsets` as a tensor.
+  at::Tensor offset_tensor() const;
 };
 
 // What the table must distinguish.

@@ -58,7 +58,8 @@ Outputs make_outputs(const Tensor& like, const MatrixShape& shape, const Format&
 
 void zero_empty_aligned_rows(const Tensor& like, const MatrixShape& shape, const Format& format,
                              const Outputs& outputs, const OptionalTensor& noop) {
-  if (!shape.groups || !format.aligned_groups || like.is_meta() || like.numel() > 0) return;
+  if (!shape.groups || !format.aligned_groups || like.is_meta()) return;
+  if (shape.rows != 0 && shape.cols != 0) return;
   const BelowAutograd guard;
   const Tensor bytes = outputs.data_t.view(at::kByte);
   if (noop) {

@@ -34,22 +34,22 @@ void quantize_rows(const QuantizeCall& call, const Format& format, const Outputs
     const Tensor& data = columns ? outputs.data_t : outputs.data;
     const Tensor& scale = columns ? outputs.scale_t : outputs.scale;
     if (!data.defined()) continue;
-    const Tensor x = (columns ? call.input.mT() : call.input).contiguous();
-    QuantizeRowsArgs args{x.const_data_ptr(),
-                          static_cast<uint8_t*>(data.mutable_data_ptr()),
-                          scale.mutable_data_ptr<float>(),
-                          scale.numel(),
-                          x.size(-1),
-                          scale_rule(format, x.scalar_type()),
-                          to_dtype(x.scalar_type()),
-                          format.element,
-                          nullptr,
-                          noop};
     GroupTables tables;
     if (call.groups()) {
-      tables = group_tables(call.argument(), call.groups(), x.size(0), 1, GroupUse::kAll);
-      args.end = tables.offsets + tables.groups;
+      const int64_t rows = call.shape().rows.expect_int();
+      tables = group_tables(call.argument(), call.groups(), rows, 1, GroupUse::kAll);
     }
+    const Tensor x = columns ? call.input.mT().contiguous() : matrix_of(call, tables);
+    const QuantizeRowsArgs args{x.const_data_ptr(),
+                                static_cast<uint8_t*>(data.mutable_data_ptr()),
+                                scale.mutable_data_ptr<float>(),
+                                scale.numel(),
+                                x.size(-1),
+                                scale_rule(format, x.scalar_type()),
+                                to_dtype(x.scalar_type()),
+                                format.element,
+                                tables.offsets ? tables.offsets + tables.groups : nullptr,
+                                noop};
     if (x.is_cpu()) {
       quantize_rows_cpu(args);
       continue;
@@ -67,7 +67,8 @@ Format check_arguments(const QuantizeCall& call) {
   check_directions(call.op, call.directions);
   const Format format = quantized_format(call.op, "format", call.key, !call.group_sizes);
   check_group_columns(call.op, "columnwise", format, call.directions.columnwise, call.groups());
-  check_matrix(call.argument(), call.groups(), format, call.directions.columnwise);
+  check_matrix(call.argument(), call.groups(), format, call.directions.columnwise && !call.rows);
+  if (call.rows) check_rows(call, format);
   check_quantize_params({call.argument(), call.shape()}, format, call.key, call.directions, call.params);
   return format;
 }
@@ -75,9 +76,10 @@ Format check_arguments(const QuantizeCall& call) {
 void run_quantize(const QuantizeCall& call, const Format& format, const Outputs& outputs, const float* noop) {
   if (format.traits().has_row_scales) return quantize_rows(call, format, outputs, noop);
   const bool columnwise = call.directions.columnwise;
-  const GroupTables tables = group_tables(call.argument(), call.groups(), call.input.size(0),
+  const GroupTables tables = group_tables(call.argument(), call.groups(), call.shape().rows.expect_int(),
                                           group_multiple(format, columnwise), group_use(format, columnwise));
-  const Tensor x = call.input.contiguous();
+  if (quantize_by_index(call, format, outputs, tables, noop)) return;
+  const Tensor x = matrix_of(call, tables);
   const Layout layout = make_layout(call.shape(), format, tables);
   if (format.is_nv()) {
     const NvArgsOwner owner(x, outputs, layout, format, call.params);
@@ -105,8 +107,9 @@ void run_quantize(const QuantizeCall& call, const Format& format, const Outputs&
 namespace {
 
 Tensors quantize(const Tensor& input, Key key, OptionalTensorArg group_sizes, OptionalTensorArg amax,
-                 OptionalTensorArg amax_t, OptionalTensorArg seed, bool rowwise, bool columnwise) {
-  const QuantizeCall call{kOp, input, key, group_sizes, {amax, amax_t, seed}, {rowwise, columnwise}};
+                 OptionalTensorArg amax_t, OptionalTensorArg seed, bool rowwise, bool columnwise,
+                 OptionalTensorArg rows) {
+  const QuantizeCall call{kOp, input, key, group_sizes, {amax, amax_t, seed}, {rowwise, columnwise}, rows};
   const Format format = check_arguments(call);
   Outputs outputs = make_outputs(input, call.shape(), format, call.directions);
   run_quantize(call, format, outputs, nullptr);
@@ -114,8 +117,9 @@ Tensors quantize(const Tensor& input, Key key, OptionalTensorArg group_sizes, Op
 }
 
 Tensors quantize_meta(const Tensor& input, Key key, OptionalTensorArg group_sizes, OptionalTensorArg amax,
-                      OptionalTensorArg amax_t, OptionalTensorArg seed, bool rowwise, bool columnwise) {
-  const QuantizeCall call{kOp, input, key, group_sizes, {amax, amax_t, seed}, {rowwise, columnwise}};
+                      OptionalTensorArg amax_t, OptionalTensorArg seed, bool rowwise, bool columnwise,
+                      OptionalTensorArg rows) {
+  const QuantizeCall call{kOp, input, key, group_sizes, {amax, amax_t, seed}, {rowwise, columnwise}, rows};
   return as_list(make_outputs(input, call.shape(), check_arguments(call), call.directions));
 }
 

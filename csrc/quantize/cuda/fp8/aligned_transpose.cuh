@@ -10,16 +10,25 @@
 // parts of up to 4 row tiles. Block: 256 threads, 8 warps. Warp w holds rows 16w .. 16w + 15 of the tile; a
 // warp without rows only waits at barriers.
 //
+// With a row index (AlignedGatherShared) row i of the matrix is row index[i] of the input. A block reads the
+// entries of its part once, before its first rows.
+//
 // Dynamic shared memory (AlignedTransposeShared): the ring of 128 input rows, a transposed tile, maxima and
-// scales of columns, and the list of the part's row tiles.
+// scales of columns, the list of the part's row tiles, and the index entries of the part.
 #pragma once
 
+#include <algorithm>
+
+#include "common/row_index.cuh"
+#include "common/shared_memory.cuh"
 #include "quantize/cuda/fp8/segment.cuh"
 
 namespace transformer_plugin::quantize {
 
 inline constexpr int kAlignedBlocksPerSm = 3;  // four would leave too few registers
 inline constexpr int kAlignedTiles = 4;        // row tiles of a part, at most
+inline constexpr int kPartRows = kAlignedTiles * kTile;
+static_assert(kPartRows % kThreads == 0, "threads read equally many index entries");
 
 // A row tile of a part. The list ends with one more entry, of which only `begin` is valid: the end of the
 // part.
@@ -31,11 +40,18 @@ struct alignas(16) PartTile {
 };
 
 struct AlignedTransposeShared {
+  static constexpr bool kIndexed = false;
   alignas(16) uint16_t ring[kRing][kTile];
   TransposedTile transposed_tile;
   alignas(16) float partial[kWarps][kTile];  // amax of each column over the rows of a warp
   alignas(16) float scales[kTile];           // of the columns
   PartTile tiles[kAlignedTiles + 1];
+};
+
+// Of rows that are read by an index.
+struct AlignedGatherShared : AlignedTransposeShared {
+  static constexpr bool kIndexed = true;
+  int32_t input_rows[kPartRows];  // of each row of the part, or kRowOfZeros; row r is at r % kPartRows
 };
 
 // Hides a value from the optimizer, so that what depends on it is computed again in each iteration of a loop:
@@ -45,29 +61,64 @@ __device__ __forceinline__ int opaque(int number) {
   return number;
 }
 
-// Copies input rows `begin` to `end` into the ring by cp.async; the row of the buffer determines its place.
+// Reads the index entries of rows `begin` to `end`. Rows after the groups, and entries that are not rows of
+// the input, are rows of zeros; the latter are reported unless they are kRowOfZeros.
+__device__ __forceinline__ void read_row_index(const QuantizeArgs& args, int begin, int end,
+                                               AlignedGatherShared& shared) {
+  constexpr int kEntries = kPartRows / kThreads;
+  const int used = min(end, *args.row_index.end);
+  int64_t entries[kEntries];
+#pragma unroll
+  for (int i = 0; i < kEntries; ++i) {
+    const int row = begin + static_cast<int>(threadIdx.x) + i * kThreads;
+    entries[i] = row < used ? entry(args.row_index, row) : kRowOfZeros;
+  }
+#pragma unroll
+  for (int i = 0; i < kEntries; ++i) {
+    const int row = begin + static_cast<int>(threadIdx.x) + i * kThreads;
+    const bool inside = is_inside(args.row_index, entries[i]);
+    if (!inside && entries[i] != kRowOfZeros) report_wrong_row(args.wrong_row, args.row_index, row);
+    if (row < end) {
+      shared.input_rows[static_cast<uint32_t>(row) % kPartRows] =
+          inside ? static_cast<int32_t>(entries[i]) : kRowOfZeros;
+    }
+  }
+}
+
+// Copies 16 bytes, or writes 16 zeros without reading. The hint suits rows of which 256 bytes are read.
+__device__ __forceinline__ void copy_async_or_zero(uint32_t to, const char* from, bool valid) {
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "r"(valid ? 16 : 0)
+               : "memory");
+}
+
+// Copies rows `begin` to `end` into the ring by cp.async; the row of the buffer determines its place.
 // Addresses are computed anew in each call to save registers.
-template <typename T>
+template <typename T, typename Shared>
 __device__ __forceinline__ void load_rows_async(const QuantizeArgs& args, int col, int cols, int begin,
-                                                int end, uint16_t (&ring)[kRing][kTile]) {
+                                                int end, Shared& shared) {
   constexpr int kPieces = kTile * sizeof(T) / 16, kRowsAtOnce = kThreads / kPieces;
   const int piece = threadIdx.x % kPieces;
   if (piece * (16 / static_cast<int>(sizeof(T))) >= cols) return;
   const uint32_t pitch = static_cast<uint32_t>(args.layout.cols * sizeof(T));
   int row = begin + static_cast<int>(threadIdx.x / kPieces);
   const char* from = static_cast<const char*>(args.input) + static_cast<int64_t>(col) * sizeof(T) +
-                     static_cast<int64_t>(row) * pitch + piece * 16;
-  const uint32_t to = shared_address(ring) + piece * 16;
+                     static_cast<int64_t>(Shared::kIndexed ? 0 : row) * pitch + piece * 16;
+  const uint32_t to = shared_address(shared.ring) + piece * 16;
 #pragma unroll
   for (int i = 0; i < kRing / kRowsAtOnce; ++i) {
     if (row < end) {
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
-                       to + static_cast<uint32_t>(row) % kRing * static_cast<uint32_t>(sizeof(ring[0]))),
-                   "l"(from)
-                   : "memory");
+      const uint32_t place =
+          to + static_cast<uint32_t>(row) % kRing * static_cast<uint32_t>(sizeof(shared.ring[0]));
+      if constexpr (Shared::kIndexed) {
+        const int input_row = shared.input_rows[static_cast<uint32_t>(row) % kPartRows];
+        copy_async_or_zero(place, from + static_cast<uint64_t>(max(input_row, 0)) * pitch, input_row >= 0);
+      } else {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(place), "l"(from) : "memory");
+      }
     }
     row += kRowsAtOnce;
-    from += pitch * static_cast<uint32_t>(kRowsAtOnce);
+    if constexpr (!Shared::kIndexed) from += pitch * static_cast<uint32_t>(kRowsAtOnce);
   }
 }
 
@@ -130,9 +181,8 @@ struct AlignedBlock {
 
 // Zeroes the column scales of row tiles that hold no rows, lists the part's tiles in shared memory and starts
 // to load their rows. A block without a part has `count` 0.
-template <bool blocks, typename T>
-__device__ __forceinline__ AlignedBlock begin_aligned_block(const QuantizeArgs& args,
-                                                            AlignedTransposeShared& shared) {
+template <bool blocks, typename T, typename Shared>
+__device__ __forceinline__ AlignedBlock begin_aligned_block(const QuantizeArgs& args, Shared& shared) {
   const Layout& layout = args.layout;
   AlignedBlock block = {};
   block.row_scales_width = round_up_4(layout.rows);
@@ -162,11 +212,15 @@ __device__ __forceinline__ AlignedBlock begin_aligned_block(const QuantizeArgs& 
     }
     shared.tiles[threadIdx.x] = tile;
   }
-  __syncthreads();  // tiles are listed
+  if constexpr (Shared::kIndexed) {
+    const RowTile &first = table[block.first], &last = table[block.first + block.count - 1];
+    read_row_index(args, first.row, last.row + last.rows, shared);
+  }
+  __syncthreads();  // tiles are listed, index entries are read
   block.end_row = shared.tiles[block.count - 1].row + shared.tiles[block.count - 1].rows;
   if (shared.tiles[0].group != layout.groups) {
     const int row = shared.tiles[0].row;
-    load_rows_async<T>(args, col, cols, row, min(row + kRing, block.end_row), shared.ring);
+    load_rows_async<T>(args, col, cols, row, min(row + kRing, block.end_row), shared);
   }
   return block;
 }
@@ -229,13 +283,13 @@ __device__ __forceinline__ void write_aligned_segment(const QuantizeArgs& args, 
   }
 }
 
-template <DType element, typename T, ScaleGranularity granularity>
+template <DType element, typename T, ScaleGranularity granularity, typename Shared>
 __global__ void __launch_bounds__(kThreads, kAlignedBlocksPerSm)
     aligned_transpose_kernel(const __grid_constant__ QuantizeArgs args) {
   static_assert(sizeof(T) == 2, "the ring holds 16-bit values");
   constexpr bool kBlocks = granularity == ScaleGranularity::k1x128;
   extern __shared__ uint4 dynamic_shared[];
-  AlignedTransposeShared& shared = *reinterpret_cast<AlignedTransposeShared*>(dynamic_shared);
+  Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
   pdl_wait();
   if (args.is_noop()) return;
   if (!kBlocks) store_tensor_scales(args);
@@ -274,7 +328,7 @@ __global__ void __launch_bounds__(kThreads, kAlignedBlocksPerSm)
     __syncthreads();  // values are in registers, maxima in shared memory; the tile may be overwritten
     if (!tail) {
       load_rows_async<T>(args, col, cols, at.row + kRing, min(at.row + at.rows + kRing, block.end_row),
-                         shared.ring);
+                         shared);
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
 
@@ -303,6 +357,19 @@ __global__ void __launch_bounds__(kThreads, kAlignedBlocksPerSm)
     store_row_segments(layout, args.data_t, opaque(block.strip) * kTile, begin, shared.tiles[i + 1].begin,
                        at.begin, (at.rows + kRowsPerThread - 1) / kRowsPerThread, shared.transposed_tile);
   }
+}
+
+template <DType element, typename T, ScaleGranularity granularity, typename Shared = AlignedTransposeShared>
+void launch_aligned_transpose(const QuantizeArgs& args, cudaStream_t stream) {
+  static DynamicSharedMemory shared_memory;
+  constexpr auto kernel = aligned_transpose_kernel<element, T, granularity, Shared>;
+  shared_memory.allow(kernel, sizeof(Shared));
+  const Layout& layout = args.layout;
+  const int64_t parts = std::max(ceil_div(ceil_div(layout.rows, kTile), kTilesPerPart),
+                                 ceil_div(layout.row_tiles(), kAlignedTiles));
+  launch_pdl(kernel, static_cast<unsigned>(layout.col_tiles() * parts), kThreads, sizeof(Shared), stream,
+             args);
+  check_launch("aligned_transpose_kernel");
 }
 
 }  // namespace transformer_plugin::quantize

@@ -8,8 +8,6 @@
 namespace transformer_plugin::quantize {
 namespace {
 
-// Row tiles per part where ends of parts cost nothing: two, so that one is loaded while the other is encoded.
-constexpr int kTilesPerPart = 2;
 // Parts per resident block where ends of parts cost extra stores. With one, all blocks would wait for the
 // slowest.
 constexpr int kWaves = 2;
@@ -33,15 +31,10 @@ void launch_ragged_transpose(const QuantizeArgs& args, void* stream) {
     using T = decltype(type);
     constexpr DType kElement = decltype(element)::value;
     if (layout.aligned) {
-      static DynamicSharedMemory shared_memory[2];  // one for each kernel
-      const auto kernel = blocks ? aligned_transpose_kernel<kElement, T, ScaleGranularity::k1x128>
-                                 : aligned_transpose_kernel<kElement, T, ScaleGranularity::kPerTensor>;
-      shared_memory[blocks].allow(kernel, sizeof(AlignedTransposeShared));
-      const int64_t parts = std::max(short_parts, ceil_div(layout.row_tiles(), kAlignedTiles));
-      return launch_pdl(kernel, static_cast<unsigned>(col_tiles * parts), kThreads,
-                        sizeof(AlignedTransposeShared), cuda_stream, args);
+      return blocks ? launch_aligned_transpose<kElement, T, ScaleGranularity::k1x128>(args, cuda_stream)
+                    : launch_aligned_transpose<kElement, T, ScaleGranularity::kPerTensor>(args, cuda_stream);
     }
-    static DynamicSharedMemory shared_memory[2];
+    static DynamicSharedMemory shared_memory[2];  // one for each kernel
     const auto kernel = blocks ? ragged_transpose_kernel<kElement, T, ScaleGranularity::k1x128>
                                : ragged_transpose_kernel<kElement, T, ScaleGranularity::kPerTensor>;
     shared_memory[blocks].allow(kernel, sizeof(RaggedTransposeShared));

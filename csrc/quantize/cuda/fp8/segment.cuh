@@ -8,6 +8,8 @@ namespace transformer_plugin::quantize {
 
 inline constexpr int kRing = kTile;  // input rows in the ring in shared memory
 inline constexpr int kChunk = 16;    // bytes of one store, and rows of a segment
+// Row tiles per part where ends of parts cost nothing: two, so that one is loaded while the other is encoded.
+inline constexpr int kTilesPerPart = 2;
 
 // The first of `tiles` row tiles of part `part` of `parts`.
 __device__ __forceinline__ int first_of_part(int part, int parts, int tiles) {

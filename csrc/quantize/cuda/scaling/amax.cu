@@ -3,6 +3,7 @@
 // Grid: block_grid(layout) blocks of 256 threads; a block loops over tiles of 128x128. Warp w holds rows 16w
 // .. 16w + 15, lane l columns 4l .. 4l + 3. Maxima of a tile are reduced by shuffles and one partial maximum
 // per warp in shared memory, then combined by atomics, which zero_amax_kernel prepares.
+#include "common/row_index.cuh"
 #include "quantize/args/amax.h"
 #include "quantize/cuda/nvfp4/hadamard.cuh"
 
@@ -113,24 +114,53 @@ __global__ void zero_amax_kernel(float* amax, int64_t count, float* amax_t, int6
   }
 }
 
-void zero(const AmaxArgs& args, cudaStream_t stream) {
-  const int64_t count = args.amax ? args.count() : 0, count_t = args.amax_t ? args.count_t() : 0;
+void zero(float* amax, int64_t count, float* amax_t, int64_t count_t, cudaStream_t stream) {
   if (count + count_t == 0) return;
-  zero_amax_kernel<<<grid_size(count + count_t, kThreads), kThreads, 0, stream>>>(args.amax, count,
-                                                                                  args.amax_t, count_t);
+  zero_amax_kernel<<<grid_size(count + count_t, kThreads), kThreads, 0, stream>>>(amax, count, amax_t,
+                                                                                  count_t);
   check_launch("zero_amax_kernel");
+}
+
+// amax[group] = the largest of the amaxes of the group's rows. Grid-stride loop, one warp per row tile.
+__global__ void __launch_bounds__(kThreads)
+    indexed_amax_kernel(const __grid_constant__ IndexedAmaxArgs args) {
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  const RowTile* table = args.layout.row_tile_table;
+  const int used = table[0].used_row_tiles, step = static_cast<int>(gridDim.x) * kWarps;
+  for (int index = static_cast<int>(blockIdx.x) * kWarps + warp; index < used; index += step) {
+    const RowTile& tile = table[index];
+    if (tile.group == args.layout.groups) return;  // the tail comes last
+    float largest = 0.0f;
+    for (int r = lane; r < tile.rows; r += kWarpSize) {
+      const int64_t row = entry(args.index, tile.row + r);
+      if (is_inside(args.index, row)) largest = fmaxf(largest, args.row_amax[row]);
+    }
+    largest = warp_max(largest);
+    if (lane == 0) atomic_max(args.amax + tile.group, largest);
+  }
 }
 
 }  // namespace
 
 void launch_amax(const AmaxArgs& args, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  if (!args.one_tile_each()) zero(args, cuda_stream);
+  if (!args.one_tile_each()) {
+    zero(args.amax, args.amax ? args.count() : 0, args.amax_t, args.amax_t ? args.count_t() : 0, cuda_stream);
+  }
   const unsigned grid = block_grid(args.layout);
   if (grid == 0) return;
   visit_device_float(
       args.dtype, [&](auto type) { amax_kernel<decltype(type)><<<grid, kThreads, 0, cuda_stream>>>(args); });
   check_launch("amax_kernel");
+}
+
+void launch_indexed_amax(const IndexedAmaxArgs& args, void* stream) {
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  zero(args.amax, args.layout.groups, nullptr, 0, cuda_stream);
+  const int64_t row_tiles = args.layout.row_tiles();
+  if (row_tiles == 0) return;
+  indexed_amax_kernel<<<grid_size(row_tiles, kWarps), kThreads, 0, cuda_stream>>>(args);
+  check_launch("indexed_amax_kernel");
 }
 
 }  // namespace transformer_plugin::quantize

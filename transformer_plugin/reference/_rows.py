@@ -1,0 +1,15 @@
+"""Rows of a matrix that an index names, as the ops with an argument `rows` read them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def indexed_rows(matrix: Tensor, rows: Tensor | None, group_sizes: Tensor) -> Tensor:
+    """Returns matrix[rows[i]] for the rows of groups, zeros where rows[i] is -1, and zeros for the tail."""
+    if rows is None:
+        return matrix
+    taken = matrix.new_zeros(rows.shape[0], matrix.shape[1])
+    places = (rows[: int(group_sizes.sum())] != -1).nonzero()[:, 0]
+    taken[places] = matrix[rows[places].long()]
+    return taken
