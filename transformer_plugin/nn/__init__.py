@@ -1,6 +1,7 @@
 """Modules with plain parameters and ordinary state dicts. A recipe selects the number formats of their products."""
 
 from transformer_plugin.launch import LaunchOptions
+from transformer_plugin.nn._slots import Slots
 from transformer_plugin.nn.convert import convert
 from transformer_plugin.nn.delayed import reduce_amax
 from transformer_plugin.nn.exchange import DispatchConfig
@@ -28,6 +29,7 @@ __all__ = [
     "RMSNorm",
     "RouterConfig",
     "Routing",
+    "Slots",
     "TopKRouter",
     "convert",
     "quantized_init",
