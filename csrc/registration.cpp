@@ -241,9 +241,10 @@ TORCH_LIBRARY(transformer_plugin, m) {
   // fixed capacity (routing/slots_args.h); indices outside the experts are masked.
   // router_logits: input [T, H] x weight [E, H] transposed, summed and kept in FP32.
   m.def("router_logits(Tensor input, Tensor weight) -> Tensor");
+  m.def("router_logits_with_tokens(Tensor(a) input, Tensor weight) -> (Tensor logits, Tensor(a) tokens)");
   m.def(
-      "router_logits_backward(Tensor grad, Tensor input, Tensor weight, bool for_input=True, bool for_weight=True) -> "
-      "(Tensor grad_input, Tensor grad_weight)");
+      "router_logits_backward(Tensor grad, Tensor input, Tensor weight, bool for_input=True, bool for_weight=True, "
+      "Tensor? grad_tokens=None) -> (Tensor grad_input, Tensor grad_weight)");
   m.def(
       "topk_router(Tensor logits, Tensor? expert_bias, int topk, str score_function=\"softmax\", "
       "bool pre_softmax=False, int num_groups=1, int group_topk=1, float scaling_factor=1.0, "

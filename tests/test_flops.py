@@ -137,6 +137,7 @@ TABLE: dict[str, tuple[Callable[[], object], int]] = {
     ),
     "linear_out": (lambda: ops.linear_out(of(T, K), of(N, K), of(T, N)), PRODUCT),
     "router_logits": (lambda: ops.router_logits(of(T, K), of(N, K)), PRODUCT),
+    "router_logits_with_tokens": (lambda: ops.router_logits_with_tokens(of(T, K), of(N, K)), PRODUCT),
     "router_logits_backward": (
         lambda: ops.router_logits_backward(of(T, N), of(T, K).bfloat16(), of(N, K).bfloat16()),
         2 * PRODUCT,

@@ -110,6 +110,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "linear": _linear,
     "linear_scaled": _linear,
     "router_logits": _linear,
+    "router_logits_with_tokens": _linear,
     "router_logits_backward": _router_logits_backward,
     "norm_linear": _norm_linear,
     "grouped_linear": _grouped_linear,

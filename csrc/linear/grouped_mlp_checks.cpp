@@ -7,6 +7,7 @@
 #include "linear/main_grad.h"
 #include "linear/quantized_weight.h"
 #include "quantize/ops/checks.h"
+#include "quantize/ops/group_tables.h"
 
 namespace transformer_plugin::linear {
 
@@ -96,6 +97,11 @@ OperandFormats check_grouped_mlp(const MlpArguments& mlp, std::string_view input
 
 // Both GEMMs have the same rows in the same groups, so one check serves them.
 void check_quantizable(const MlpArguments& mlp, const OperandFormats& formats, bool columns) {
+  if (mlp.rows.given() && !formats.input.is_quantized()) {
+    if (!has_memory(mlp.input) || !has_memory(mlp.rows.source)) return;
+    const int64_t rows = mlp.rows.source.size(0);
+    return quantize::check_group_values_of({mlp.op, "input", mlp.input}, rows, mlp.group_sizes, 1);
+  }
   const std::optional<Tensor> sizes = mlp.group_sizes, none;
   // The sizes of the rows without their memory; by the dispatcher, for a tracer.
   const auto rows_of_tokens = [&] {

@@ -1,5 +1,9 @@
-// router_logits and router_logits_backward: checks, the products, and the gradient (routing/router_logits.h).
+// router_logits, router_logits_with_tokens and router_logits_backward: checks, the products, and the gradients
+// (routing/router_logits.h).
 #include "routing/router_logits.h"
+
+#include <ATen/ops/clone.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 
 #include <tuple>
 
@@ -13,14 +17,14 @@ namespace transformer_plugin::routing {
 namespace {
 
 using at::Tensor;
-using gemm::dense_gemm;
 using gemm::sum_dtype;
 using gemm::transposed_view;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 using TwoTensors = std::tuple<Tensor, Tensor>;
 
-constexpr const char *kOp = "router_logits", *kBackwardOp = "router_logits_backward";
+constexpr const char *kOp = "router_logits", *kWithTokensOp = "router_logits_with_tokens",
+                     *kBackwardOp = "router_logits_backward";
 
 void check_operands(const char* op, const Tensor& input, const Tensor& weight) {
   const Argument input_argument{op, "input", input}, weight_argument{op, "weight", weight};
@@ -38,7 +42,8 @@ Tensor router_logits_output(const Tensor& input, const Tensor& weight) {
   return empty(input, {input.sym_size(0), weight.sym_size(0)}, sum_dtype(input.scalar_type()));
 }
 
-void check_backward(const Tensor& grad, const Tensor& input, const Tensor& weight) {
+void check_backward(const Tensor& grad, const Tensor& input, const Tensor& weight, bool for_input,
+                    OptionalTensorArg grad_tokens) {
   check_operands(kBackwardOp, input, weight);
   const Argument grad_argument{kBackwardOp, "grad", grad}, input_argument{kBackwardOp, "input", input};
   check_dtype(grad_argument, {sum_dtype(input.scalar_type())});
@@ -46,14 +51,23 @@ void check_backward(const Tensor& grad, const Tensor& input, const Tensor& weigh
   check_same_device(grad_argument, input_argument);
   check_size(grad_argument, 0, input.sym_size(0), "the rows of 'input'");
   check_size(grad_argument, 1, weight.sym_size(0), "the rows of 'weight'");
+  if (!grad_tokens) return;
+  const Argument tokens_argument{kBackwardOp, "grad_tokens", *grad_tokens};
+  check_dtype(tokens_argument, {input.scalar_type()});
+  check_dim(tokens_argument, 2);
+  check_same_device(tokens_argument, input_argument);
+  check_size(tokens_argument, 0, input.sym_size(0), "the rows of 'input'");
+  check_size(tokens_argument, 1, input.sym_size(1), "the columns of 'input'");
+  TP_CHECK_VALUE(for_input, kBackwardOp, "grad_tokens", "None without the gradient of 'input'",
+                 describe(*grad_tokens), "Pass for_input=True");
 }
 
 // A gradient that was not asked for.
 Tensor no_gradient(const Tensor& like) { return empty(like, {0}, like.scalar_type()); }
 
 TwoTensors router_logits_backward_meta(const Tensor& grad, const Tensor& input, const Tensor& weight,
-                                       bool for_input, bool for_weight) {
-  check_backward(grad, input, weight);
+                                       bool for_input, bool for_weight, OptionalTensorArg grad_tokens) {
+  check_backward(grad, input, weight, for_input, grad_tokens);
   const auto alike = [](const Tensor& like) { return empty(like, like.sym_sizes(), like.scalar_type()); };
   return {for_input ? alike(input) : no_gradient(input), for_weight ? alike(weight) : no_gradient(weight)};
 }
@@ -61,7 +75,14 @@ TwoTensors router_logits_backward_meta(const Tensor& grad, const Tensor& input, 
 Tensor router_logits(const Tensor& input, const Tensor& weight) {
   check_operands(kOp, input, weight);
   const BelowAutograd guard;
-  return dense_gemm(input, transposed_view(weight), std::nullopt, sum_dtype(input.scalar_type()));
+  return gemm::dense_gemm(input, transposed_view(weight), std::nullopt, sum_dtype(input.scalar_type()));
+}
+
+// a @ b, plus `addend` if it is defined, in whose memory the result then is. Rounded once.
+Tensor product(const Tensor& a, const Tensor& b, at::ScalarType dtype, const Tensor& addend = {}) {
+  if (!addend.defined()) return gemm::dense_gemm(a, b, std::nullopt, dtype);
+  gemm::dense_gemm_out(a, b, std::nullopt, std::nullopt, std::nullopt, addend, /*accumulate=*/true);
+  return addend;
 }
 
 uint16_t* bits_of(const Tensor& tensor) { return static_cast<uint16_t*>(tensor.mutable_data_ptr()); }
@@ -109,37 +130,49 @@ Tensor add_halves(const Tensor& sums, const Tensor& weight) {
 }
 
 TwoTensors gradients_from_parts(const Tensor& grad, const Tensor& input, const Tensor& weight, bool for_input,
-                                bool for_weight) {
+                                bool for_weight, const Tensor& addend) {
   TwoTensors results{no_gradient(input), no_gradient(weight)};
   if (!for_input && !for_weight) return results;
   auto& [grad_input, grad_weight] = results;
   const Parts parts = split_gradient(grad, weight, for_input);
-  if (for_input) grad_input = dense_gemm(parts.grad, parts.weight_twice, std::nullopt, at::kBFloat16);
+  if (for_input) grad_input = product(parts.grad, parts.weight_twice, at::kBFloat16, addend);
   if (for_weight) {
-    grad_weight =
-        add_halves(dense_gemm(transposed_view(parts.grad), input, std::nullopt, at::kFloat), weight);
+    grad_weight = add_halves(product(transposed_view(parts.grad), input, at::kFloat), weight);
   }
   return results;
 }
 
 // FP16 operands are converted, because parts in FP16 would underflow.
 TwoTensors wide_gradients(const Tensor& grad, const Tensor& input, const Tensor& weight, bool for_input,
-                          bool for_weight) {
+                          bool for_weight, const Tensor& addend) {
   TwoTensors results{no_gradient(input), no_gradient(weight)};
   auto& [grad_input, grad_weight] = results;
   const at::ScalarType dtype = input.scalar_type(), wide = grad.scalar_type();
-  if (for_input) grad_input = dense_gemm(grad, weight.to(wide), std::nullopt, wide).to(dtype);
-  if (for_weight)
-    grad_weight = dense_gemm(transposed_view(grad), input.to(wide), std::nullopt, wide).to(dtype);
+  if (for_input) grad_input = product(grad, weight.to(wide), dtype, addend);
+  if (for_weight) grad_weight = product(transposed_view(grad), input.to(wide), dtype);
   return results;
 }
 
-TwoTensors router_logits_backward(const Tensor& grad, const Tensor& input, const Tensor& weight,
-                                  bool for_input, bool for_weight) {
-  check_backward(grad, input, weight);
+// `addend`: what is added to the gradient of the input, which is written into its memory; or undefined.
+TwoTensors gradients_below_autograd(const Tensor& grad, const Tensor& input, const Tensor& weight,
+                                    bool for_input, bool for_weight, const Tensor& addend) {
   const BelowAutograd guard;
   const auto gradients = input.scalar_type() == at::kBFloat16 ? &gradients_from_parts : &wide_gradients;
-  return gradients(grad, input, weight, for_input, for_weight);
+  return gradients(grad, input, weight, for_input, for_weight, addend);
+}
+
+TwoTensors router_logits_backward(const Tensor& grad, const Tensor& input, const Tensor& weight,
+                                  bool for_input, bool for_weight, OptionalTensorArg grad_tokens) {
+  check_backward(grad, input, weight, for_input, grad_tokens);
+  const Tensor addend = grad_tokens ? at::clone(*grad_tokens, at::MemoryFormat::Contiguous) : Tensor();
+  return gradients_below_autograd(grad, input, weight, for_input, for_weight, addend);
+}
+
+TwoTensors call_backward(const Tensor& grad, const Tensor& input, const Tensor& weight, bool for_input,
+                         bool for_weight, OptionalTensorArg grad_tokens = std::nullopt) {
+  using Signature = TwoTensors(const Tensor&, const Tensor&, const Tensor&, bool, bool, OptionalTensorArg);
+  static const auto op = find_op<Signature>(kBackwardOp);
+  return op.call(grad, input, weight, for_input, for_weight, grad_tokens);
 }
 
 Tensor call_router_logits(const Tensor& input, const Tensor& weight) {
@@ -159,11 +192,9 @@ class RouterLogitsFunction : public DifferentiableOnce<RouterLogitsFunction> {
   }
 
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
-    using Signature = TwoTensors(const Tensor&, const Tensor&, const Tensor&, bool, bool);
-    static const auto op = find_op<Signature>(kBackwardOp);
     const variable_list saved = ctx->get_saved_variables();
     const bool for_input = ctx->needs_input_grad(0), for_weight = ctx->needs_input_grad(1);
-    const auto [grad_input, grad_weight] = op.call(grads[0], saved[0], saved[1], for_input, for_weight);
+    const auto [grad_input, grad_weight] = call_backward(grads[0], saved[0], saved[1], for_input, for_weight);
     return {for_input ? grad_input : Tensor(), for_weight ? grad_weight : Tensor()};
   }
 };
@@ -174,11 +205,58 @@ Tensor router_logits_autograd(const Tensor& input, const Tensor& weight) {
   return call_router_logits(input, weight);
 }
 
+// Whether nothing else refers to a gradient, so that its memory may hold the result. autograd asks the same
+// before it adds gradients in place. Tracers and modes such as the counter of FLOPs are to see an op.
+bool is_unshared(const Tensor& grad) {
+  return grad.use_count() == 1 && has_memory(grad) && grad.has_storage() && grad.storage().use_count() == 1 &&
+         grad.is_contiguous() && !grad.requires_grad() && !c10::impl::TorchDispatchModeTLS::any_modes_set();
+}
+
+class RouterLogitsWithTokensFunction : public DifferentiableOnce<RouterLogitsWithTokensFunction> {
+ public:
+  static constexpr const char* kName = "router_logits_with_tokens";
+  static constexpr bool is_traceable = true;
+
+  // torch returns a view of an input that is an output.
+  static variable_list forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight) {
+    ctx->save_for_backward({input, weight});
+    ctx->set_materialize_grads(false);
+    const BelowAutograd guard;
+    return {call_router_logits(input, weight), input};
+  }
+
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
+    const Tensor &grad = grads[0], &grad_tokens = grads[1];
+    if (!grad.defined()) return {grad_tokens, Tensor()};
+    const variable_list saved = ctx->get_saved_variables();
+    const Tensor &input = saved[0], &weight = saved[1];
+    const bool for_weight = ctx->needs_input_grad(1);
+    const bool in_place = grad_tokens.defined() && is_unshared(grad_tokens) && has_memory(grad) &&
+                          has_memory(input) && has_memory(weight);
+    if (in_place) check_backward(grad, input, weight, true, grad_tokens);
+    const auto [grad_input, grad_weight] =
+        in_place ? gradients_below_autograd(grad, input, weight, true, for_weight, grad_tokens)
+                 : call_backward(grad, input, weight, true, for_weight, as_optional(grad_tokens));
+    return {grad_input, for_weight ? grad_weight : Tensor()};
+  }
+};
+
+// Without a gradient of the input the tokens are the input itself, unless its memory holds negated values.
+TwoTensors router_logits_with_tokens(const Tensor& given, const Tensor& weight) {
+  check_operands(kWithTokensOp, given, weight);
+  const Tensor input = given.resolve_neg();
+  if (!any_wants_grad(input)) return {call_router_logits(input, weight), input};
+  const variable_list results = RouterLogitsWithTokensFunction::apply(input, weight);
+  return {results[0], results[1]};
+}
+
 }  // namespace
 
 TP_IMPL(kOp, router_logits, router_logits_output, router_logits_autograd);
 // router_logits_backward has no Autograd registration.
 TP_IMPL_CPU_CUDA(kBackwardOp, router_logits_backward);
 TP_IMPL_FOR(Meta, kBackwardOp, router_logits_backward_meta);
+// One function for all backends, above autograd: tracers see router_logits, and a view of the input.
+TP_IMPL_FOR(CompositeImplicitAutograd, kWithTokensOp, router_logits_with_tokens);
 
 }  // namespace transformer_plugin::routing

@@ -64,6 +64,7 @@ CALLS: list[tuple[str, Callable[[], Tensor]]] = [
     ("permute_weights", lambda: permuted("permute_weights")),
     ("topk_router", lambda: ops.topk_router(of(T, 4), None, 2)[0]),
     ("router_logits", lambda: ops.router_logits(of(T, K), of(N, K))),
+    ("router_logits_with_tokens", lambda: ops.router_logits_with_tokens(of(T, K), of(N, K))[0]),
     ("router_scores", lambda: ops.router_scores(of(T, 4))),
     ("assign_weighted_slots", lambda: ops.assign_weighted_slots(INDICES, of(T, 1), 0, G, T)[4]),
     ("aux_loss", aux_loss),

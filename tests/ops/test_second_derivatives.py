@@ -44,6 +44,7 @@ ONCE: dict[str, OnceOrTwice] = {
     ),
     "linear": (lambda t: ops.linear(t["x"], t["w"][0], None, *FORMATS), ("x", "w")),
     "router_logits": (lambda t: ops.router_logits(t["x"], t["w"][0]), ("x", "w")),
+    "router_logits_with_tokens": (lambda t: ops.router_logits_with_tokens(t["x"], t["w"][0])[0], ("x", "w")),
     "norm_linear": (
         lambda t: ops.norm_linear(t["x"], t["row"], None, t["w"][0], t["bias"], 1e-5)[0],
         ("x", "row", "w"),

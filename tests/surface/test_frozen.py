@@ -60,6 +60,8 @@ def test_host_ops_are_few() -> None:
 
 @by_op
 def test_op_has_a_kernel_for_every_backend(name: str) -> None:
+    if has_kernel(f"{NAMESPACE}::{name}", "CompositeImplicitAutograd"):
+        return  # one function for all of them, which calls other ops
     keys = ["CPU", "Meta"]
     if has_kernel(f"{NAMESPACE}::swiglu", "CUDA"):  # only if built with CUDA
         keys.append("CUDA")

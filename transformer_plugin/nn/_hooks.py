@@ -27,19 +27,17 @@ from torch.nn.modules import module as of_all_modules
 _READ_FRAMES = frozenset(("locals", "vars", "eval", "exec", "dir", "_getframe", "currentframe", "stack"))
 
 
-def have_hooks(first: torch.nn.Module, second: torch.nn.Module) -> bool:
-    """Whether torch would call any hook of the two layers."""
-    return bool(
-        first._forward_pre_hooks
-        or first._forward_hooks
-        or first._backward_pre_hooks
-        or first._backward_hooks
-        or second._forward_pre_hooks
-        or second._forward_hooks
-        or second._backward_pre_hooks
-        or second._backward_hooks
-        or of_all_modules._has_any_global_hook()
-    )
+def have_hooks(*layers: torch.nn.Module) -> bool:
+    """Whether torch would call any hook of the layers."""
+    for layer in layers:
+        if (
+            layer._forward_pre_hooks
+            or layer._forward_hooks
+            or layer._backward_pre_hooks
+            or layer._backward_hooks
+        ):
+            return True
+    return bool(of_all_modules._has_any_global_hook())
 
 
 def allow_one_op(first: torch.nn.Module, second: torch.nn.Module) -> bool:

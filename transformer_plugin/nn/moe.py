@@ -19,7 +19,7 @@ from transformer_plugin.nn._recipe import DTYPES, RowRules, formats_of, row_rule
 from transformer_plugin.nn.exchange import DispatchConfig, GroupExchange, LocalExchange
 from transformer_plugin.nn.grouped_mlp import GroupedMLP
 from transformer_plugin.nn.quantized_parameters import chosen_recipe
-from transformer_plugin.nn.router import RouterConfig, TopKRouter
+from transformer_plugin.nn.router import RouterConfig, TopKRouter, returns_tokens
 from transformer_plugin.parallel._ranks import group_and_mesh, mesh_of
 from transformer_plugin.parallel._shard_experts import shard_experts
 from transformer_plugin.parallel._wrapping import install_wrapper_checks
@@ -226,7 +226,10 @@ class MoE(LaunchedModule):
         if dgrad_out is not None:
             input = with_gradient_into(type(self).__name__, input, dgrad_out)
             tokens = self._tokens(input)
-        routing = self.router(tokens)
+        if returns_tokens(self.router):
+            routing, tokens = self.router.route(tokens)
+        else:
+            routing = self.router(tokens)
         routed = (operand(tokens), routing.indices, routing.weights)
         output, received = self._aligned_exchange().run(self.experts, *routed)
         if input.dim() != 2:

@@ -15,6 +15,7 @@ from torch.nn import Parameter
 
 from transformer_plugin import ops
 from transformer_plugin.nn._attributes import fixed
+from transformer_plugin.nn._hooks import have_hooks
 from transformer_plugin.nn._module import PluginModule, layer_forward, serializable
 from transformer_plugin.nn._recipe import DTYPES, keep_float32
 from transformer_plugin.ops.routing import ScoreFunction
@@ -210,6 +211,14 @@ class Routing(NamedTuple):
     expert_load: Tensor
 
 
+def returns_tokens(router: Any) -> bool:
+    """Whether calling the router runs :meth:`TopKRouter.forward` and nothing else, so that :meth:`TopKRouter.route` may
+    be called in its place."""
+    kind = type(router)
+    same = getattr(kind, "forward", None) is TopKRouter.forward and kind.__call__ is torch.nn.Module.__call__
+    return same and "forward" not in router.__dict__ and not have_hooks(router)
+
+
 class TopKRouter(PluginModule):
     """Scores each token against each expert and keeps the best ``topk``.
 
@@ -294,12 +303,35 @@ class TopKRouter(PluginModule):
     @layer_forward
     def forward(self, tokens: Tensor) -> Routing:
         """Routes ``tokens [T, H]``."""
-        config = self.config
-        logits = self._logits(tokens)
+        tokens, weight = self._operands(tokens)
+        return self._routing(ops.router_logits(tokens, weight))
+
+    @layer_forward
+    def route(self, tokens: Tensor) -> tuple[Routing, Tensor]:
+        """Routes ``tokens [T, H]`` without calling hooks, and returns the tokens for what else reads them.
+
+        In place of a sum by autograd, the router's backward adds the gradient of what is returned to its own
+        (:func:`transformer_plugin.ops.router_logits_with_tokens`), if it multiplies the tokens as they are.
+        """
+        operand, weight = self._operands(tokens)
+        if operand is not tokens:
+            return self._routing(ops.router_logits(operand, weight)), tokens
+        logits, tokens = ops.router_logits_with_tokens(tokens, weight)
+        return self._routing(logits), tokens
+
+    def _operands(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        weight = self.weight
+        alike = tokens.dtype == weight.dtype and tokens.dtype in DTYPES
+        if self._config.router_dtype is None and alike:
+            return tokens, weight
+        return tokens.float(), weight.float()
+
+    def _routing(self, logits: Tensor) -> Routing:
+        config = self._config
         weights, indices = ops.topk_router(
             logits,
             self.expert_bias,
-            self.topk,
+            self._topk,
             config.score_function,
             config.pre_softmax,
             config.num_groups,
@@ -309,13 +341,6 @@ class TopKRouter(PluginModule):
         )
         load = ops.count_tokens_per_expert(indices, self.num_experts)
         return Routing(indices, weights, self._aux_loss(logits, load), load)
-
-    def _logits(self, tokens: Tensor) -> Tensor:
-        weight = self.weight
-        alike = tokens.dtype == weight.dtype and tokens.dtype in DTYPES
-        if self.config.router_dtype is None and alike:
-            return ops.router_logits(tokens, weight)
-        return ops.router_logits(tokens.float(), weight.float())
 
     def _aux_loss(self, logits: Tensor, load: Tensor) -> Tensor:
         if self.config.aux_loss_coeff == 0:

@@ -34,6 +34,7 @@ __all__ = [
     "count_tokens_per_expert",
     "router_logits",
     "router_logits_backward",
+    "router_logits_with_tokens",
     "router_scores",
     "router_scores_backward",
     "topk_router",
@@ -68,8 +69,32 @@ def router_logits(input: Tensor, weight: Tensor) -> Tensor:
     return _ops.router_logits.default(input, weight)
 
 
+def router_logits_with_tokens(input: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """:func:`router_logits`, and the input again for what else reads it, such as the experts.
+
+    The backward gets the gradients of both results, and adds that of the tokens in the product which computes the
+    gradient of ``input``: rounded once, and without the pass in which autograd would add the two. It writes the sum
+    into the memory of the gradient of the tokens where nothing else refers to that.
+
+    Args:
+        input, weight: as for :func:`router_logits`.
+
+    Returns:
+        The logits; and ``input``, or a view of it if its gradient is recorded, which may not be modified in place.
+
+    Raises:
+        TypeError, ValueError: as for :func:`router_logits`.
+    """
+    return _ops.router_logits_with_tokens.default(input, weight)
+
+
 def router_logits_backward(
-    grad: Tensor, input: Tensor, weight: Tensor, for_input: bool = True, for_weight: bool = True
+    grad: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    for_input: bool = True,
+    for_weight: bool = True,
+    grad_tokens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of :func:`router_logits`: ``grad @ weight`` and ``grad.T @ input``, summed in float32 (float64 for
     float64) and rounded once.
@@ -84,6 +109,8 @@ def router_logits_backward(
         grad: ``[T, E]`` float32 (float64 for float64), the gradient of the logits. Any strides.
         input, weight: what the forward was given.
         for_input, for_weight: which gradients to compute.
+        grad_tokens: ``[T, H]`` in the dtype of ``input``, another gradient of it, which is added before the sum is
+            rounded: that of the tokens of :func:`router_logits_with_tokens`. Any strides. Only with ``for_input``.
 
     Returns:
         The gradients of ``input [T, H]`` and of ``weight [E, H]`` in their dtype; ``[0]`` for one that is not computed.
@@ -91,7 +118,7 @@ def router_logits_backward(
     Raises:
         TypeError: another dtype. ValueError: not 2-D, sizes that disagree, another device.
     """
-    return _ops.router_logits_backward.default(grad, input, weight, for_input, for_weight)
+    return _ops.router_logits_backward.default(grad, input, weight, for_input, for_weight, grad_tokens)
 
 
 def topk_router(

@@ -17,6 +17,7 @@ __all__ = [
     "permute_weights_backward",
     "router_logits",
     "router_logits_backward",
+    "router_logits_with_tokens",
     "router_scores",
     "topk_router",
     "unpermute",
@@ -80,16 +81,27 @@ def router_logits(input: Tensor, weight: Tensor) -> Tensor:
     return input.to(wide) @ weight.to(wide).T
 
 
+def router_logits_with_tokens(input: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The logits, and the input again."""
+    return router_logits(input, weight), input
+
+
 def router_logits_backward(
-    grad: Tensor, input: Tensor, weight: Tensor, for_input: bool = True, for_weight: bool = True
+    grad: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    for_input: bool = True,
+    for_weight: bool = True,
+    grad_tokens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Multiplies the gradient; with bfloat16 operands its two parts, and adds the products."""
+    """Multiplies the gradient; with bfloat16 operands its two parts, and adds the products. Adds the gradient of the
+    tokens before rounding."""
     wide = sum_dtype(input.dtype)
     parts = bfloat16_parts(grad) if input.dtype == torch.bfloat16 else (grad,)
     grads = [input.new_empty(0), weight.new_empty(0)]
     if for_input:
         products = torch.cat(parts, 1).to(wide) @ torch.cat([weight] * len(parts)).to(wide)
-        grads[0] = products.to(input.dtype)
+        grads[0] = (products if grad_tokens is None else products + grad_tokens.to(wide)).to(input.dtype)
     if for_weight:
         halves = torch.stack([part.to(wide).T @ input.to(wide) for part in parts])
         grads[1] = halves.sum(0).to(weight.dtype)

@@ -209,7 +209,9 @@ def _routing_calls(draw: Draw) -> Calls:
         product = {"input": draw(tokens, K, dtype=dtype), "weight": draw(experts, K, dtype=dtype)}
         name, both = str(dtype).removeprefix("torch."), {"for_input": True, "for_weight": True}
         yield "router_logits", name, product
-        yield "router_logits_backward", name, {"grad": logits, **product, **both}
+        yield "router_logits_with_tokens", name, product
+        addend = {"grad_tokens": draw(tokens, K, dtype=dtype)}
+        yield "router_logits_backward", name, {"grad": logits, **product, **both, **addend}
     score = {"score_function": "sigmoid"}
     groups = {"num_groups": 4, "group_topk": 2, "scaling_factor": 2.0}
     router = {"logits": logits, "topk": topk, "pre_softmax": False}
