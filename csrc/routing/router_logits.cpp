@@ -78,7 +78,8 @@ Tensor router_logits(const Tensor& input, const Tensor& weight) {
   return gemm::dense_gemm(input, transposed_view(weight), std::nullopt, sum_dtype(input.scalar_type()));
 }
 
-// a @ b, plus `addend` if it is defined, in whose memory the result then is. Rounded once.
+// a @ b, plus `addend` if it is defined, in whose memory the result then is. Rounded once,
+// but cuBLAS rounds a bfloat16 product before it adds.
 Tensor product(const Tensor& a, const Tensor& b, at::ScalarType dtype, const Tensor& addend = {}) {
   if (!addend.defined()) return gemm::dense_gemm(a, b, std::nullopt, dtype);
   gemm::dense_gemm_out(a, b, std::nullopt, std::nullopt, std::nullopt, addend, /*accumulate=*/true);

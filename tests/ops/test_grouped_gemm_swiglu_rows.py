@@ -42,8 +42,8 @@ def test_indexed_rows_equal_a_copy(case: Case, device: torch.device) -> None:
 def test_an_entry_of_minus_one_is_a_row_of_zeros(case: Case, device: torch.device) -> None:
     arguments, rows, copied = with_indexed_rows(case, device, 0)
     end = int(arguments[2].sum())
-    rows[: end : 3] = -1
-    copied[: end : 3] = 0
+    rows[:end:3] = -1
+    copied[:end:3] = 0
     got = ops.grouped_gemm_swiglu(*arguments, rows=rows)
     for result, equal in zip(got, ops.grouped_gemm_swiglu(copied, *arguments[1:]), strict=True):
         assert_same_bits(result, equal)
@@ -82,12 +82,16 @@ def test_opcheck(case: Case, device: torch.device) -> None:
 def test_wrong_rows(device: torch.device) -> None:
     a, b, sizes = torch.ones(4, 8, device=device), torch.ones(2, 16, 8, device=device), [2, 3]
     group_sizes = torch.tensor(sizes, device=device)
-    with pytest.raises(TypeError, match="grouped_gemm_swiglu: argument 'rows': expected .*int32"):
+    with pytest.raises(TypeError, match=r"grouped_gemm_swiglu: argument 'rows': expected .*int32"):
         ops.grouped_gemm_swiglu(a, b, group_sizes, rows=torch.zeros(5, device=device))
-    with pytest.raises(ValueError, match="grouped_gemm_swiglu: argument 'probs': expected .*rows of 'rows'"):
+    with pytest.raises(ValueError, match=r"grouped_gemm_swiglu: argument 'probs': expected .*rows of 'rows'"):
         ops.grouped_gemm_swiglu(
-            a, b, group_sizes, torch.ones(4, device=device), rows=torch.zeros(5, dtype=torch.int32, device=device)
+            a,
+            b,
+            group_sizes,
+            torch.ones(4, device=device),
+            rows=torch.zeros(5, dtype=torch.int32, device=device),
         )
     if device.type == "cpu":
-        with pytest.raises(ValueError, match="grouped_gemm_swiglu: argument 'rows': expected .*got 4 at 1"):
+        with pytest.raises(ValueError, match=r"grouped_gemm_swiglu: argument 'rows': expected .*got 4 at 1"):
             ops.grouped_gemm_swiglu(a, b, group_sizes, rows=torch.tensor([0, 4, 0, 0, 0]))

@@ -28,11 +28,7 @@ from tests.ops.test_linear_ops import NONE, RECIPES, keys
 from transformer_plugin import ops
 from transformer_plugin.formats import Format
 from transformer_plugin.testing.cases import FLOAT_DTYPES
-from transformer_plugin.testing.gemm_cases import (
-    in_fp8_units,
-    quantized_arguments,
-    wgrad_arguments,
-)
+from transformer_plugin.testing.gemm_cases import in_fp8_units, quantized_arguments, wgrad_arguments
 from transformer_plugin.testing.numerics import assert_rounded_sum
 
 # Cases by default; and, for each product, parts that can run on several workers, and cases of each part.

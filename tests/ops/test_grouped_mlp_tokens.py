@@ -129,7 +129,9 @@ def test_forward_keeps_tokens_and_not_rows(device: torch.device) -> None:
     given = operands(device, torch.bfloat16, False)
     saved: list[tuple[int, ...]] = []
     x, fc1, fc2 = (given[name].requires_grad_() for name in ("input", "fc1_weight", "fc2_weight"))
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(tuple(t.shape)), t)[1], lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: (saved.append(tuple(t.shape)), t)[1], lambda t: t
+    ):
         ops.grouped_mlp(x, fc1, fc2, sizes, probs, slot=slot, source=source)
     assert (source.shape[0], HIDDEN) not in saved and (TOKENS, HIDDEN) in saved
     assert saved.count((source.shape[0], 2 * FFN)) == 1 and saved.count((source.shape[0], FFN)) == 1
@@ -205,13 +207,17 @@ def test_wrong_maps(device: torch.device) -> None:
     slot, source, sizes, probs = routed(device)
     given = operands(device, torch.bfloat16, False)
     arguments = (given["input"], given["fc1_weight"], given["fc2_weight"], sizes, probs)
-    with pytest.raises(ValueError, match="grouped_mlp: argument 'source': expected both maps .* got one of them"):
+    with pytest.raises(
+        ValueError, match=r"grouped_mlp: argument 'source': expected both maps .* got one of them"
+    ):
         ops.grouped_mlp(*arguments, slot=slot)
-    with pytest.raises(ValueError, match="grouped_mlp: argument 'slot': expected both maps"):
+    with pytest.raises(ValueError, match=r"grouped_mlp: argument 'slot': expected both maps"):
         ops.grouped_mlp(*arguments, source=source)
-    with pytest.raises(TypeError, match="grouped_mlp: argument 'slot': expected .*int32"):
+    with pytest.raises(TypeError, match=r"grouped_mlp: argument 'slot': expected .*int32"):
         ops.grouped_mlp(*arguments, slot=slot.long(), source=source)
-    with pytest.raises(ValueError, match="grouped_mlp: argument 'slot': expected .*the rows of 'input'"):
+    with pytest.raises(ValueError, match=r"grouped_mlp: argument 'slot': expected .*the rows of 'input'"):
         ops.grouped_mlp(*arguments, slot=slot[1:], source=source)
-    with pytest.raises(ValueError, match="grouped_mlp: argument 'probs': expected .*the entries of 'source'"):
+    with pytest.raises(
+        ValueError, match=r"grouped_mlp: argument 'probs': expected .*the entries of 'source'"
+    ):
         ops.grouped_mlp(*arguments, slot=slot, source=source[16:].contiguous())

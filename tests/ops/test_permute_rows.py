@@ -52,9 +52,9 @@ def test_opcheck(device: torch.device) -> None:
 def test_wrong_arguments(device: torch.device) -> None:
     tokens = torch.randn(6, 8, device=device)
     slot, source, *_ = ops.assign_slots(torch.zeros(6, 2, dtype=torch.int64, device=device), 0, 3, 20, 1)
-    with pytest.raises(ValueError, match="permute_rows: argument 'slot': expected .*the rows of 'tokens'"):
+    with pytest.raises(ValueError, match=r"permute_rows: argument 'slot': expected .*the rows of 'tokens'"):
         ops.permute_rows(tokens[1:], slot, source)
-    with pytest.raises(TypeError, match="permute_rows: argument 'source': expected .*int32"):
+    with pytest.raises(TypeError, match=r"permute_rows: argument 'source': expected .*int32"):
         ops.permute_rows(tokens, slot, source.long())
-    with pytest.raises(TypeError, match="permute_rows: argument 'tokens'"):
+    with pytest.raises(TypeError, match=r"permute_rows: argument 'tokens'"):
         ops.permute_rows(tokens.to(torch.int8), slot, source)

@@ -171,9 +171,8 @@ class GroupedMLP(LaunchedModule):
         group_sizes = sizes_tensor(group_sizes, input)
         if is_one_op:
             return self._fused(input, group_sizes, probs, out, dgrad_out)
-        if self._can_fuse(fc1, fc2):
-            if out is None and dgrad_out is None and allow_one_op(fc1, fc2):
-                return self._fused_with_hooks(input, group_sizes, probs)
+        if out is None and dgrad_out is None and self._can_fuse(fc1, fc2) and allow_one_op(fc1, fc2):
+            return self._fused_with_hooks(input, group_sizes, probs)
         if input.dim() == 2 and (
             probs.shape != input.shape[:1] or probs.dtype != torch.float32 or probs.device != input.device
         ):

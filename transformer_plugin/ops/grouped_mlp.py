@@ -78,33 +78,29 @@ def grouped_mlp(
         group_sizes: int32 or int64 ``[G]``. For a backward with ``nvfp4`` multiples of 16, as T.
         probs: float32 ``[T]``: the factor of a row's activation, and of its second bias.
         fc1_bias, fc2_bias: ``[G, 2F]`` and ``[G, H]``, any float dtype.
-        input_format, weight_format, grad_format: as for :func:`~transformer_plugin.ops.grouped_linear`, the same for
-            both products. For ``mxfp8`` H and F are multiples of 32, for ``nvfp4`` of 16.
-        quantized_fc1_weight, quantized_fc2_weight: what :func:`~transformer_plugin.ops.quantize_weight` made of the
-            weights with these formats, both, either or none: the same bits. The weight is then not read.
-        interleave: 0, or 32: gate and linear part alternate in blocks of 32 rows of ``fc1_weight`` and ``fc1_bias``; F
-            is then a multiple of 32. With formats, forward and backward copy ``[T, 2F]`` into the other order.
-        max_sms, expected_rows: as for :func:`~transformer_plugin.ops.grouped_linear`, as is ``formats.resolve``.
-        fc1_main_grad, fc2_main_grad, accumulate, weight_grad: likewise, with both buffers, either or none.
-        fc1_wgrad_queue, fc2_wgrad_queue: likewise, a queue for each weight.
-        dgrad_out: where the backward writes the gradient of ``input``, as for
-            :func:`~transformer_plugin.ops.grouped_linear`. With ``slot`` it is copied there.
-        slot, source: int32 ``[tokens, K]`` and ``[T]``, both from :func:`~transformer_plugin.ops.assign_weighted_slots`
-            or :func:`~transformer_plugin.ops.assign_slots`, or neither. ``input`` then is ``[tokens, H]``; T is the
-            capacity.
+        input_format, weight_format, grad_format: as for :func:`~transformer_plugin.ops.grouped_linear`, for both
+            products. For ``mxfp8`` H and F are multiples of 32, for ``nvfp4`` of 16.
+        quantized_fc1_weight, quantized_fc2_weight: from :func:`~transformer_plugin.ops.quantize_weight`, read instead.
+        interleave: 0, or 32: gate and linear part alternate in blocks of 32 rows of ``fc1_weight`` and ``fc1_bias``.
+        max_sms, expected_rows, fc1_main_grad, fc2_main_grad, accumulate, weight_grad: as for
+            :func:`~transformer_plugin.ops.grouped_linear`, as is ``formats.resolve``; both main_grads or neither.
+        fc1_wgrad_queue, fc2_wgrad_queue, dgrad_out: likewise. With ``slot`` the gradient is copied into ``dgrad_out``.
+        slot, source: int32 ``[tokens, K]`` and ``[T]``, from :func:`~transformer_plugin.ops.assign_weighted_slots`, or
+            neither. ``input`` then is ``[tokens, H]``; T is the capacity.
 
     Returns:
-        ``[T, H]`` in the dtype of ``input``, tail rows zero; with ``slot`` ``[tokens, H]``. Differentiable in input, weights, probs and biases.
+        ``[T, H]`` in the dtype of ``input``, tail rows zero; with ``slot`` ``[tokens, H]``. Differentiable in input,
+        weights, probs and biases.
 
     Raises:
         TypeError, ValueError: as for :func:`~transformer_plugin.ops.grouped_linear`.
     """
-    formats = layer_keys("grouped_mlp", input_format, weight_format, grad_format)
-    weights = [listed(w, "grouped_mlp", f"fc{i}_weight") for i, w in enumerate((fc1_weight, fc2_weight), 1)]
+    op = "grouped_mlp"
+    weights = [listed(w, op, f"fc{i}_weight") for i, w in enumerate((fc1_weight, fc2_weight), 1)]
     biases = (fc1_bias, fc2_bias)
+    formats = layer_keys(op, input_format, weight_format, grad_format)
     options = (quantized_fc1_weight, quantized_fc2_weight, interleave, max_sms, expected_rows)
-    first = listed_or_none(fc1_main_grad, "grouped_mlp", "fc1_main_grad")
-    second = listed_or_none(fc2_main_grad, "grouped_mlp", "fc2_main_grad")
-    into = (first, second, accumulate, weight_grad, fc1_wgrad_queue, fc2_wgrad_queue, dgrad_out)
-    into = (*into, slot, source)
+    named = (("fc1_main_grad", fc1_main_grad), ("fc2_main_grad", fc2_main_grad))
+    main_grads = [listed_or_none(buffers, op, name) for name, buffers in named]
+    into = (*main_grads, accumulate, weight_grad, fc1_wgrad_queue, fc2_wgrad_queue, dgrad_out, slot, source)
     return _ops.grouped_mlp.default(input, *weights, group_sizes, probs, *biases, *formats, *options, *into)

@@ -73,7 +73,8 @@ def router_logits_with_tokens(input: Tensor, weight: Tensor) -> tuple[Tensor, Te
     """:func:`router_logits`, and the input again for what else reads it, such as the experts.
 
     The backward gets the gradients of both results, and adds that of the tokens in the product which computes the
-    gradient of ``input``: rounded once, and without the pass in which autograd would add the two. It writes the sum
+    gradient of ``input``, without the pass in which autograd would add the two. It is rounded once; on a GPU a bfloat16
+    product is rounded before it is added, as autograd's. It writes the sum
     into the memory of the gradient of the tokens where nothing else refers to that.
 
     Args:

@@ -87,20 +87,11 @@ def _gemm_calls(draw: Draw) -> Calls:
         yield "grouped_gemm_wgrad_out", "a list", {**wgrad, "out": out_list, **into}
     yield from _quantized_product_calls(draw, out, each)
     yield from _fp8_row_calls(draw, out, each)
-    plan = {"rows": T, "groups": G, "n": N, "k": K, "multiprocessors": 132}
+    dtypes = {"dtype": BFLOAT16, "out_dtype": BFLOAT16}
+    plan = {"rows": T, "groups": G, "n": N, "k": K, "multiprocessors": 132, **dtypes}
     for product in ("forward", "data_grad", "weight_grad"):
-        yield (
-            "grouped_gemm_plan",
-            product,
-            {
-                "product": product,
-                "a_format": "none",
-                "b_format": "none",
-                "dtype": BFLOAT16,
-                "out_dtype": BFLOAT16,
-                **plan,
-            },
-        )
+        formats = {"product": product, "a_format": "none", "b_format": "none"}
+        yield "grouped_gemm_plan", product, {**formats, **plan}
     yield "bias_backward", "", {"grad": draw(T, N)}
     yield (
         "grouped_bias_backward",

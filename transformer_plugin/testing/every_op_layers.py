@@ -100,7 +100,7 @@ def layer_calls(draw: Draw) -> Calls:
 def _token_calls(draw: Draw, mlp: dict[str, Any]) -> Calls:
     """Calls of experts that read rows of tokens: one row for each token, in their order."""
     T, _, K, G = draw.TNKG
-    slot, source, _, sizes, _ = ops.assign_slots(draw.integers([[0]] * T), 0, G, T, 1)
+    slot, source, _, sizes, _ = ops.assign_slots(draw.indices(T, 1, G), 0, G, T, 1)
     tokens = {**mlp, "group_sizes": sizes, "slot": slot, "source": source}
     yield "grouped_mlp", "tokens", tokens
     yield "grouped_mlp_out", "tokens", {**tokens, "out": draw(T, K, dtype=BFLOAT16)}
