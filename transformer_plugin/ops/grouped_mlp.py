@@ -89,8 +89,7 @@ def grouped_mlp(
             neither. ``input`` then is ``[tokens, H]``; T is the capacity.
 
     Returns:
-        ``[T, H]`` in the dtype of ``input``, tail rows zero; with ``slot`` ``[tokens, H]``. Differentiable in input,
-        weights, probs and biases.
+        ``[T, H]``, or ``[tokens, H]``, like ``input``; tail rows zero. Differentiable in input, weights, probs, biases.
 
     Raises:
         TypeError, ValueError: as for :func:`~transformer_plugin.ops.grouped_linear`.
