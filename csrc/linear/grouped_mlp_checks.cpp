@@ -1,6 +1,9 @@
 #include "linear/grouped_mlp_checks.h"
 
 #include "common/autograd.h"
+#include "common/group_offsets.h"
+#include "common/row_index.h"
+#include "common/tensor.h"
 #include "gemm/dispatch/checks.h"
 #include "gemm/dispatch/swiglu_gemm.h"
 #include "linear/deferred_wgrad.h"
@@ -95,8 +98,22 @@ OperandFormats check_grouped_mlp(const MlpArguments& mlp, std::string_view input
   return formats;
 }
 
+namespace {
+
+// On a CPU, that the rows of the groups are tokens.
+void check_sources(const MlpArguments& mlp) {
+  const Tensor& rows = mlp.rows.source;
+  if (!has_memory(mlp.input) || !has_memory(rows) || !rows.is_cpu()) return;
+  const Argument source{mlp.op, "source", rows};
+  check_row_entries(source, {mlp.op, "input", mlp.input},
+                    group_offsets({mlp.op, "group_sizes", mlp.group_sizes}, source, rows.size(0)));
+}
+
+}  // namespace
+
 // Both GEMMs have the same rows in the same groups, so one check serves them.
 void check_quantizable(const MlpArguments& mlp, const OperandFormats& formats, bool columns) {
+  if (mlp.rows.given()) check_sources(mlp);
   if (mlp.rows.given() && !formats.input.is_quantized()) {
     if (!has_memory(mlp.input) || !has_memory(mlp.rows.source)) return;
     const int64_t rows = mlp.rows.source.size(0);

@@ -77,8 +77,11 @@ def grouped_mlp_out(
     fc1_bias: Tensor | None = None,
     fc2_bias: Tensor | None = None,
     dgrad_out: Tensor | None = None,
+    slot: Tensor | None = None,
+    source: Tensor | None = None,
     **options: Any,
 ) -> None:
     """``out`` becomes the output of :func:`grouped_mlp`, with its gradient."""
     watched, biases = watched_input(input, dgrad_out), (fc1_bias, fc2_bias)
+    options.update(slot=slot, source=source)
     out.copy_(grouped_mlp(watched, fc1_weight, fc2_weight, group_sizes, probs, *biases, **options))

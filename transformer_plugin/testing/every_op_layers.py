@@ -97,12 +97,12 @@ def layer_calls(draw: Draw) -> Calls:
     yield "swiglu_backward", "", {"grad": draw(T, K // 2), "input": draw(T, K), **probs}
 
 
-def _token_calls(draw: Draw, mlp: dict[str, Any]) -> Calls:
+def _token_calls(draw: Draw, mlp: dict[str, Any], roles: dict[str, str]) -> Calls:
     """Calls of experts that read rows of tokens: one row for each token, in their order."""
     T, _, K, G = draw.TNKG
     slot, source, _, sizes, _ = ops.assign_slots(draw.indices(T, 1, G), 0, G, T, 1)
     tokens = {**mlp, "group_sizes": sizes, "slot": slot, "source": source}
-    yield "grouped_mlp", "tokens", tokens
+    yield "grouped_mlp", "tokens", {**tokens, **roles}
     yield "grouped_mlp_out", "tokens", {**tokens, "out": draw(T, K, dtype=BFLOAT16)}
 
 
@@ -128,7 +128,7 @@ def layer_out_calls(draw: Draw) -> Calls:
     mlp = {"input": input, **weights, **sizes, "probs": draw(T)}
     yield "grouped_mlp", "buffers", {**mlp, **roles, "dgrad_out": keeps["dgrad_out"]}
     if G > 0:
-        yield from _token_calls(draw, {**mlp, **roles})
+        yield from _token_calls(draw, mlp, roles)
     yield "grouped_mlp_out", "", {**mlp, "out": draw(T, K, dtype=BFLOAT16), "dgrad_out": keeps["dgrad_out"]}
 
 
