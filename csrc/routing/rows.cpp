@@ -73,22 +73,17 @@ Tensor gather_scaled_rows(const Tensor& rows, const Tensor& source, const Tensor
   return output;
 }
 
-Tensor sum_slots(const Tensor& rows, const Tensor& slot, const std::optional<Tensor>& weights,
-                 const std::optional<Tensor>& addend) {
+Tensor sum_slots(const Tensor& rows, const Tensor& slot, const std::optional<Tensor>& weights) {
   TORCH_INTERNAL_ASSERT(slot.size(1) <= kMaxTopk);
   TORCH_INTERNAL_ASSERT(!weights || weights->scalar_type() == weight_type(rows));
   TORCH_INTERNAL_ASSERT(!weights || weights->sizes() == slot.sizes());
-  TORCH_INTERNAL_ASSERT(!addend || addend->scalar_type() == rows.scalar_type());
-  TORCH_INTERNAL_ASSERT(!addend || (addend->size(0) == slot.size(0) && addend->size(1) == rows.size(1)));
   const Tensor r = rows.contiguous();
   const Tensor m = slot.contiguous();
   const Tensor w = weights ? weights->contiguous() : Tensor();
-  const Tensor a = addend ? addend->contiguous() : Tensor();
   const Tensor output = empty(r, {m.size(0), r.size(1)}, r.scalar_type());
   const SumSlotsArgs args{r.const_data_ptr(),
                           map_data(m),
                           weights ? w.const_data_ptr() : nullptr,
-                          addend ? a.const_data_ptr() : nullptr,
                           output.mutable_data_ptr(),
                           m.size(0),
                           m.size(1),

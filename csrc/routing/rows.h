@@ -25,10 +25,10 @@ at::Tensor gather_rows(const at::Tensor& rows, const at::Tensor& source,
 at::Tensor gather_scaled_rows(const at::Tensor& rows, const at::Tensor& source, const at::Tensor& slot,
                               const at::Tensor& weights);
 
-// [capacity, H] -> [tokens, H]: the weighted sum of each token's slots, in ascending order of slot, plus the
-// addend [tokens, H], which has the dtype of the rows. Rounded once.
-at::Tensor sum_slots(const at::Tensor& rows, const at::Tensor& slot, const std::optional<at::Tensor>& weights,
-                     const std::optional<at::Tensor>& addend = std::nullopt);
+// [capacity, H] -> [tokens, H]: the weighted sum of each token's slots, in ascending order of slot. Rounded
+// once.
+at::Tensor sum_slots(const at::Tensor& rows, const at::Tensor& slot,
+                     const std::optional<at::Tensor>& weights);
 
 // [tokens, topk]: <rows[slot], grad[token]>, the gradient of sum_slots with respect to its weights; 0 without
 // a slot.

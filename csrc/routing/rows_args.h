@@ -42,13 +42,11 @@ struct GatherScaledRowsArgs {
 };
 
 // output[n] = sum of weights[n, k] * rows[slot[n, k]] over k in ascending order of slot[n, k], one fma after
-// the other, starting from zero. Without weights, the plain sum of the rows. The addend is added last, before
-// the only rounding.
+// the other, starting from zero. Without weights, the plain sum of the rows. Rounded once.
 struct SumSlotsArgs {
   const void* rows;     // [capacity, H]
   const int32_t* slot;  // [tokens, topk]
   const void* weights;  // as above, or null
-  const void* addend;   // [tokens, H], or null
   void* output;         // [tokens, H]
   int64_t tokens;
   int64_t topk;

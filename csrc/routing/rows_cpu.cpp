@@ -79,7 +79,6 @@ template <typename T>
 void sum_slots(const SumSlotsArgs& args) {
   const T* rows = static_cast<const T*>(args.rows);
   const Sum<T>* weights = static_cast<const Sum<T>*>(args.weights);
-  const T* addend = static_cast<const T*>(args.addend);
   T* output = static_cast<T*>(args.output);
   const int64_t width = args.width;
   const int64_t bytes = (args.topk + 1) * width * static_cast<int64_t>(sizeof(T));
@@ -99,7 +98,6 @@ void sum_slots(const SumSlotsArgs& args) {
             add_row<T>(sum, row, count);
           }
         }
-        if (addend) add_row<T>(sum, addend + n * width + start, count);
         store_row<T>(output + n * width + start, sum, count);
       }
     }

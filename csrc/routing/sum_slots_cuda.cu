@@ -1,5 +1,5 @@
 // CUDA kernels of sum_slots (routing/rows_args.h): rows [capacity, H], slot and weights [tokens, topk],
-// addend and output [tokens, H]. Blocks of 256 threads.
+// output [tokens, H]. Blocks of 256 threads.
 //   sum_slots_kernel        topk <= 32. A warp has 32 vectors of 16 bytes of one token; 256 single elements
 //                           if widths or addresses do not allow vectors. Its lanes sort the token's slots by
 //                           shuffles, then load their columns of up to 8 slots at once. Shared memory: the
@@ -53,16 +53,13 @@ __device__ __forceinline__ int sort_slots(const SumSlotsArgs& args, int64_t n, i
   return __popc(__ballot_sync(kAll, valid));
 }
 
-// The sum of the words at `column` of a token's slots, and of the addend.
+// The sum of the words at `column` of a token's slots.
 template <typename T, int N>
 __device__ __forceinline__ void sum_words(const SumSlotsArgs& args, int64_t n, int64_t column,
                                           SortedSlots<T> sorted) {
   using Word = typename Elements<T, N>::Word;
   const T* rows = static_cast<const T*>(args.rows) + column;
   const int64_t place = n * args.width + column;
-  Word addend{};
-  if (args.addend)
-    addend = load_once(reinterpret_cast<const Word*>(static_cast<const T*>(args.addend) + place));
   Elements<T, N> sum;
 #pragma unroll
   for (int i = 0; i < N; ++i) sum.at[i] = 0;
@@ -83,11 +80,6 @@ __device__ __forceinline__ void sum_words(const SumSlotsArgs& args, int64_t n, i
         sum.at[i] = args.weights ? fused(scale, row.at[i], sum.at[i]) : sum.at[i] + row.at[i];
       }
     }
-  }
-  if (args.addend) {
-    const Elements<T, N> last(addend);
-#pragma unroll
-    for (int i = 0; i < N; ++i) sum.at[i] = sum.at[i] + last.at[i];
   }
   *reinterpret_cast<Word*>(static_cast<T*>(args.output) + place) = sum.rounded();
 }
@@ -141,8 +133,7 @@ __global__ void sum_many_slots_kernel(SumSlotsArgs args) {
 
 template <typename T>
 bool takes_vectors(const SumSlotsArgs& args) {
-  return args.width % kVectorSize<T> == 0 && is_vector_aligned(args.rows) && is_vector_aligned(args.output) &&
-         is_vector_aligned(args.addend);
+  return args.width % kVectorSize<T> == 0 && is_vector_aligned(args.rows) && is_vector_aligned(args.output);
 }
 
 template <typename T, int N>
