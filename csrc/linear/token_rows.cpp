@@ -12,11 +12,9 @@ namespace transformer_plugin::linear {
 namespace {
 
 // Of both directions or of columns, whose quantized data the products read; a mark needs the rows themselves.
-bool quantizes_tokens(const at::Tensor& tokens, const TokenRows& rows, const at::Tensor& group_sizes,
-                      const Format& format, std::string_view key) {
+bool quantizes_tokens(const at::Tensor& tokens, const Format& format, std::string_view key) {
   return format.is_quantized() && !marks_nonfinite(key) && gemm::has_quantized_kernels(tokens) &&
-         quantize::quantizes_by_index(format, tokens.scalar_type(), tokens.device(), rows.source.sym_size(0),
-                                      group_sizes.sym_size(0));
+         quantize::quantizes_by_index(format, tokens.scalar_type(), tokens.device());
 }
 
 }  // namespace
@@ -64,7 +62,7 @@ QuantizedOperand rows_operand(const Tensor& tokens, const TokenRows& rows, const
                               const Format& format, std::string_view key, bool rowwise, bool columnwise,
                               bool copies) {
   if (!rows.given()) return quantize_operand(tokens, group_sizes, format, key, rowwise, columnwise);
-  if (columnwise && quantizes_tokens(tokens, rows, group_sizes, format, key)) {
+  if (columnwise && quantizes_tokens(tokens, format, key)) {
     return operand_of(quantize::call_quantize(tokens, key, group_sizes, {rowwise, columnwise}, std::nullopt,
                                               std::nullopt, std::nullopt, rows.source),
                       format, key);

@@ -67,7 +67,7 @@ __device__ __forceinline__ int32_t slot_of_lane(const GatherRowsArgs& args, int6
   return s >= 0 && s < args.capacity && args.source[s] == token ? s : -1;
 }
 
-// Writes the output rows that no token writes, kRowsPerWarp of them at a time: one for each lane.
+// Writes the output rows that no token writes, kRowsPerWarp of them at a time: one for each of the first lanes.
 class RowsWithoutToken {
  public:
   __device__ __forceinline__ explicit RowsWithoutToken(const GatherRowsArgs& args)
@@ -77,7 +77,7 @@ class RowsWithoutToken {
   __device__ __forceinline__ bool next() {
     if (begin_ >= args_.capacity) return false;
     const int64_t s = begin_ + threadIdx.x;
-    const bool exists = s < args_.capacity;
+    const bool exists = threadIdx.x < kRowsPerWarp && s < args_.capacity;
     const int32_t n = exists ? args_.source[s] : -1;
     const bool found = n >= 0 && n < args_.tokens;
     const bool written = found && find_slot(args_.slot + n * args_.topk, args_.topk, s) >= 0;

@@ -133,23 +133,26 @@ def test_only_rows_of_zeros(format: str, device: torch.device) -> None:
             check(matrix, rows, sizes, format)
 
 
+@pytest.mark.parametrize("groups", [128, 6], ids=["short groups", "long groups"])
 @pytest.mark.parametrize("format", ALIGNED[:4])
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 @pytest.mark.gpu
-def test_many_rows_on_a_gpu(format: str, dtype: torch.dtype) -> None:
-    """Every block has several row tiles, and every multiprocessor several blocks."""
+def test_many_rows_on_a_gpu(format: str, dtype: torch.dtype, groups: int) -> None:
+    """Every block has several row tiles, and every multiprocessor several blocks. A copy of long groups is quantized by
+    another kernel."""
     generator = torch.Generator().manual_seed(1)
-    sizes = torch.randint(0, 600, (128,), generator=generator)
+    sizes = torch.randint(0, 76800 // groups, (groups,), generator=generator)
     matrix, rows = drawn(sizes.tolist(), 5000, 1032, dtype, 8192)
     check(matrix.cuda(), rows.int().cuda(), sizes.cuda(), format)
 
 
+@pytest.mark.parametrize("groups", [64, 4], ids=["short groups", "long groups"])
 @pytest.mark.parametrize("format", ALIGNED[:4])
 @pytest.mark.gpu
-def test_rows_are_not_copied_on_a_gpu(format: str) -> None:
+def test_rows_are_not_copied_on_a_gpu(format: str, groups: int) -> None:
     """The peak of memory is that of the results, the table of row tiles and, for an amax, one number per row of the
     input."""
-    sizes = torch.full((64,), 250, device="cuda")
+    sizes = torch.full((groups,), 16000 // groups, device="cuda")
     matrix, rows = drawn(sizes.tolist(), 384, 2048, torch.bfloat16, 512)
     matrix, rows = matrix.cuda(), rows.int().cuda()
     most = most_memory(lambda: ops.quantize(matrix, format, sizes, columnwise=True, rows=rows))

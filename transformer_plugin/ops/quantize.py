@@ -102,7 +102,7 @@ def quantize(
         rows: ``[T]`` int32 or int64 on the device of ``input``, contiguous, with ``group_sizes``, which sum to at most
             T: row i of the ragged matrix is ``input[rows[i]]``, zeros for -1, and ``input`` has any number of rows.
             Entries past the groups are not read. The results are those of quantizing a copy; on a GPU none is made for
-            16-bit values, columnwise, in an ``aligned`` format, of fewer than 1024 rows per group on average.
+            16-bit values, columnwise, in an ``aligned`` format.
 
     Returns:
         ``data, scale_inv`` with ``rowwise``, then ``data_transposed, scale_inv_transposed`` with ``columnwise``; the

@@ -19,14 +19,14 @@ inline constexpr int64_t kAlignedTransposeRows = 1024;
 
 inline bool has_short_groups(int64_t rows, int64_t groups) { return rows < kAlignedTransposeRows * groups; }
 
-// Whether launch_ragged_transpose supports the arguments: ragged groups with transposed data, 16-bit input,
-// FP32 scales per tensor or of 1x128 blocks. (Row-wise data alone does not depend on where groups begin.)
-inline bool supports_ragged_transpose(const QuantizeArgs& args) {
+// Whether the kernels of ragged groups with transposed data take the arguments: 16-bit input, FP32 scales per tensor or of
+// 1x128 blocks. (Row-wise data alone does not depend on where groups begin.)
+inline bool fits_transpose_kernels(const QuantizeArgs& args) {
   const Layout& layout = args.layout;
   // Positions in the aligned layout are counted in 32 bits.
-  const bool rows_fit = layout.aligned ? layout.rows > 0 && has_short_groups(layout.rows, layout.groups) &&
-                                             layout.transposed_row_length() <= INT32_MAX - kTile
-                                       : layout.rows % 16 == 0;
+  const bool rows_fit = layout.aligned
+                            ? layout.rows > 0 && layout.transposed_row_length() <= INT32_MAX - kTile
+                            : layout.rows % 16 == 0;
   return layout.grouped() && layout.tiles() > 0 && rows_fit && args.transposed && !args.amax_out &&
          args.dtype != DType::kFloat32 &&
          (layout.granularity == ScaleGranularity::k1x128 ||
@@ -35,10 +35,16 @@ inline bool supports_ragged_transpose(const QuantizeArgs& args) {
          is_aligned(args.data, 4) && is_aligned(args.data_t, 16);
 }
 
-// Whether the launch_aligned_gather functions do: whether launch_ragged_transpose would quantize a copy of the rows in the
-// `aligned` layout. If not, the rows are copied first.
+// Whether launch_ragged_transpose quantizes them: in the `aligned` layout only short groups.
+inline bool supports_ragged_transpose(const QuantizeArgs& args) {
+  const Layout& layout = args.layout;
+  return fits_transpose_kernels(args) && (!layout.aligned || has_short_groups(layout.rows, layout.groups));
+}
+
+// Whether the launch_aligned_gather functions read their rows by an index, in groups of any length: the tile kernel would need a
+// copy of the rows, which takes longer than its tiles save. Where not, the rows are copied first.
 inline bool supports_row_index(const QuantizeArgs& args) {
-  return args.layout.aligned && supports_ragged_transpose(args);
+  return args.layout.aligned && fits_transpose_kernels(args);
 }
 
 // Whether launch_ragged_transpose_mx does: ragged groups with transposed data, 16-bit input.

@@ -12,11 +12,8 @@ namespace transformer_plugin::quantize {
 
 using at::Tensor;
 
-bool quantizes_by_index(const Format& format, at::ScalarType dtype, c10::Device device,
-                        const c10::SymInt& rows, const c10::SymInt& groups) {
-  if (!device.is_cuda() || !format.aligned_groups || dtype == at::kFloat) return false;
-  const auto row_count = rows.maybe_as_int(), group_count = groups.maybe_as_int();
-  return !row_count || !group_count || has_short_groups(*row_count, *group_count);
+bool quantizes_by_index(const Format& format, at::ScalarType dtype, c10::Device device) {
+  return device.is_cuda() && format.aligned_groups && dtype != at::kFloat;
 }
 
 void check_rows(const QuantizeCall& call, const Format& format) {
@@ -44,7 +41,7 @@ bool quantize_by_index(const QuantizeCall& call, const Format& format, const Out
 #ifdef TRANSFORMER_PLUGIN_CUDA
   const MatrixShape shape = call.shape();
   if (!call.rows || !call.directions.columnwise ||
-      !quantizes_by_index(format, call.input.scalar_type(), call.input.device(), shape.rows, *shape.groups)) {
+      !quantizes_by_index(format, call.input.scalar_type(), call.input.device())) {
     return false;
   }
   const Tensor x = call.input.contiguous();

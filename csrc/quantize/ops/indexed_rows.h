@@ -8,10 +8,7 @@
 namespace transformer_plugin::quantize {
 
 // Whether a kernel quantizes rows in both directions, or along columns, without a copy: on a GPU, of 16-bit
-// values in the `aligned` layout, in groups so short on average that launch_ragged_transpose quantizes a copy
-// of them too. Rare exceptions, such as odd widths, are copied by quantize itself. A number that a tracer does
-// not know is taken as suitable: the results do not depend on it.
-bool quantizes_by_index(const Format& format, at::ScalarType dtype, c10::Device device,
-                        const c10::SymInt& rows, const c10::SymInt& groups);
+// values in the `aligned` layout. Rare exceptions, such as odd widths, are copied by quantize itself.
+bool quantizes_by_index(const Format& format, at::ScalarType dtype, c10::Device device);
 
 }  // namespace transformer_plugin::quantize
