@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "common/row_index.h"
+#include "common/shared_offsets.h"
 #include "common/tensor.h"
 
 namespace transformer_plugin {
@@ -93,6 +94,11 @@ HostOffsets host_offsets(const Argument& group_sizes, const Argument& data, int6
 
 at::Tensor group_offsets(const Argument& group_sizes, const Argument& data, int64_t rows) {
   check_arguments(group_sizes, data, rows);
+  const at::Tensor shared = SharedOffsets::find(GroupTable::kOffsets, group_sizes.tensor, rows);
+  if (shared.defined()) {
+    if (data.tensor.is_cuda()) check_earlier_sizes(group_sizes.op);
+    return shared;
+  }
   const at::Tensor offsets = empty(data.tensor, {group_sizes.tensor.numel() + 1}, at::kInt);
   int32_t* out = offsets.mutable_data_ptr<int32_t>();
   if (data.tensor.is_cpu()) fill_cpu(group_sizes, rows, out);
@@ -104,6 +110,7 @@ at::Tensor group_offsets(const Argument& group_sizes, const Argument& data, int6
                          scope.stream());
   }
 #endif
+  SharedOffsets::keep(GroupTable::kOffsets, group_sizes.tensor, rows, offsets);
   return offsets;
 }
 

@@ -10,7 +10,7 @@ namespace transformer_plugin {
 
 // int32 [G + 1] on the device of `data`, whose first dimension has the rows of all groups (or `rows`). Checks
 // the arguments. On a CPU negative or oversized sizes are a ValueError; on a GPU, wrong sizes of an earlier
-// call are one (check_earlier_sizes).
+// call are one (check_earlier_sizes). Nobody may write the result: ops may share it (shared_offsets.h).
 at::Tensor group_offsets(const Argument& group_sizes, const Argument& data, int64_t rows);
 
 // The same numbers on the host, for sizes on a CPU; allocating a tensor would cost as much as a small kernel.

@@ -3,6 +3,7 @@
 #include <ATen/ops/add.h>
 
 #include "common/autograd.h"
+#include "common/shared_offsets.h"
 #include "common/tensor.h"
 #include "gemm/ops/calls.h"
 #include "linear/grouped_mlp_checks.h"
@@ -40,6 +41,7 @@ struct SavedTensors {
 // the next allocation.
 Tensor forward_of(const MlpArguments& mlp, const OperandFormats& formats, const NeedsGrad& wanted,
                   SavedTensors& kept) {
+  const SharedOffsets shared(mlp.group_sizes);
   check_quantizable(mlp, formats, wanted.fc1_weight || wanted.fc2_weight);
   const BelowAutograd guard;
   QuantizedOperand input = rows_operand(mlp.input, mlp.rows, mlp.group_sizes, formats.input,
@@ -179,6 +181,7 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
     const LaunchOptions options = saved_options(ctx);
     const auto interleave = ctx->saved_data.find("interleave");
     const Tensor &grad = grads[0], &group_sizes = saved[13], &probs = saved[14];
+    const SharedOffsets shared(group_sizes);
     const at::ScalarType dtype = grad.scalar_type();
     const size_t fc1_count = saved_matrices(ctx, "fc1_matrices"),
                  fc2_count = saved_matrices(ctx, "fc2_matrices"), weights = fc1_count + fc2_count;

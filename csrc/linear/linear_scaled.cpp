@@ -5,6 +5,7 @@
 
 #include "common/autograd.h"
 #include "common/register.h"
+#include "common/shared_offsets.h"
 #include "common/tensor.h"
 #include "gemm/dispatch/checks.h"
 #include "gemm/dispatch/quantized_gemm.h"
@@ -141,6 +142,7 @@ class LinearScaledFunction : public DifferentiableOnce<LinearScaledFunction<is_g
     const LaunchOptions options{max_sms, expected_rows};
     const Layer layer{"", input, weight, group_sizes, bias, bias_scale, scale, amax, keys, options};
     save_options(ctx, options);
+    const SharedOffsets shared(or_undefined(group_sizes));
     const Operands operands = quantize_operands(layer);
     const Tensor none;
     ctx->save_for_backward(
@@ -163,6 +165,7 @@ class LinearScaledFunction : public DifferentiableOnce<LinearScaledFunction<is_g
     const std::string weight_key = ctx->saved_data["weight_format"].toStringRef();
     const std::string grad_key = ctx->saved_data["grad_format"].toStringRef();
     const OptionalTensor group_sizes = as_optional(saved[4]);
+    const SharedOffsets shared(saved[4]);
     const Tensor& grad = grads[0];
     const bool wants_input = ctx->needs_input_grad(0), wants_weight = ctx->needs_input_grad(1);
     Tensor grad_input, grad_weight;
@@ -220,6 +223,7 @@ void check_quantizable(const Layer& layer, const Tensor& x) {
 Tensor run(const Layer& layer) {
   check_layer(layer);
   const BelowAutograd guard;
+  const SharedOffsets shared(or_undefined(layer.group_sizes));
   const Tensor x = as_matrix(layer.input);
   check_quantizable(layer, x);
   const Layer flat{layer.op,         x,           layer.weight, layer.group_sizes, layer.bias,

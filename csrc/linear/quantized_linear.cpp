@@ -7,6 +7,7 @@
 
 #include "common/autograd.h"
 #include "common/check.h"
+#include "common/shared_offsets.h"
 #include "gemm/ops/calls.h"
 #include "gemm/ops/leading_dims.h"
 #include "linear/main_grad.h"
@@ -64,6 +65,7 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
     const OperandFormats formats = operand_formats("linear", input_key, weight_key, grad_key);
     const OptionalTensor column_sizes =
         wants_weight ? column_groups(input, group_sizes, formats) : group_sizes;
+    const SharedOffsets shared(or_undefined(column_sizes));
     const bool keeps_original = save_original_input && !formats.native();
     const QuantizedOperand x = quantize_operand(input, column_sizes, formats.input, input_key, true,
                                                 wants_weight && !keeps_original);
@@ -109,6 +111,7 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
         weight{saved[3], saved[4], saved[5], formats.weight, weight_key, weight_columns};
     const LaunchOptions options = saved_options(ctx);
     const OptionalTensor group_sizes = as_optional(saved[6]), column_sizes = as_optional(saved[9]);
+    const SharedOffsets shared(saved[9]);
     const Tensor grad = as_matrix(grads[0]);  // that of a buffer may have more dimensions
     const size_t matrices = saved_matrices(ctx);
     const WeightGradient weight_gradient(ctx, kMainGrad, 1, matrices, is_grouped);
@@ -258,6 +261,7 @@ void check_quantizable(const char* op, const LinearArguments& layer, const Opera
 }
 
 Tensor quantized_linear_forward(const LinearArguments& layer, const OperandFormats& formats) {
+  const SharedOffsets shared(or_undefined(layer.group_sizes));
   const QuantizedOperand input =
       quantize_operand(layer.input, layer.group_sizes, formats.input, formats.input_key, true, false);
   return forward_gemm(layer, formats, input,

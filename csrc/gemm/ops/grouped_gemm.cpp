@@ -8,6 +8,7 @@
 #include "common/group_offsets.h"
 #include "common/register.h"
 #include "common/row_index.h"
+#include "common/shared_offsets.h"
 #include "common/tensor.h"
 #include "gemm/dispatch/checks.h"
 #include "gemm/ops/calls.h"
@@ -272,6 +273,7 @@ class GroupedGemmFunction : public DifferentiableTwice<GroupedGemmFunction> {
     const bool of_stack = !has_entry(ctx, "matrices");
     const size_t matrices = of_stack ? 1 : static_cast<size_t>(ctx->saved_data["matrices"].toInt());
     const Tensor &grad = grads[0], &sizes = saved[1];
+    const SharedOffsets shared(sizes);
     const OptionalTensor alpha = as_optional(saved[4]), rows = as_optional(saved[5]);
     variable_list result(matrices + 10);  // one for each argument, and each matrix of `b`
     if (ctx->needs_input_grad(0)) {

@@ -5,6 +5,7 @@
 #include "common/group_offsets.h"
 #include "common/register.h"
 #include "common/row_index.h"
+#include "common/shared_offsets.h"
 #include "common/tensor.h"
 #include "gemm/dispatch/checks.h"
 #include "gemm/dispatch/swiglu_gemm.h"
@@ -104,6 +105,7 @@ class GroupedGemmSwigluFunction : public DifferentiableOnce<GroupedGemmSwigluFun
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
     const Tensor& sizes = saved[2];
+    const SharedOffsets shared(sizes);
     const bool has_probs = saved[4].defined(), has_bias = ctx->saved_data["has_bias"].toBool();
     const auto [grad_h, grad_probs] = gradients_of_swiglu(ctx, saved, grads);
     variable_list result(10);

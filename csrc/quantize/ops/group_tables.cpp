@@ -3,6 +3,7 @@
 
 #include "common/autograd.h"
 #include "common/group_offsets.h"
+#include "common/shared_offsets.h"
 #include "common/tensor.h"
 
 namespace transformer_plugin::quantize {
@@ -58,7 +59,10 @@ GroupTables group_tables(const Argument& data, const at::Tensor* group_sizes, in
   const int64_t strip_words =
       row_strips ? Layout::row_strip_count(rows) * static_cast<int64_t>(sizeof(RowStrip) / sizeof(int32_t))
                  : 0;
-  const at::Tensor storage = empty(data.tensor, {words + strip_words + 2 * (groups + 1)}, at::kInt);
+  const GroupTable kind = merged ? GroupTable::kMergedRowTiles : GroupTable::kRowTiles;
+  at::Tensor storage = SharedOffsets::find(kind, *group_sizes, rows);
+  const bool is_filled = storage.defined();
+  if (!is_filled) storage = empty(data.tensor, {words + strip_words + 2 * (groups + 1)}, at::kInt);
   int32_t* begin = storage.mutable_data_ptr<int32_t>();
   const RowTables tables{groups,
                          rows,
@@ -69,16 +73,24 @@ GroupTables group_tables(const Argument& data, const at::Tensor* group_sizes, in
   if (data.tensor.is_cpu()) {
     const HostOffsets offsets = host_offsets(sizes, data, rows);
     check_multiples(offsets.data(), given_groups, multiple, data.op);
-    row_tiles_cpu(offsets.data(), given_groups, tables);
+    if (!is_filled) row_tiles_cpu(offsets.data(), given_groups, tables);
   }
 #ifdef TRANSFORMER_PLUGIN_CUDA
   if (data.tensor.is_cuda()) {
     const DeviceSizes device = device_sizes(sizes, data, rows);
     const CudaScope scope(data.tensor);
-    launch_row_tiles(device.sizes, device.is_int64, given_groups, tables, device.word, scope.stream());
+    if (!is_filled) {
+      launch_row_tiles(device.sizes, device.is_int64, given_groups, tables, device.word, scope.stream());
+    }
   }
 #endif
-  return {storage, groups, tables.offsets, tables.row_strips};
+  GroupTables result{storage, groups, tables.offsets, tables.row_strips};
+  if (!is_filled && SharedOffsets::are_for(*group_sizes)) {
+    SharedOffsets::keep(kind, *group_sizes, rows, storage);
+    // Those of the groups are what group_offsets() computes.
+    if (!merged) SharedOffsets::keep(GroupTable::kOffsets, *group_sizes, rows, result.offset_tensor());
+  }
+  return result;
 }
 
 Layout make_layout(const MatrixShape& shape, const Format& format, const GroupTables& tables) {
