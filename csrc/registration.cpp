@@ -250,6 +250,10 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "bool pre_softmax=False, int num_groups=1, int group_topk=1, float scaling_factor=1.0, "
       "int? group_score_topk=None) -> (Tensor weights, Tensor indices)");
   m.def(
+      "topk_router_with_load(Tensor logits, Tensor? expert_bias, int topk, str score_function=\"softmax\", "
+      "bool pre_softmax=False, int num_groups=1, int group_topk=1, float scaling_factor=1.0, "
+      "int? group_score_topk=None) -> (Tensor weights, Tensor indices, Tensor load, Tensor aux_loss)");
+  m.def(
       "topk_router_backward(Tensor grad, Tensor logits, Tensor indices, str score_function, bool pre_softmax, "
       "float scaling_factor) -> Tensor");
   m.def("router_scores(Tensor logits, str score_function=\"softmax\") -> Tensor");

@@ -7,6 +7,7 @@
 // Integer atomics are deterministic.
 #include "common/launch.cuh"
 #include "common/shared_memory.cuh"
+#include "routing/block_counts.cuh"
 #include "routing/local_expert.cuh"
 #include "routing/slots_args.h"
 
@@ -111,26 +112,12 @@ __global__ void __launch_bounds__(kThreads) count_in_cluster_kernel(CountTokensA
 template <typename Index>
 __global__ void count_in_grid_kernel(CountTokensArgs args) {
   __shared__ int32_t counts[kMaxExperts];
-  for (int e = threadIdx.x; e < args.experts; e += kGridThreads) counts[e] = 0;
-  __syncthreads();
+  clear_counts(counts, args.experts);
   const int64_t step = static_cast<int64_t>(gridDim.x) * kGridThreads;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kGridThreads + threadIdx.x; i < args.numel; i += step) {
     count_index(static_cast<const Index*>(args.indices)[i], args.experts, counts);
   }
-  __syncthreads();
-  for (int e = threadIdx.x; e < args.experts; e += kGridThreads) {
-    if (counts[e] != 0) {
-      atomicAdd(reinterpret_cast<unsigned long long*>(args.counts + e),
-                static_cast<unsigned long long>(counts[e]));
-    }
-  }
-}
-
-void zero(int64_t* counts, int64_t count, cudaStream_t stream) {
-  const cudaError_t error = cudaMemsetAsync(counts, 0, static_cast<size_t>(count) * sizeof(int64_t), stream);
-  if (error != cudaSuccess) {
-    throw std::runtime_error(std::string("transformer_plugin: memset failed: ") + cudaGetErrorString(error));
-  }
+  add_counts(counts, args.experts, args.counts);
 }
 
 // A power of two, at most kMostBlocks.
@@ -164,7 +151,7 @@ void launch(const CountTokensArgs& args, cudaStream_t stream) {
   if (args.numel <= (has_clusters ? kMostInCluster : kMostInOneBlock)) {
     return count_in_cluster<Index>(args, has_clusters ? cluster_size(args.numel) : 1, stream);
   }
-  zero(args.counts, args.experts, stream);
+  set_to_zero(args.counts, args.experts, stream);
   constexpr int64_t kItemsPerThread = 16;
   const unsigned blocks = grid_size(args.numel, kGridThreads * kItemsPerThread);
   count_in_grid_kernel<Index><<<blocks, kGridThreads, 0, stream>>>(args);

@@ -1,4 +1,5 @@
-// topk_router and topk_router_backward: checks, kernel arguments and the gradient (routing/topk_router.h).
+// topk_router, topk_router_with_load and topk_router_backward: checks, kernel arguments and the gradient
+// (routing/topk_router.h).
 #include "routing/topk_router.h"
 
 #include "common/autograd.h"
@@ -14,7 +15,24 @@ using OptionalTensor = std::optional<Tensor>;
 using OptionalInt = std::optional<int64_t>;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-using Routed = std::tuple<Tensor, Tensor>;  // weights, indices
+
+// Both ops have these arguments.
+struct RouterCall {
+  const char* op;
+  const Tensor& logits;
+  const OptionalTensor& bias;
+  int64_t topk;
+  std::string_view name;
+  bool pre_softmax;
+  int64_t groups, group_topk;
+  double scaling;
+  OptionalInt group_score_topk;
+};
+
+struct Routed {
+  Tensor weights, indices;
+  Tensor load, aux_loss;  // undefined without load
+};
 
 void check_function(const char* op, ScoreFunction function, bool pre_softmax) {
   TP_CHECK_VALUE(!pre_softmax || function == ScoreFunction::kSoftmax, op, "pre_softmax",
@@ -42,60 +60,58 @@ void check_groups(const char* op, const c10::SymInt& experts, int64_t topk, int6
 }
 
 // Checks the arguments and allocates the outputs, for every backend.
-Routed topk_router_outputs(const Tensor& logits, const OptionalTensor& bias, int64_t topk,
-                           std::string_view name, bool pre_softmax, int64_t groups, int64_t group_topk,
-                           double scaling, OptionalInt group_score_topk) {
-  constexpr const char* op = "topk_router";
-  const Argument logits_argument{op, "logits", logits};
+Routed checked_outputs(const RouterCall& call, bool with_load) {
+  const Tensor& logits = call.logits;
+  const Argument logits_argument{call.op, "logits", logits};
   check_logits(logits_argument, kMaxExperts);
-  const ScoreFunction function = parse_score_function(op, name);
-  check_function(op, function, pre_softmax);
-  check_groups(op, logits.sym_size(1), topk, groups, group_topk, group_score_topk);
-  if (bias) {
-    const Argument bias_argument{op, "expert_bias", *bias};
-    TP_CHECK_VALUE(function != ScoreFunction::kSoftmax, op, "expert_bias", "None with the softmax",
-                   describe(*bias),
+  const ScoreFunction function = parse_score_function(call.op, call.name);
+  check_function(call.op, function, call.pre_softmax);
+  check_groups(call.op, logits.sym_size(1), call.topk, call.groups, call.group_topk, call.group_score_topk);
+  if (call.bias) {
+    const Argument bias_argument{call.op, "expert_bias", *call.bias};
+    TP_CHECK_VALUE(function != ScoreFunction::kSoftmax, call.op, "expert_bias", "None with the softmax",
+                   describe(*call.bias),
                    "A bias of the choice goes with scores that do not compete: sigmoid or sqrtsoftplus");
     check_dtype(bias_argument, {at::kFloat});
     check_dim(bias_argument, 1);
     check_size(bias_argument, 0, logits.sym_size(1), "the columns of 'logits'");
     check_same_device(bias_argument, logits_argument);
   }
-  return {empty(logits, {logits.sym_size(0), topk}, at::kFloat),
-          empty(logits, {logits.sym_size(0), topk}, at::kInt)};
+  return {empty(logits, {logits.sym_size(0), call.topk}, at::kFloat),
+          empty(logits, {logits.sym_size(0), call.topk}, at::kInt),
+          with_load ? empty(logits, {logits.sym_size(1)}, at::kLong) : Tensor(),
+          with_load ? empty(logits, {}, at::kFloat) : Tensor()};
 }
 
-Routed topk_router(const Tensor& logits, const OptionalTensor& bias, int64_t topk, std::string_view name,
-                   bool pre_softmax, int64_t groups, int64_t group_topk, double scaling,
-                   OptionalInt group_score_topk) {
-  auto outputs = topk_router_outputs(logits, bias, topk, name, pre_softmax, groups, group_topk, scaling,
-                                     group_score_topk);
-  const auto& [weights, indices] = outputs;
-  const Tensor x = logits.contiguous();
-  const Tensor b = bias ? bias->contiguous() : Tensor();
+Routed route(const RouterCall& call, bool with_load) {
+  Routed routed = checked_outputs(call, with_load);
+  const Tensor x = call.logits.contiguous();
+  const Tensor b = call.bias ? call.bias->contiguous() : Tensor();
   const TopkRouterArgs args{x.const_data_ptr(),
-                            bias ? b.const_data_ptr<float>() : nullptr,
-                            weights.mutable_data_ptr<float>(),
-                            indices.mutable_data_ptr<int32_t>(),
+                            call.bias ? b.const_data_ptr<float>() : nullptr,
+                            routed.weights.mutable_data_ptr<float>(),
+                            routed.indices.mutable_data_ptr<int32_t>(),
                             x.size(0),
                             x.size(1),
-                            topk,
-                            groups,
-                            group_topk,
-                            group_score_topk.value_or(topk / group_topk),
-                            scaling,
-                            parse_score_function("", name),
-                            pre_softmax,
-                            to_dtype(x.scalar_type())};
+                            call.topk,
+                            call.groups,
+                            call.group_topk,
+                            call.group_score_topk.value_or(call.topk / call.group_topk),
+                            call.scaling,
+                            parse_score_function("", call.name),
+                            call.pre_softmax,
+                            to_dtype(x.scalar_type()),
+                            with_load ? routed.load.mutable_data_ptr<int64_t>() : nullptr,
+                            with_load ? routed.aux_loss.mutable_data_ptr<float>() : nullptr};
 #ifdef TRANSFORMER_PLUGIN_CUDA
   if (x.is_cuda()) {
     const CudaScope scope(x);
     launch_topk_router(args, scope.stream());
-    return outputs;
+    return routed;
   }
 #endif
   topk_router_cpu(args);
-  return outputs;
+  return routed;
 }
 
 Tensor topk_router_backward_output(const Tensor& grad, const Tensor& logits, const Tensor& indices,
@@ -149,33 +165,64 @@ Tensor topk_router_backward(const Tensor& grad, const Tensor& logits, const Tens
   return output;
 }
 
-Routed call_topk_router(const Tensor& logits, const OptionalTensor& bias, int64_t topk, std::string_view name,
-                        bool pre_softmax, int64_t groups, int64_t group_topk, double scaling,
-                        OptionalInt group_score_topk) {
-  using Signature = Routed(const Tensor&, const OptionalTensor&, int64_t, std::string_view, bool, int64_t,
-                           int64_t, double, OptionalInt);
-  static const auto op = find_op<Signature>("topk_router");
-  return op.call(logits, bias, topk, name, pre_softmax, groups, group_topk, scaling, group_score_topk);
+// What distinguishes the two ops: the name, and the results as the schema has them.
+struct WithoutLoad {
+  static constexpr const char* kName = "topk_router";
+  static constexpr bool kWithLoad = false;
+  using Results = std::tuple<Tensor, Tensor>;
+  static Results results(Routed&& routed) { return {routed.weights, routed.indices}; }
+  static Routed routed(Results&& results) {
+    return {std::get<0>(results), std::get<1>(results), Tensor(), Tensor()};
+  }
+};
+
+struct WithLoad {
+  static constexpr const char* kName = "topk_router_with_load";
+  static constexpr bool kWithLoad = true;
+  using Results = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+  static Results results(Routed&& routed) {
+    return {routed.weights, routed.indices, routed.load, routed.aux_loss};
+  }
+  static Routed routed(Results&& results) {
+    auto& [weights, indices, load, aux_loss] = results;
+    return {weights, indices, load, aux_loss};
+  }
+};
+
+// Calls the op below autograd.
+template <typename Op>
+Routed redispatch(const RouterCall& call) {
+  using Signature = typename Op::Results(const Tensor&, const OptionalTensor&, int64_t, std::string_view,
+                                         bool, int64_t, int64_t, double, OptionalInt);
+  static const auto op = find_op<Signature>(Op::kName);
+  const BelowAutograd guard;
+  return Op::routed(op.call(call.logits, call.bias, call.topk, call.name, call.pre_softmax, call.groups,
+                            call.group_topk, call.scaling, call.group_score_topk));
 }
 
-class TopkRouterFunction : public DifferentiableOnce<TopkRouterFunction> {
+// Load and auxiliary loss have no gradient.
+template <typename Op>
+class TopkRouterFunction : public DifferentiableOnce<TopkRouterFunction<Op>> {
  public:
-  static constexpr const char* kName = "topk_router";
+  static constexpr const char* kName = Op::kName;
   static constexpr bool is_traceable = true;
 
   static variable_list forward(AutogradContext* ctx, const Tensor& logits, const OptionalTensor& bias,
                                int64_t topk, std::string_view name, bool pre_softmax, int64_t groups,
                                int64_t group_topk, double scaling, OptionalInt group_score_topk) {
-    const BelowAutograd guard;
-    const auto [weights, indices] = call_topk_router(logits, bias, topk, name, pre_softmax, groups,
-                                                     group_topk, scaling, group_score_topk);
+    const auto [weights, indices, load, aux_loss] = redispatch<Op>(
+        {kName, logits, bias, topk, name, pre_softmax, groups, group_topk, scaling, group_score_topk});
     ctx->save_for_backward({logits, indices});
     ctx->saved_data["score_function"] = std::string(name);
     ctx->saved_data["pre_softmax"] = pre_softmax;
     ctx->saved_data["scaling_factor"] = scaling;
-    ctx->mark_non_differentiable({indices});
     ctx->set_materialize_grads(false);
-    return {weights, indices};
+    if constexpr (!Op::kWithLoad) {
+      ctx->mark_non_differentiable({indices});
+      return {weights, indices};
+    }
+    ctx->mark_non_differentiable({indices, load, aux_loss});
+    return {weights, indices, load, aux_loss};
   }
 
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
@@ -191,22 +238,40 @@ class TopkRouterFunction : public DifferentiableOnce<TopkRouterFunction> {
   }
 };
 
-Routed topk_router_autograd(const Tensor& logits, const OptionalTensor& bias, int64_t topk,
-                            std::string_view name, bool pre_softmax, int64_t groups, int64_t group_topk,
-                            double scaling, OptionalInt group_score_topk) {
-  if (any_wants_grad(logits)) {
-    const variable_list out = TopkRouterFunction::apply(logits, bias, topk, name, pre_softmax, groups,
-                                                        group_topk, scaling, group_score_topk);
-    return {out[0], out[1]};
-  }
-  const BelowAutograd guard;
-  return call_topk_router(logits, bias, topk, name, pre_softmax, groups, group_topk, scaling,
-                          group_score_topk);
+template <typename Op>
+Routed kernel(const RouterCall& call) {
+  return route(call, Op::kWithLoad);
+}
+
+template <typename Op>
+Routed meta(const RouterCall& call) {
+  return checked_outputs(call, Op::kWithLoad);
+}
+
+template <typename Op>
+Routed autograd(const RouterCall& call) {
+  if (!any_wants_grad(call.logits)) return redispatch<Op>(call);
+  const variable_list out =
+      TopkRouterFunction<Op>::apply(call.logits, call.bias, call.topk, call.name, call.pre_softmax,
+                                    call.groups, call.group_topk, call.scaling, call.group_score_topk);
+  if constexpr (Op::kWithLoad) return {out[0], out[1], out[2], out[3]};
+  return {out[0], out[1], Tensor(), Tensor()};
+}
+
+template <typename Op, Routed (*run)(const RouterCall&)>
+typename Op::Results entry_of(const Tensor& logits, const OptionalTensor& bias, int64_t topk,
+                              std::string_view name, bool pre_softmax, int64_t groups, int64_t group_topk,
+                              double scaling, OptionalInt group_score_topk) {
+  return Op::results(
+      run({Op::kName, logits, bias, topk, name, pre_softmax, groups, group_topk, scaling, group_score_topk}));
 }
 
 }  // namespace
 
-TP_IMPL("topk_router", topk_router, topk_router_outputs, topk_router_autograd);
+TP_IMPL("topk_router", (entry_of<WithoutLoad, kernel<WithoutLoad>>),
+        (entry_of<WithoutLoad, meta<WithoutLoad>>), (entry_of<WithoutLoad, autograd<WithoutLoad>>));
+TP_IMPL("topk_router_with_load", (entry_of<WithLoad, kernel<WithLoad>>), (entry_of<WithLoad, meta<WithLoad>>),
+        (entry_of<WithLoad, autograd<WithLoad>>));
 // topk_router_backward has no Autograd registration.
 TP_IMPL_CPU_CUDA("topk_router_backward", topk_router_backward);
 TP_IMPL_FOR(Meta, "topk_router_backward", topk_router_backward_output);

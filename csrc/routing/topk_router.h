@@ -32,6 +32,8 @@ struct TopkRouterArgs {
   ScoreFunction function;
   bool pre_softmax;
   DType dtype;
+  int64_t* load;    // [experts]: how many tokens chose the expert. Or null
+  float* aux_loss;  // [1], set to 0; null without `load`
 };
 
 struct TopkRouterBackwardArgs {

@@ -137,6 +137,9 @@ void topk_router_cpu(const TopkRouterArgs& args) {
       for (int64_t t = begin; t < end; ++t) forward_row<decltype(element)>(args, t, scratch);
     });
   });
+  if (!args.load) return;
+  count_tokens_cpu({args.indices, false, args.tokens * args.topk, args.experts, args.load});
+  *args.aux_loss = 0.0f;
 }
 
 void topk_router_backward_cpu(const TopkRouterBackwardArgs& args) {

@@ -1,7 +1,8 @@
 // CUDA kernels of the top-k router and its gradient (routing/topk_router.h) for all sizes; common sizes have
 // faster ones (topk_router_registers.h). Logits [tokens, experts], weights and indices [tokens, topk].
 // Grid-stride over tokens, one warp per token, up to 4 warps per block, as many as their shared memory (keys,
-// values, terms; at most 48 KiB) allows.
+// values, terms; at most 48 KiB) allows. The counts of a block's experts follow those of its warps.
+#include "routing/block_counts.cuh"
 #include "routing/score_cuda.cuh"
 #include "routing/topk_router.h"
 #include "routing/topk_router_registers.h"
@@ -51,8 +52,11 @@ constexpr int64_t shared_words(int64_t experts, bool bias, int64_t groups, int64
   return experts * (bias ? 2 : 1) + 2 * groups + topk + (topk + 1) / 2;
 }
 
-static_assert(kSharedBytes / (shared_words(kMaxExperts, true, kMaxExperts, kMaxExperts) * 8) >= 1,
-              "the largest row fits one warp");
+constexpr int64_t count_bytes(int64_t experts) { return experts * static_cast<int64_t>(sizeof(int32_t)); }
+
+static_assert(kSharedBytes - count_bytes(kMaxExperts) >=
+                  shared_words(kMaxExperts, true, kMaxExperts, kMaxExperts) * 8,
+              "the largest row and its counts fit one warp");
 
 // The scale of the chosen experts' weights, in every lane. Each lane computes some of the terms.
 __device__ __forceinline__ RowScale scale_chosen(ScoreFunction function, bool pre_softmax,
@@ -77,6 +81,9 @@ __global__ void topk_router_kernel(TopkRouterArgs args, int64_t words_per_warp) 
   uint64_t* group_keys = group_values + args.groups;
   double* terms = reinterpret_cast<double*>(group_keys + args.groups);
   float* chosen = reinterpret_cast<float*>(terms + args.topk);
+  int32_t* counts = reinterpret_cast<int32_t*>(shared + warps * words_per_warp);
+  if (args.load) clear_counts(counts, args.experts);
+  if (args.load && blockIdx.x == 0 && threadIdx.x == 0) *args.aux_loss = 0.0f;
   const int64_t step = static_cast<int64_t>(gridDim.x) * warps;
   for (int64_t t = static_cast<int64_t>(blockIdx.x) * warps + warp; t < args.tokens; t += step) {
     const T* logits = static_cast<const T*>(args.logits) + t * args.experts;
@@ -95,6 +102,7 @@ __global__ void topk_router_kernel(TopkRouterArgs args, int64_t words_per_warp) 
       if (lane == 0) {
         args.indices[t * args.topk + k] = static_cast<int32_t>(index_in(bound.key));
         chosen[k] = to_float(logits[index_in(bound.key)]);
+        if (args.load) atomicAdd(&counts[index_in(bound.key)], 1);
       }
     }
     __syncwarp();
@@ -104,6 +112,7 @@ __global__ void topk_router_kernel(TopkRouterArgs args, int64_t words_per_warp) 
     }
     __syncwarp();
   }
+  if (args.load) add_counts(counts, args.experts, args.load);
 }
 
 // The first k that names the expert, or -1.
@@ -155,15 +164,22 @@ __global__ void topk_router_backward_kernel(TopkRouterBackwardArgs args, int64_t
 }  // namespace
 
 void launch_topk_router(const TopkRouterArgs& args, void* stream) {
-  if (args.tokens == 0) return;
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  if (args.load) set_to_zero(args.load, args.experts, cuda_stream);
+  if (args.tokens == 0) {
+    if (args.load) set_to_zero(args.aux_loss, 1, cuda_stream);
+    return;
+  }
   if (fits_registers(args)) return launch_in_registers(args, stream);
   const int64_t words = shared_words(args.experts, args.bias != nullptr, args.groups, args.topk);
-  const int64_t fitting = kSharedBytes / (words * 8);
+  const int64_t counts = args.load ? count_bytes(args.experts) : 0;
+  const int64_t fitting = (kSharedBytes - counts) / (words * 8);
   const int warps = static_cast<int>(fitting < kMaxWarps ? fitting : kMaxWarps);
   visit_device_float(args.dtype, [&](auto element) {
     using T = decltype(element);
-    topk_router_kernel<T><<<grid_size(args.tokens, warps), warps * kWarpSize, warps * words * 8,
-                            static_cast<cudaStream_t>(stream)>>>(args, words);
+    topk_router_kernel<T>
+        <<<grid_size(args.tokens, warps), warps * kWarpSize, warps * words * 8 + counts, cuda_stream>>>(
+            args, words);
   });
   check_launch("topk_router_kernel");
 }

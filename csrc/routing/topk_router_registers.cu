@@ -1,9 +1,11 @@
 // CUDA kernels of the top-k router (topk_router.h) for up to 256 experts, topk 32 and 32 groups, and of its
 // gradient for topk up to 32: logits [tokens, experts], weights and indices [tokens, topk]. Blocks of 4
-// warps, one warp per token, no shared memory.
+// warps, one warp per token, no shared memory but for the load. Where the load of many tokens is counted,
+// blocks have 16 warps: each block adds its counts to those in global memory, which costs time for each block.
 //
 // Lane l of a warp has the keys of experts l, l + 32, ... in registers. The warp finds the largest key word
 // by word (redux.sync), removes it, and repeats that. Lane k has the k-th chosen expert, and its weight.
+#include "routing/block_counts.cuh"
 #include "routing/score_cuda.cuh"
 #include "routing/topk_router_registers.h"
 
@@ -12,6 +14,8 @@ namespace {
 
 constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kWarps = 4;
+constexpr int kCountingWarps = 16;  // that count the load of kManyTokens or more
+constexpr int64_t kManyTokens = 2048;
 constexpr int kMostPerLane = 8;  // experts of a lane
 
 __device__ __forceinline__ uint32_t warp_max(uint32_t value) {
@@ -209,11 +213,15 @@ __device__ __forceinline__ Chosen scale_chosen(ScoreFunction function, bool pre_
 
 // One warp per token.
 template <typename T, bool has_bias, int per_lane>
-__global__ void __launch_bounds__(kWarps* kWarpSize) topk_router_registers_kernel(TopkRouterArgs args) {
+__global__ void __launch_bounds__(kCountingWarps* kWarpSize, 2)
+    topk_router_registers_kernel(TopkRouterArgs args) {
+  __shared__ int32_t counts[per_lane * kWarpSize];
   const int lane = threadIdx.x % kWarpSize;
-  const int64_t step = static_cast<int64_t>(gridDim.x) * kWarps;
-  for (int64_t t = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarpSize; t < args.tokens;
-       t += step) {
+  const int64_t warps = blockDim.x / kWarpSize;
+  if (args.load) clear_counts(counts, args.experts);
+  if (args.load && blockIdx.x == 0 && threadIdx.x == 0) *args.aux_loss = 0.0f;
+  const int64_t step = gridDim.x * warps;
+  for (int64_t t = blockIdx.x * warps + threadIdx.x / kWarpSize; t < args.tokens; t += step) {
     const T* logits = static_cast<const T*>(args.logits) + t * args.experts;
     Key<has_bias> keys[per_lane];
 #pragma unroll
@@ -246,8 +254,10 @@ __global__ void __launch_bounds__(kWarps* kWarpSize) topk_router_registers_kerne
       args.indices[t * args.topk + lane] = index;
       args.weights[t * args.topk + lane] =
           static_cast<float>(weight_of(chosen.term, chosen.scale) * args.scaling);
+      if (args.load) atomicAdd(&counts[index], 1);
     }
   }
+  if (args.load) add_counts(counts, args.experts, args.load);
 }
 
 constexpr int kStores = 4;  // gradients of a lane that are computed together
@@ -305,12 +315,12 @@ __global__ void __launch_bounds__(kWarps* kWarpSize)
 
 template <typename T, bool has_bias>
 void launch_per_lane(const TopkRouterArgs& args, cudaStream_t stream) {
-  const unsigned blocks = grid_size(args.tokens, kWarps);
-  constexpr int kThreads = kWarps * kWarpSize;
+  const int warps = args.load && args.tokens >= kManyTokens ? kCountingWarps : kWarps;
+  const unsigned blocks = grid_size(args.tokens, warps), threads = static_cast<unsigned>(warps * kWarpSize);
   if (args.experts <= kMostPerLane / 2 * kWarpSize) {
-    topk_router_registers_kernel<T, has_bias, kMostPerLane / 2><<<blocks, kThreads, 0, stream>>>(args);
+    topk_router_registers_kernel<T, has_bias, kMostPerLane / 2><<<blocks, threads, 0, stream>>>(args);
   } else {
-    topk_router_registers_kernel<T, has_bias, kMostPerLane><<<blocks, kThreads, 0, stream>>>(args);
+    topk_router_registers_kernel<T, has_bias, kMostPerLane><<<blocks, threads, 0, stream>>>(args);
   }
   check_launch("topk_router_registers_kernel");
 }

@@ -63,6 +63,7 @@ CALLS: list[tuple[str, Callable[[], Tensor]]] = [
     ("permute_rows", lambda: permuted("permute_rows")),
     ("permute_weights", lambda: permuted("permute_weights")),
     ("topk_router", lambda: ops.topk_router(of(T, 4), None, 2)[0]),
+    ("topk_router_with_load", lambda: ops.topk_router_with_load(of(T, 4), None, 2)[0]),
     ("router_logits", lambda: ops.router_logits(of(T, K), of(N, K))),
     ("router_logits_with_tokens", lambda: ops.router_logits_with_tokens(of(T, K), of(N, K))[0]),
     ("router_scores", lambda: ops.router_scores(of(T, 4))),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.launches import launched
 from transformer_plugin import ops
 from transformer_plugin.testing.numerics import assert_same_bits
 
@@ -22,18 +23,16 @@ KERNELS = ("group_offsets_kernel", "row_tiles_kernel")
 
 def tables(call: Callable[[], Any], device: torch.device) -> tuple[int, Any]:
     """How many tables a call makes, and its result: kernels on a GPU, tensors of offsets on a CPU."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
+    results: list[Any] = []
     if device.type == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        result = call()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-    if device.type == "cuda":
-        on_gpu = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-        return sum(any(name in event.name for name in KERNELS) for event in on_gpu), result
+        names = launched(lambda: results.append(call()))
+        return sum(any(kernel in name for kernel in KERNELS) for name in names), results[0]
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        results.append(call())
     kineto = profile.profiler.kineto_results.events()
-    return sum(event.name() == "[memory]" and event.nbytes() == OFFSETS_BYTES for event in kineto), result
+    return sum(event.name() == "[memory]" and event.nbytes() == OFFSETS_BYTES for event in kineto), results[0]
 
 
 def sizes_of(device: torch.device, seed: int = 0) -> Tensor:

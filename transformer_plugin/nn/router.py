@@ -328,7 +328,7 @@ class TopKRouter(PluginModule):
 
     def _routing(self, logits: Tensor) -> Routing:
         config = self._config
-        weights, indices = ops.topk_router(
+        weights, indices, load, no_loss = ops.topk_router_with_load(
             logits,
             self.expert_bias,
             self._topk,
@@ -339,12 +339,10 @@ class TopKRouter(PluginModule):
             config.scaling_factor,
             config.group_score_topk,
         )
-        load = ops.count_tokens_per_expert(indices, self.num_experts)
-        return Routing(indices, weights, self._aux_loss(logits, load), load)
+        aux_loss = no_loss if config.aux_loss_coeff == 0 else self._aux_loss(logits, load)
+        return Routing(indices, weights, aux_loss, load)
 
     def _aux_loss(self, logits: Tensor, load: Tensor) -> Tensor:
-        if self.config.aux_loss_coeff == 0:
-            return torch.zeros((), dtype=torch.float32, device=logits.device)
         scores = ops.router_scores(logits, self.config.score_function)
         tokens: int | Tensor = logits.shape[0]
         if isinstance(tokens, Tensor):  # torch.jit.trace returns sizes as CPU tensors

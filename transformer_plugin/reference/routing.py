@@ -20,6 +20,7 @@ __all__ = [
     "router_logits_with_tokens",
     "router_scores",
     "topk_router",
+    "topk_router_with_load",
     "unpermute",
     "unpermute_backward",
 ]
@@ -157,6 +158,24 @@ def topk_router(
     else:
         weights = normalised_scores(logits.gather(1, indices), score_function)
     return (weights * scaling_factor).float(), indices.int()
+
+
+def topk_router_with_load(
+    logits: Tensor,
+    expert_bias: Tensor | None,
+    topk: int,
+    score_function: str = "softmax",
+    pre_softmax: bool = False,
+    num_groups: int = 1,
+    group_topk: int = 1,
+    scaling_factor: float = 1.0,
+    group_score_topk: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Chooses, counts, and makes a zero."""
+    groups = (num_groups, group_topk, scaling_factor, group_score_topk)
+    weights, indices = topk_router(logits, expert_bias, topk, score_function, pre_softmax, *groups)
+    load = count_tokens_per_expert(indices, logits.shape[1])
+    return weights, indices, load, torch.zeros((), device=logits.device)
 
 
 def groups_of_best_experts(order: Tensor, num_groups: int, group_topk: int) -> Tensor:

@@ -208,6 +208,8 @@ def _routing_calls(draw: Draw) -> Calls:
     router = {"logits": logits, "topk": topk, "pre_softmax": False}
     yield "topk_router", "sigmoid", {**router, **score, **groups, "expert_bias": draw(experts)}
     yield "topk_router", "softmax", {**router, "score_function": "softmax", "expert_bias": None}
+    loaded = {**router, **score, **groups, "group_score_topk": 2}
+    yield "topk_router_with_load", "", {**loaded, "expert_bias": draw(experts)}
     backward = {"grad": draw(tokens, topk), "logits": logits, "indices": indices.int(), **score}
     yield "topk_router_backward", "", {**backward, "pre_softmax": False, "scaling_factor": 2.0}
     yield "router_scores", "", {"logits": logits, **score}
