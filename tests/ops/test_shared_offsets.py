@@ -197,6 +197,26 @@ def test_a_layer_within_a_layer_has_its_own(formats: tuple[str, str, str], devic
         assert_same_bits(got, wanted)
 
 
+def test_an_op_within_a_layer_has_the_table_of_its_sizes(device: torch.device) -> None:
+    sizes, others, given = sizes_of(device), sizes_of(device, seed=1), operands(device)
+    rows, weight = given["input"].detach(), given["fc1_weight"].detach()
+    expected, product = mlp(sizes, given), ops.grouped_gemm(rows, weight, others)
+    short = rows[: int(sizes.sum()) - 16]
+    inner: list[Tensor] = []
+
+    def act() -> None:
+        inner.append(ops.grouped_gemm(rows, weight, others))
+        inner.append(ops.grouped_gemm(rows, weight, others.int()))
+        if device.type == "cpu":  # where sizes that exceed the buffer are refused at once
+            with pytest.raises(ValueError, match="sizes that sum to at most"):
+                ops.grouped_gemm(short, weight, sizes)
+
+    with Between(act):
+        assert_same_bits(mlp(sizes, given), expected)
+    for got in inner:
+        assert_same_bits(got, product)
+
+
 def test_a_layer_that_raises_leaves_nothing(device: torch.device) -> None:
     sizes, given = sizes_of(device), operands(device)
 
