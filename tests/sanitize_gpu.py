@@ -23,9 +23,10 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from tests.sanitize_products import product_calls
+from tests.sanitize_routing import routing_calls
 from transformer_plugin import ops
 from transformer_plugin.formats import MX_BLOCK, NV_BLOCK, Format
-from transformer_plugin.recipes import Float8BlockScaling
 from transformer_plugin.testing.cases import swiglu_cases
 from transformer_plugin.testing.delayed_scaling_cases import (
     grouped_quantize_scaled_cases,
@@ -64,9 +65,6 @@ from transformer_plugin.testing.rowwise_cases import grouped_gemm_rowwise_cases
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
 Call = Callable[[], Any]
-RAGGED = [300, 0, 7, 130, 290]
-#: Sizes, n and k of products for which every pipeline stage is reused, within a tile and by the next tile.
-LONG_SUMS = (([300, 0, 1, 129, 77], 520, 1408), ([5] * 150, 264, 640), ([700], 776, 2064))
 
 
 def _quantize(input: torch.Tensor, format: str) -> None:
@@ -234,63 +232,6 @@ def _swiglu_product_quantized(
         ops.grouped_gemm_swiglu_quantize(a, b, sizes, format, probs, bias, interleave, keep_input)
 
 
-def _input_weight_sizes(
-    sizes: list[int], n: int, k: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """bfloat16 rows, three of them past the groups, and their weights."""
-    input = torch.randn(sum(sizes) + 3, k, dtype=torch.bfloat16, device=device)
-    weight = torch.randn(len(sizes), n, k, dtype=torch.bfloat16, device=device)
-    return input, weight, torch.tensor(sizes, dtype=torch.int32, device=device)
-
-
-def _long_sums(group_sizes: list[int], n: int, k: int, device: torch.device) -> None:
-    recipe = Float8BlockScaling()
-    input, weight, sizes = _input_weight_sizes(group_sizes, n, k, device)
-    operands = (
-        ops.quantize(input, recipe.input_format, sizes),
-        ops.quantize(weight, recipe.weight_format),
-    )
-    given = quantized_arguments(*operands, recipe.input_format, recipe.weight_format)
-    ops.grouped_gemm(**given, group_sizes=sizes)
-
-
-def _in_turn(max_sms: int, device: torch.device) -> None:
-    """Few blocks, so that each processes several tiles of ragged rows."""
-    input, weight, sizes = _input_weight_sizes(RAGGED, 776, 264, device)
-    rows = torch.arange(input.shape[0], device=device) // 2
-    plan = {"max_sms": max_sms}
-    product = ops.grouped_gemm(input, weight, sizes, **plan)
-    ops.grouped_gemm_wgrad(product, input, sizes, **plan)
-    main_grad = torch.zeros_like(weight, dtype=torch.float32)
-    ops.grouped_gemm_wgrad_out(product, input, sizes, main_grad, **plan)
-    ops.grouped_gemm(input, weight, sizes, rows=rows, **plan)
-    ops.grouped_gemm(product, weight, sizes, transpose_b=False, **plan)
-    ops.grouped_gemm(product, weight, sizes, transpose_b=False, rows=rows, **plan)
-    recipe = Float8BlockScaling()
-    operands = (
-        ops.quantize(input, recipe.input_format, sizes),
-        ops.quantize(weight, recipe.weight_format),
-    )
-    given = quantized_arguments(*operands, recipe.input_format, recipe.weight_format)
-    ops.grouped_gemm(**given, group_sizes=sizes, **plan)
-    operands = ops.quantize(input[:, :256], "fp8_row"), ops.quantize(weight[..., :256], "fp8_row")
-    given = quantized_arguments(*operands, "fp8_row", "fp8_row")
-    ops.grouped_gemm(**given, group_sizes=sizes, **plan)
-    ops.grouped_gemm_swiglu(input, weight[:, :768], sizes, **plan)
-    ops.grouped_gemm_swiglu_quantize(input, weight[:, :768], sizes, "fp8_block", **plan)
-
-
-def _overlapped_dequantize(format: str, device: torch.device) -> None:
-    """Few SMs, so that rows are dequantized within the GEMM kernel."""
-    input, weight, sizes = _input_weight_sizes(RAGGED, 1032, 352, device)
-    amaxes = {}
-    if Format.parse(format).family == "nvfp4":
-        amaxes = {"a_amax": ops.amax(input, format, sizes), "b_amax": ops.amax(weight, format)}
-    a = (*ops.quantize(input, format, sizes, amaxes.get("a_amax")), amaxes.get("a_amax"))
-    b = (*ops.quantize(weight, format, None, amaxes.get("b_amax")), amaxes.get("b_amax"))
-    ops.grouped_gemm(**quantized_arguments(a, b, format, format), group_sizes=sizes, max_sms=4)
-
-
 def _call_with_arguments(call: Callable[..., Any], case: Any, device: torch.device) -> None:
     """Makes the arguments only in the process that runs the case."""
     call(*case.arguments(device))
@@ -321,12 +262,8 @@ def calls(device: torch.device) -> Iterator[tuple[str, Call]]:
     ):
         for case in cases:
             yield f"{name} {case.name}", partial(_call_with_arguments, call, case, device)
-    for sizes, n, k in LONG_SUMS:
-        yield f"grouped_gemm long-sums-{k}", partial(_long_sums, sizes, n, k, device)
-    for max_sms in (2, 8):  # with 8 the last tiles are half-N tiles
-        yield f"grouped_gemm in-turn-{max_sms}", partial(_in_turn, max_sms, device)
-    for format in ("mxfp8", "mxfp8:e5m2,tiled", "nvfp4"):
-        yield f"grouped_gemm overlapped-dequantize-{format}", partial(_overlapped_dequantize, format, device)
+    yield from product_calls(device)
+    yield from routing_calls(device)
 
 
 def chosen(only: str) -> Iterator[tuple[str, Call]]:

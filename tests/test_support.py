@@ -130,6 +130,23 @@ def test_what_decides_whether_experts_are_one_op() -> None:
     assert "experts: GroupedMLP calls its two layers" in tp.explain_support(DelayedScaling(), "cpu")
 
 
+def test_which_recipe_is_faster(device: torch.device) -> None:
+    """Where it was measured; the recipe that is recommended is not told that another one is faster."""
+    recommended = Float8BlockScaling()
+    texts = [tp.explain_support(recipe, device) for recipe in (None, Float8CurrentScaling(), recommended)]
+    lines = [[line for line in text.splitlines() if line.startswith("speed: ")] for text in texts]
+    if device.type == "cpu":
+        (none,), (current,), (block,) = lines
+        assert none == "speed: nothing is faster on a CPU than no recipe"
+        assert current == block and block.startswith("speed: no recipe is faster on a CPU")
+    elif torch.cuda.get_device_capability(device) == (9, 0):
+        (none,), (current,), (block,) = lines
+        assert none == current and none.startswith("speed: Float8BlockScaling is faster on Hopper")
+        assert block.startswith("speed: the fastest recipe on Hopper")
+    else:
+        assert lines == [[], [], []]
+
+
 def test_where_nothing_runs() -> None:
     assert tp.explain_support(None, "mps") == (
         "no recipe on mps: this package does not run there; use a CPU or a CUDA device"

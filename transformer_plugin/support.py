@@ -6,7 +6,7 @@ import torch
 
 from transformer_plugin.formats import Format
 from transformer_plugin.ops.gemm_plan import grouped_gemm_plan
-from transformer_plugin.recipes import DelayedScaling, Recipe
+from transformer_plugin.recipes import DelayedScaling, Float8BlockScaling, Recipe
 
 #: the compute capability for which the kernels are built and on which they are tested.
 TESTED = (9, 0)
@@ -21,7 +21,8 @@ def explain_support(recipe: Recipe | None, device: torch.device | str) -> str:
             that nothing runs there.
 
     Returns:
-        One line each: the device, the formats of the three operands, quantization, experts; then the products.
+        One line each: the device, the formats of the three operands, quantization, experts, which recipe is faster, if
+        that was measured on such a device; then the products.
 
     Raises:
         TypeError: ``recipe`` is neither None nor a Recipe.
@@ -53,6 +54,9 @@ def explain_support(recipe: Recipe | None, device: torch.device | str) -> str:
         lines[-1] += f", divided by 2^{recipe.margin}" if recipe.margin else ""
         lines[-1] += "; each tensor is read once, and the module's buffers keep the state"
     lines.append("experts: " + _experts(recipe))
+    speed = _speed(recipe, device)
+    if speed:
+        lines.append("speed: " + speed)
     lines.append("products: " + _products(formats, device))
     return "\n".join(lines)
 
@@ -75,6 +79,22 @@ def _experts(recipe: Recipe | None) -> str:
     return (
         "GroupedMLP runs both products as one op, while no hook or other forward needs a tensor between them"
     )
+
+
+def _speed(recipe: Recipe | None, device: torch.device) -> str:
+    """Recommends the fastest recipe. What was measured: docs/moe-layer.md. Empty for devices without a measurement."""
+    if device.type == "cpu":
+        if recipe is None:
+            return "nothing is faster on a CPU than no recipe"
+        return "no recipe is faster on a CPU, where operands are dequantized; a recipe shows its numbers there"
+    if _capability(device) != TESTED:
+        return ""
+    if isinstance(recipe, Float8BlockScaling):
+        return (
+            "the fastest recipe on Hopper for expert layers, forward and backward; quantize_weights() once for several "
+            "micro-batches makes it faster still"
+        )
+    return "Float8BlockScaling is faster on Hopper for expert layers of thousands of tokens, forward and backward"
 
 
 def _has_kernels(device: torch.device) -> bool:
@@ -122,14 +142,17 @@ def _products_on_cpu(formats: list[Format]) -> str:
 
 def _product(product: str, a: str, b: str, device: torch.device) -> str:
     """Describes one product of typical sizes, from :func:`~transformer_plugin.ops.grouped_gemm_plan`."""
-    bfloat16, capability = torch.bfloat16, 10 * TESTED[0] + TESTED[1]
-    if torch.cuda.is_available():
-        major, minor = torch.cuda.get_device_capability(device)
-        capability = 10 * major + minor
+    bfloat16, (major, minor) = torch.bfloat16, _capability(device)
+    capability = 10 * major + minor
     plan = grouped_gemm_plan(
         product, bfloat16, bfloat16, 8192, 8, 2048, 2048, 132, a_format=a, b_format=b, capability=capability
     )
     return f"  {product}: {_BACKENDS[plan.backend]}{_how(plan.backend, a)} ({plan.reason})"
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    """That of the GPU; without one, that of the GPU that the kernels are made for."""
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else TESTED
 
 
 _BACKENDS = {
