@@ -12,11 +12,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.launches import launched
 from transformer_plugin import ops
+from transformer_plugin.recipes import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
 from transformer_plugin.testing.numerics import assert_same_bits
 
 #: A number of groups whose table has a size that no other tensor of these calls has.
 GROUPS, HIDDEN, FFN, ROWS = 37, 32, 128, 592
-NONE, BLOCK = ("none",) * 3, ("fp8_block:e4m3,pow2",) * 3
+NONE = ("none",) * 3
+
+
+def formats_of(recipe: Recipe) -> tuple[str, str, str]:
+    return recipe.input_format, recipe.weight_format, recipe.grad_format
+
+
+BLOCK = formats_of(Float8BlockScaling())
 OFFSETS_BYTES = 4 * (GROUPS + 1)
 KERNELS = ("group_offsets_kernel", "row_tiles_kernel")
 
@@ -94,12 +102,12 @@ def test_a_layer_of_tokens_makes_one_in_each_direction(device: torch.device) -> 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("key", ["fp8_block:e4m3,pow2", "fp8_tensor:e4m3", "mxfp8:e4m3"])
-def test_row_tiles_have_the_offsets(key: str) -> None:
-    device = torch.device("cuda")
+@pytest.mark.parametrize("recipe", [Float8BlockScaling(), Float8CurrentScaling(), MXFP8BlockScaling()])
+def test_row_tiles_have_the_offsets(recipe: Recipe) -> None:
+    device, formats = torch.device("cuda"), formats_of(recipe)
     sizes, given = sizes_of(device), operands(device)
-    mlp(sizes, given, (key,) * 3).sum().backward()
-    forward, output = tables(lambda: mlp(sizes, given, (key,) * 3), device)
+    mlp(sizes, given, formats).sum().backward()
+    forward, output = tables(lambda: mlp(sizes, given, formats), device)
     backward, _ = tables(lambda: torch.autograd.grad(output.sum(), list(given.values())), device)
     assert (forward, backward) == (1, 1)
 
