@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +11,16 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parametrize
 
-from transformer_plugin.nn import GroupedLinear, GroupedMLP, MoE
+from transformer_plugin.nn import (
+    GroupedLinear,
+    GroupedMLP,
+    LayerNorm,
+    LayerNormLinear,
+    Linear,
+    MoE,
+    RMSNorm,
+    TopKRouter,
+)
 from transformer_plugin.recipes import Float8BlockScaling, NVFP4BlockScaling
 from transformer_plugin.testing.numerics import assert_same_bits
 
@@ -108,6 +119,62 @@ def test_wrappers_that_pass_on(bias: bool) -> None:
     torch.manual_seed(4)
     plain.experts.reset_parameters()
     assert_same_bits(moe(x).output.detach(), plain(x).output.detach())
+
+
+SIZES = torch.tensor([3, 3])
+CONTAINERS: dict[str, Callable[[], torch.nn.Module]] = {
+    "Linear": lambda: Linear(16, 16),
+    "Linear, return_bias": lambda: Linear(16, 16, return_bias=True),
+    "GroupedLinear": lambda: GroupedLinear(2, 16, 16),
+    "GroupedMLP": lambda: GroupedMLP(2, 16, 16, bias=True),
+    "RMSNorm": lambda: RMSNorm(16),
+    "LayerNorm": lambda: LayerNorm(16),
+    "LayerNormLinear": lambda: LayerNormLinear(16, 16, normalization="LayerNorm", return_bias=True),
+    "TopKRouter": lambda: TopKRouter(16, 4, 2),
+    "MoE": lambda: MoE(16, 16, 4, 2, bias=True),
+}
+
+
+@pytest.mark.parametrize("kind", list(CONTAINERS))
+def test_every_parameter_may_be_computed(kind: str) -> None:
+    """A parametrization replaces the parameter by an attribute of the same name, and may be removed again."""
+    module = CONTAINERS[kind]()
+    x = torch.randn(6, 16)
+    arguments = {"GroupedLinear": (SIZES,), "GroupedMLP": (SIZES, torch.rand(6))}.get(kind, ())
+
+    def run(module: torch.nn.Module) -> list[Tensor]:
+        result = module(x, *arguments)
+        return [part.detach() for part in (result if isinstance(result, tuple) else (result,))]
+
+    before = run(module)
+    for name, parameter in list(module.named_parameters()):
+        added = copy.deepcopy(module)
+        added.get_parameter(name).data += torch.linspace(-1, 1, parameter.numel()).view_as(parameter)
+        path, _, last = name.rpartition(".")
+        layer = module.get_submodule(path)
+        parametrize.register_parametrization(
+            layer, last, Plus(added.get_parameter(name) - parameter.detach())
+        )
+        for got, expected in zip(run(module), run(added), strict=True):
+            torch.testing.assert_close(got, expected)
+        assert any(not torch.equal(a, b) for a, b in zip(run(module), before, strict=True)), name
+        parametrize.remove_parametrizations(layer, last, leave_parametrized=False)
+        for got, expected in zip(run(module), before, strict=True):
+            assert_same_bits(got, expected)
+
+
+def test_submodules_may_be_plain_attributes() -> None:
+    """As where a container keeps them from ``parameters()``."""
+    moe, plain = moe_of(True), moe_of(True)
+    x = torch.randn(20, 64)
+    for module, name in ((moe.experts, "fc1"), (moe.experts, "fc2"), (moe, "experts"), (moe, "router")):
+        part = getattr(module, name)
+        delattr(module, name)
+        module.__dict__[name] = part
+        assert_same_bits(moe(x).output.detach(), plain(x).output.detach())
+    del moe.__dict__["router"]
+    with pytest.raises(AttributeError, match="'MoE' object has no attribute 'router'"):
+        moe(x)
 
 
 class Dense(torch.nn.Module):

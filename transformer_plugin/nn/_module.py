@@ -9,6 +9,7 @@ from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch.autograd import profiler
+from torch.compiler import is_compiling
 from torch.utils._pytree import _register_namedtuple
 
 Forward = TypeVar("Forward", bound=Callable[..., Any])
@@ -29,6 +30,15 @@ class PluginModule(torch.nn.Module):
         )
 
 
+def registered(module: torch.nn.Module, kind: dict[str, Any], name: str) -> Any:
+    """The attribute that a module has registered in ``_modules``, ``_parameters`` or ``_buffers``, which is ``kind``.
+
+    ``Module.__getattr__`` takes most of a microsecond to find it. What is not there may be computed when it is read, as
+    parametrizations do.
+    """
+    return kind[name] if name in kind else getattr(module, name)
+
+
 def layer_forward(forward: Forward) -> Forward:
     """Decorates a module's forward.
 
@@ -39,7 +49,7 @@ def layer_forward(forward: Forward) -> Forward:
 
     @functools.wraps(forward)
     def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return forward(self, *args, **kwargs)
         try:
             if not profiler._is_profiler_enabled:

@@ -25,7 +25,7 @@ from transformer_plugin.nn._layouts import (
     plain_state,
     register,
 )
-from transformer_plugin.nn._module import layer_forward
+from transformer_plugin.nn._module import layer_forward, registered
 from transformer_plugin.nn._recipe import RecipeModule
 from transformer_plugin.nn.quantized_parameters import chosen_recipe, in_high_precision, quantize_parameter
 from transformer_plugin.parallel._shard_experts import draw_uniform
@@ -155,8 +155,7 @@ class GroupedLinear(RecipeModule):
 
     def _parameters_named(self, names: tuple[str, ...]) -> list[Tensor]:
         """The parameters of these names; those that are computed (parametrizations) are attributes only."""
-        found = self._parameters
-        return [found[name] if name in found else getattr(self, name) for name in names]  # type: ignore[misc]
+        return [registered(self, self._parameters, name) for name in names]
 
     def _source_weight(self) -> Tensor | list[Tensor]:
         weights = self._parameters_named(self._weight_names)
@@ -178,14 +177,14 @@ class GroupedLinear(RecipeModule):
     @property
     def has_bias(self) -> bool:
         """Whether each group has a bias."""
-        return bool(self._bias_names) if self.parameter_layout == "list" else self.bias is not None
+        if self._parameter_layout == "list":
+            return bool(self._bias_names)
+        return registered(self, self._parameters, "bias") is not None
 
     def _packed_parameters(self) -> tuple[Tensor, Tensor | None]:
         """This rank's part of the packed weight and bias."""
-        found: dict[str, Any] = self._parameters
-        # Parametrizations compute an attribute when it is read.
-        weight = found["weight"] if "weight" in found else self.weight  # noqa: SIM401
-        bias = found["bias"] if "bias" in found else self.bias  # noqa: SIM401
+        found = self._parameters
+        weight, bias = registered(self, found, "weight"), registered(self, found, "bias")
         if self._expert_ranks is None:
             return weight, bias
         return self._local(weight), None if bias is None else self._local(bias)

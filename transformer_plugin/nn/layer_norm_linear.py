@@ -13,7 +13,7 @@ from transformer_plugin import ops
 from transformer_plugin.nn._attributes import fixed
 from transformer_plugin.nn._autocast import operands
 from transformer_plugin.nn._caller_buffers import into_buffers, with_gradient_into
-from transformer_plugin.nn._module import layer_forward
+from transformer_plugin.nn._module import layer_forward, registered
 from transformer_plugin.nn._recipe import RecipeModule
 from transformer_plugin.nn.quantized_parameters import chosen_recipe, in_high_precision, quantize_parameter
 from transformer_plugin.recipes import DelayedScaling, Recipe
@@ -139,8 +139,10 @@ class LayerNormLinear(RecipeModule):
             the norm ``[..., K]``, differentiable as the output.
         """
         quantized_weight = self._quantized_weight()
-        input, norm_weight, norm_bias = operands(input, self.norm_weight, self.norm_bias)
-        _, weight, bias = operands(input, self.weight, None if self.return_bias else self.bias)
+        names = ("norm_weight", "norm_bias", "weight", "bias")
+        *of_norm, own_weight, own_bias = [registered(self, self._parameters, name) for name in names]
+        input, norm_weight, norm_bias = operands(input, *of_norm)
+        _, weight, bias = operands(input, own_weight, None if self.return_bias else own_bias)
         into = self._weight_gradient()
         if out is not None or dgrad_out is not None:
             out, _ = into_buffers(type(self).__name__, self.recipe, out, dgrad_out)
@@ -173,7 +175,7 @@ class LayerNormLinear(RecipeModule):
             )
             self._op_took(into)
         results: list[Any] = [output]
-        results += [self.bias] if self.return_bias else []
+        results += [own_bias] if self.return_bias else []
         results += [normalized] if self.return_normalized else []
         return tuple(results) if len(results) > 1 else output
 

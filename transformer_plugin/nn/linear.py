@@ -10,7 +10,7 @@ from torch import Tensor
 from transformer_plugin import ops
 from transformer_plugin.nn._autocast import operands
 from transformer_plugin.nn._caller_buffers import into_buffers
-from transformer_plugin.nn._module import layer_forward
+from transformer_plugin.nn._module import layer_forward, registered
 from transformer_plugin.nn._recipe import RecipeModule
 from transformer_plugin.nn.quantized_parameters import chosen_recipe, in_high_precision, quantize_parameter
 from transformer_plugin.recipes import DelayedScaling, Recipe
@@ -90,13 +90,15 @@ class Linear(RecipeModule, torch.nn.Linear):
             The output; with ``return_bias`` the output without the bias, and the bias.
         """
         quantized_weight = self._quantized_weight()
-        input, weight, bias = operands(input, self.weight, None if self.return_bias else self.bias)
+        weight = registered(self, self._parameters, "weight")
+        own_bias = registered(self, self._parameters, "bias")
+        input, weight, bias = operands(input, weight, None if self.return_bias else own_bias)
         into = self._weight_gradient()
         if out is not None or dgrad_out is not None:
             out, buffers = into_buffers(type(self).__name__, self.recipe, out, dgrad_out)
             into.update(buffers)
-        if isinstance(self.recipe, DelayedScaling):
-            scale = self._delayed_scales(self.recipe, self._op_accepts(input, weight, bias))
+        if isinstance(self._recipe, DelayedScaling):
+            scale = self._delayed_scales(self._recipe, self._op_accepts(input, weight, bias))
             amax = self._current_amax if self.training else None
             output = ops.linear_scaled(input, weight, scale, amax, bias, *self._formats)
         elif out is None:
@@ -107,7 +109,7 @@ class Linear(RecipeModule, torch.nn.Linear):
                 input, weight, out, bias, *self._formats, quantized_weight=quantized_weight, **into
             )
         self._op_took(into)
-        return (output, self.bias) if self.return_bias else output
+        return (output, own_bias) if self.return_bias else output
 
     def extra_repr(self) -> str:
         """The sizes, and the recipe where there is one."""

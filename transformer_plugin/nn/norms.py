@@ -9,7 +9,7 @@ from torch import Tensor
 
 from transformer_plugin import ops
 from transformer_plugin.nn._autocast import as_weight
-from transformer_plugin.nn._module import PluginModule, layer_forward
+from transformer_plugin.nn._module import PluginModule, layer_forward, registered
 
 
 def _last_dimension(normalized_shape: int | Sequence[int], module: str) -> int | Sequence[int]:
@@ -85,9 +85,10 @@ class RMSNorm(_ZeroCenteredNorm, torch.nn.RMSNorm):
     @layer_forward
     def forward(self, x: Tensor) -> Tensor:
         """Normalizes the last dimension. See the class for dtypes."""
-        x = as_weight(x, self.weight)
+        weight = registered(self, self._parameters, "weight")
+        x = as_weight(x, weight)
         eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
-        return ops.rms_norm(x, self.weight, eps, self.zero_centered)
+        return ops.rms_norm(x, weight, eps, self.zero_centered)
 
 
 class LayerNorm(_ZeroCenteredNorm, torch.nn.LayerNorm):
@@ -129,5 +130,6 @@ class LayerNorm(_ZeroCenteredNorm, torch.nn.LayerNorm):
     @layer_forward
     def forward(self, input: Tensor) -> Tensor:
         """Normalizes the last dimension. See the class for dtypes."""
-        input = as_weight(input, self.weight)
-        return ops.layer_norm(input, self.weight, self.bias, self.eps, self.zero_centered)
+        weight = registered(self, self._parameters, "weight")
+        bias = registered(self, self._parameters, "bias")
+        return ops.layer_norm(as_weight(input, weight), weight, bias, self.eps, self.zero_centered)

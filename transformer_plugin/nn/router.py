@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from transformer_plugin import ops
 from transformer_plugin.nn._attributes import fixed
 from transformer_plugin.nn._hooks import have_hooks
-from transformer_plugin.nn._module import PluginModule, layer_forward, serializable
+from transformer_plugin.nn._module import PluginModule, layer_forward, registered, serializable
 from transformer_plugin.nn._recipe import DTYPES, keep_float32
 from transformer_plugin.ops.routing import ScoreFunction
 
@@ -320,7 +320,7 @@ class TopKRouter(PluginModule):
         return self._routing(logits), tokens
 
     def _operands(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        weight = self.weight
+        weight: Tensor = registered(self, self._parameters, "weight")
         alike = tokens.dtype == weight.dtype and tokens.dtype in DTYPES
         if self._config.router_dtype is None and alike:
             return tokens, weight
@@ -330,7 +330,7 @@ class TopKRouter(PluginModule):
         config = self._config
         weights, indices, load, no_loss = ops.topk_router_with_load(
             logits,
-            self.expert_bias,
+            registered(self, self._buffers, "expert_bias"),
             self._topk,
             config.score_function,
             config.pre_softmax,
