@@ -36,10 +36,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     for name in ("grouped_mlp", "grouped_linear", "grouped_linear_scaled", "swiglu"):
         monkeypatch.setattr(ops, name, counted(name, getattr(ops, name)))
-    # A layer without a recipe calls the registered op.
-    registered = torch.ops.transformer_plugin.grouped_linear.default
-    op = SimpleNamespace(default=counted("grouped_linear", registered))
-    monkeypatch.setattr(grouped_linear, "_ops", SimpleNamespace(grouped_linear=op))
+    # Modules without a recipe call the registered op.
+    for name, module in (("grouped_linear", grouped_linear), ("grouped_mlp", module_of_mlp)):
+        registered = getattr(torch.ops.transformer_plugin, name).default
+        op = SimpleNamespace(default=counted(name, registered))
+        monkeypatch.setattr(module, "_ops", SimpleNamespace(**{name: op}))
     return names
 
 

@@ -11,6 +11,8 @@ from transformer_plugin.nn._module import PluginModule
 from transformer_plugin.nn._recipe import RecipeModule, RowRules
 from transformer_plugin.recipes import Recipe
 
+_NO_RULES = RowRules()
+
 
 def fixed(name: str, read: Callable[[Any], Any] | None = None) -> Any:
     """A property set by the constructor. Assigning another value later raises, because nothing would follow it.
@@ -20,7 +22,7 @@ def fixed(name: str, read: Callable[[Any], Any] | None = None) -> Any:
     key = f"_{name}"
 
     def get(self: torch.nn.Module) -> Any:
-        return read(self) if read else getattr(self, key)
+        return getattr(self, key)
 
     def set(self: torch.nn.Module, value: Any) -> None:
         current = read(self) if read else self.__dict__.setdefault(key, value)
@@ -30,7 +32,7 @@ def fixed(name: str, read: Callable[[Any], Any] | None = None) -> Any:
                 f"constructor, got {value!r}. Make a new layer."
             )
 
-    return property(get, set, doc=f"``{name}`` of the constructor. Another value cannot be set.")
+    return property(read or get, set, doc=f"``{name}`` of the constructor. Another value cannot be set.")
 
 
 def recipe_layers(module: torch.nn.Module) -> Iterator[RecipeModule]:
@@ -40,14 +42,14 @@ def recipe_layers(module: torch.nn.Module) -> Iterator[RecipeModule]:
 
 def row_rules_in(*modules: torch.nn.Module) -> RowRules:
     """Returns the strictest padding rules that any layer in these modules has for the rows of a group."""
-    alignment, multiple = RowRules()
+    strictest = _NO_RULES
     for module in modules:
         # A layer with a recipe is the common case; this runs in every forward.
-        layers = [module] if isinstance(module, RecipeModule) else list(recipe_layers(module))
-        for layer in layers:
-            alignment = max(alignment, layer._row_rules.alignment)
-            multiple = max(multiple, layer._row_rules.multiple)
-    return RowRules(alignment, multiple)
+        is_layer = isinstance(module, RecipeModule)
+        rules: Any = module._row_rules if is_layer else row_rules_in(*recipe_layers(module))
+        if rules != strictest:
+            strictest = RowRules(*map(max, strictest, rules))
+    return strictest
 
 
 class SharedRecipeModule(PluginModule):

@@ -36,7 +36,7 @@ def as_float32(factor: Tensor) -> Tensor:
 
     Mixed-precision wrappers may pass it in the parameters' dtype. Its gradient has the original dtype.
     """
-    return factor.float() if factor.is_floating_point() else factor
+    return factor if factor.dtype is torch.float32 or not factor.is_floating_point() else factor.float()
 
 
 def _dtype(input: Tensor) -> torch.dtype | None:

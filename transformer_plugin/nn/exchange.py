@@ -126,7 +126,7 @@ class LocalExchange:
             assigned = assign_all(indices, weights, self.num_experts, alignment, multiple)
         else:
             if capacity is None:
-                capacity = indices.shape[0] * indices.shape[1] + self.num_experts * (alignment - 1)
+                capacity = indices.numel() + self.num_experts * (alignment - 1)
                 capacity = -(-capacity // multiple) * multiple
             assigned = ops.assign_weighted_slots(indices, weights, 0, self.num_experts, capacity, alignment)
         slot, source, sizes, total, probs = assigned

@@ -16,20 +16,27 @@ from transformer_plugin.nn._caller_buffers import buffer_of, check_buffer, copie
 from transformer_plugin.nn._hooks import allow_one_op, call_forward_hooks, call_pre_hooks, have_hooks
 from transformer_plugin.nn._launched import LaunchedModule
 from transformer_plugin.nn._layouts import Layout
-from transformer_plugin.nn._module import layer_forward
+from transformer_plugin.nn._module import layer_forward, registered
+from transformer_plugin.nn._recipe import RoleFormats
 from transformer_plugin.nn._slots import Slots
 from transformer_plugin.nn.grouped_linear import GroupedLinear, sizes_tensor
 from transformer_plugin.recipes import DelayedScaling, Recipe
 
 
-def _is_plain(layer: torch.nn.Module) -> bool:
+def _is_plain(layer: Any) -> bool:
     """Whether calling the layer runs exactly ``GroupedLinear.forward`` and its hooks, with current scales."""
     kind = type(layer)
     same: bool = getattr(kind, "forward", None) is GroupedLinear.forward and kind.__call__ is _CALL
-    return same and "forward" not in layer.__dict__ and not isinstance(layer.recipe, DelayedScaling)
+    return same and "forward" not in layer.__dict__ and not isinstance(layer._recipe, DelayedScaling)
 
 
 _CALL = torch.nn.Module.__call__
+_NO_FORMATS, _NO_OPTIONS = RoleFormats(), LaunchOptions()
+_ops = torch.ops.transformer_plugin
+
+
+def _matrices(weight: Tensor | list[Tensor]) -> list[Tensor]:
+    return [weight] if isinstance(weight, Tensor) else weight
 
 
 def takes_tokens(experts: Any) -> bool:
@@ -162,15 +169,17 @@ class GroupedMLP(LaunchedModule):
             ``torch.autocast`` input, weights and biases are cast first, and the output has autocast's dtype.
             Rows past the last group are zero.
         """
-        fc1, fc2, probs = self.fc1, self.fc2, as_float32(probs)
+        probs, (fc1, fc2) = as_float32(probs), self._layers()
         is_one_op = self._can_fuse(fc1, fc2) and not have_hooks(fc1, fc2)
         if isinstance(group_sizes, Slots):
             if is_one_op:
-                return self._fused(input, group_sizes.group_sizes, probs, out, dgrad_out, group_sizes)
+                return self._fused(
+                    fc1, fc2, input, group_sizes.group_sizes, probs, out, dgrad_out, group_sizes
+                )
             return self._with_copies(input, group_sizes, probs, out, dgrad_out)
         group_sizes = sizes_tensor(group_sizes, input)
         if is_one_op:
-            return self._fused(input, group_sizes, probs, out, dgrad_out)
+            return self._fused(fc1, fc2, input, group_sizes, probs, out, dgrad_out)
         if out is None and dgrad_out is None and self._can_fuse(fc1, fc2) and allow_one_op(fc1, fc2):
             return self._fused_with_hooks(input, group_sizes, probs)
         if input.dim() == 2 and (
@@ -184,6 +193,11 @@ class GroupedMLP(LaunchedModule):
         activation = ops.swiglu(_gate_first(linear, self.glu_interleave), probs)
         scale = probs if getattr(fc2, "scale_bias", self.bias) else None
         return fc2(activation, group_sizes, scale, **of_second)
+
+    def _layers(self) -> tuple[Any, Any]:
+        """The two layers, or modules that replace them."""
+        modules = self._modules
+        return registered(self, modules, "fc1"), registered(self, modules, "fc2")
 
     def _with_copies(
         self, input: Tensor, slots: Slots, probs: Tensor, out: Tensor | None, dgrad_out: Tensor | None
@@ -210,7 +224,7 @@ class GroupedMLP(LaunchedModule):
         only_input = len(args) == 2 and args[1] is group_sizes and not kwargs
         is_same = self._can_fuse(fc1, fc2) and allow_one_op(fc1, fc2)
         if only_input and not is_made and not second[1] and is_same:
-            return call_forward_hooks(fc2, second, self._fused(args[0], group_sizes, probs))
+            return call_forward_hooks(fc2, second, self._fused(fc1, fc2, args[0], group_sizes, probs))
         # Hooks have changed what the layers get, or the layers themselves.
         linear = call_forward_hooks(fc1, first, fc1.forward(*args, **kwargs))
         activation = ops.swiglu(_gate_first(linear, self.glu_interleave), probs)
@@ -220,6 +234,8 @@ class GroupedMLP(LaunchedModule):
 
     def _fused(
         self,
+        fc1: GroupedLinear,
+        fc2: GroupedLinear,
         input: Tensor,
         group_sizes: Tensor,
         probs: Tensor,
@@ -228,42 +244,65 @@ class GroupedMLP(LaunchedModule):
         slots: Slots | None = None,
     ) -> Tensor:
         """Both layers in one op."""
-        fc1, fc2 = self.fc1, self.fc2
-        quantized = (fc1._quantized_weight(), fc2._quantized_weight())
+        options = self._op_options(fc1, fc2)
+        first, second = fc1._main_grad(), fc2._main_grad()
+        if first:
+            options.update(self._main_grads(first, second))
+        if dgrad_out is not None:
+            options["dgrad_out"] = dgrad_out
         _, fc2_weight, fc2_bias = fc2._operands(input)
         input, fc1_weight, fc1_bias = fc1._operands(input)
-        rest: tuple[Any, ...] = (fc1_bias, fc2_bias, *fc1._formats, *quantized, self.glu_interleave)
-        rest += tuple(fc1.launch_options)
-        first, second = fc1._main_grad(), fc2._main_grad()
-        if first and second:
-            self._check_same_flags(first, second)
-            rest += (first[0], second[0], *(first if first[0] is not None else second)[1:])
-        names = ("fc1_wgrad_queue", "fc2_wgrad_queue")
-        queues: dict[str, Any] = dict(zip(names, (fc1._wgrad_queue(), fc2._wgrad_queue()), strict=True))
-        if slots is not None:
-            queues.update(slot=slots.slot, source=slots.source)
+        slot, source = (None, None) if slots is None else (slots.slot, slots.source)
+        if out is None and not options:
+            # The wrapper has nothing to convert, and what is not passed need not be parsed.
+            weights = (_matrices(fc1_weight), _matrices(fc2_weight))
+            rest = (group_sizes, probs, fc1_bias, fc2_bias)
+            output: Tensor = _ops.grouped_mlp.default(input, *weights, *rest, slot=slot, source=source)
+            return output
         required = (input, fc1_weight, fc2_weight, group_sizes, probs)
-        if dgrad_out is not None:
-            queues["dgrad_out"] = dgrad_out
+        options.update(fc1_bias=fc1_bias, fc2_bias=fc2_bias, slot=slot, source=source)
         if out is None:
-            output = ops.grouped_mlp(*required, *rest, **queues)
+            output = ops.grouped_mlp(*required, **options)
         else:
             output = buffer_of(out)
-            ops.grouped_mlp_out(*required, output, *rest, **queues)
-        for layer, gradient in ((fc1, first), (fc2, second)):
-            layer._op_took({"weight_grad": gradient[2]} if gradient else {})
+            ops.grouped_mlp_out(*required, output, **options)
+        if first:
+            for layer, gradient in ((fc1, first), (fc2, second)):
+                layer._op_took({"weight_grad": gradient[2]})
         return output
 
+    def _op_options(self, fc1: GroupedLinear, fc2: GroupedLinear) -> dict[str, Any]:
+        """What the op gets in place of its defaults, besides buffers."""
+        options: dict[str, Any] = {}
+        for name, layer in (("fc1", fc1), ("fc2", fc2)):
+            quantized, queue = layer._quantized_weight(), layer._wgrad_queue()
+            if quantized is not None:
+                options[f"quantized_{name}_weight"] = quantized
+            if queue is not None:
+                options[f"{name}_wgrad_queue"] = queue
+        if fc1._formats != _NO_FORMATS:
+            options.update(zip(("input_format", "weight_format", "grad_format"), fc1._formats, strict=True))
+        if fc1._launch_options != _NO_OPTIONS:
+            options.update(fc1._launch_options._asdict())
+        if self.glu_interleave:
+            options["interleave"] = self.glu_interleave
+        return options
+
     @staticmethod
-    def _check_same_flags(first: tuple[Any, ...], second: tuple[Any, ...]) -> None:
-        """Raises if one op cannot treat the gradients of both weights: their flags differ."""
-        if first[0] is None or second[0] is None or first[1:] == second[1:]:
-            return
-        raise ValueError(
-            "transformer_plugin::GroupedMLP: argument 'weight': expected the same 'overwrite_main_grad', "
-            "'grad_added_to_main_grad' and 'zero_out_wgrad' on the weights of both layers, got different ones. "
-            "Set the attributes on all, or on none."
-        )
+    def _main_grads(first: tuple[Any, ...], second: tuple[Any, ...]) -> dict[str, Any]:
+        """The op's arguments for buffers of both layers, of which one may need no gradient.
+
+        Raises if one op cannot treat the gradients of both weights: their flags differ.
+        """
+        if first[0] is not None and second[0] is not None and first[1:] != second[1:]:
+            raise ValueError(
+                "transformer_plugin::GroupedMLP: argument 'weight': expected the same 'overwrite_main_grad', "
+                "'grad_added_to_main_grad' and 'zero_out_wgrad' on the weights of both layers, got different ones. "
+                "Set the attributes on all, or on none."
+            )
+        accumulate, weight_grad = (second if first[0] is None else first)[1:]
+        buffers = {"fc1_main_grad": first[0], "fc2_main_grad": second[0]}
+        return {**buffers, "accumulate": accumulate, "weight_grad": weight_grad}
 
     def extra_repr(self) -> str:
         """The sizes."""
@@ -277,7 +316,7 @@ class GroupedMLP(LaunchedModule):
             _is_plain(fc1)
             and _is_plain(fc2)
             and fc1._formats == fc2._formats
-            and fc1.launch_options == fc2.launch_options
+            and fc1._launch_options == fc2._launch_options
             and not fc1.scale_bias
             and fc2.scale_bias == fc2.has_bias
             and not (fc1.return_bias or fc2.return_bias)

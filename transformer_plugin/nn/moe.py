@@ -14,7 +14,7 @@ from transformer_plugin.nn._autocast import operand
 from transformer_plugin.nn._caller_buffers import check_buffer, copied_into, with_gradient_into
 from transformer_plugin.nn._launched import LaunchedModule
 from transformer_plugin.nn._layouts import Layout
-from transformer_plugin.nn._module import layer_forward, serializable
+from transformer_plugin.nn._module import layer_forward, registered, serializable
 from transformer_plugin.nn._recipe import DTYPES, RowRules, formats_of, row_rules
 from transformer_plugin.nn.exchange import DispatchConfig, GroupExchange, LocalExchange
 from transformer_plugin.nn.grouped_mlp import GroupedMLP
@@ -220,18 +220,20 @@ class MoE(LaunchedModule):
             dgrad_out: memory for the gradient of ``input``, likewise, into which it is copied.
         """
         tokens = self._tokens(input)
-        self._check_router()
+        router: Any = registered(self, self._modules, "router")
+        experts: Any = registered(self, self._modules, "experts")
+        self._check_router(router)
         if out is not None:
             check_buffer(type(self).__name__, "out", out, operand(input))
         if dgrad_out is not None:
             input = with_gradient_into(type(self).__name__, input, dgrad_out)
             tokens = self._tokens(input)
-        if returns_tokens(self.router):
-            routing, tokens = self.router.route(tokens)
+        if returns_tokens(router):
+            routing, tokens = router.route(tokens)
         else:
-            routing = self.router(tokens)
+            routing = router(tokens)
         routed = (operand(tokens), routing.indices, routing.weights)
-        output, received = self._aligned_exchange().run(self.experts, *routed)
+        output, received = self._aligned_exchange(experts).run(experts, *routed)
         if input.dim() != 2:
             output = self._restore_shape(output, input)
         if out is not None:
@@ -257,16 +259,14 @@ class MoE(LaunchedModule):
         return next(module for module in self.router.modules() if isinstance(module, TopKRouter))
 
     def _on_recipe_change(self) -> None:
-        self._aligned_exchange()
+        self._aligned_exchange(self.experts)
 
-    def _aligned_exchange(self) -> LocalExchange | GroupExchange:
+    def _aligned_exchange(self, experts: torch.nn.Module) -> LocalExchange | GroupExchange:
         """Returns the exchange, with the row padding that the experts' formats require.
 
         Checked in every forward, because recipes may be set in the experts and in their layers.
         """
-        experts = self.experts
-        layers = (experts.fc1, experts.fc2) if isinstance(experts, GroupedMLP) else (experts,)
-        rules = row_rules_in(*layers)
+        rules = row_rules_in(*(experts._layers() if isinstance(experts, GroupedMLP) else (experts,)))
         if rules != self._exchange_rules:
             self.exchange = self.exchange.with_alignment(*rules)
             self._exchange_rules = rules
@@ -280,9 +280,9 @@ class MoE(LaunchedModule):
         shaped: Tensor = torch.ops.aten._unsafe_view.default(output, input.shape)
         return shaped
 
-    def _check_router(self) -> None:
+    def _check_router(self, router: torch.nn.Module) -> None:
         """Raises if a replaced router chooses among another number of experts."""
-        experts = getattr(self.router, "num_experts", self.num_experts)
+        experts = getattr(router, "num_experts", self.num_experts)
         if experts != self.num_experts:
             raise ValueError(
                 f"transformer_plugin::MoE: attribute 'router': expected a router of {self.num_experts} experts, got "
@@ -300,7 +300,7 @@ class MoE(LaunchedModule):
                 f"transformer_plugin::MoE: argument 'input': expected a last dimension of {self.hidden} "
                 f"(hidden), got {list(input.shape)}. Project the tokens to the hidden size first."
             )
-        return input.reshape(-1, self.hidden)
+        return input if input.dim() == 2 else input.reshape(-1, self.hidden)
 
     def extra_repr(self) -> str:
         """The sizes and the exchange."""
