@@ -2,8 +2,8 @@
 
 Tensors are tiny, so the time from the Python call to the kernel launch is measured. "With gradient" means a forward
 whose input requires a gradient, so that it records the graph. Goal for an op that runs one kernel: with gradient, at
-most 2.5 times torch.mul with gradient, in the same run. permute, the grouped ops and fp8_tensor run several kernels;
-compare them with the calls that they replace.
+most 2.5 times torch.mul with gradient, in the same run. permute, the grouped ops, fp8_tensor and modules (``nn.``) run
+several kernels; compare them with the calls that they replace.
 """
 
 from __future__ import annotations

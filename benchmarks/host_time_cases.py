@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from transformer_plugin import ops, reference
+from transformer_plugin import nn, ops, reference
 
 BLOCKS = "fp8_block:e4m3,pow2"
 
@@ -251,11 +252,76 @@ def _routing(device: torch.device) -> Iterator[Pair]:
     )
 
 
+def _torch_mlp(mlp: nn.GroupedMLP, x: Tensor, sizes: Tensor, probs: Tensor) -> Tensor:
+    ends = sizes.cumsum(0).to(torch.int32)
+    gate, linear = functional.grouped_mm(x, mlp.fc1.weight.transpose(1, 2), offs=ends).chunk(2, -1)
+    activation = functional.silu(gate) * linear * probs[:, None].to(x.dtype)
+    return functional.grouped_mm(activation, mlp.fc2.weight.transpose(1, 2), offs=ends)
+
+
+def _torch_moe(moe: nn.MoE, x: Tensor, experts: Tensor) -> Tensor:
+    logits, chosen = functional.linear(x.float(), moe.router.weight.float()).topk(2)
+    order = chosen.flatten().argsort(stable=True)
+    sizes = (chosen.flatten()[:, None] == experts).sum(0)
+    probs = logits.softmax(-1).flatten().index_select(0, order)
+    rows = _torch_mlp(moe.experts, x.index_select(0, order // 2), sizes, probs)
+    return torch.zeros_like(x).index_add(0, order // 2, rows)
+
+
+def _modules(device: torch.device) -> Iterator[Pair]:
+    """Layers, whose Python code counts too: without a gradient frozen, with it trained."""
+    x = torch.randn(8, 16, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
+    sizes, probs = torch.tensor([4, 4], device=device), torch.rand(8, device=device)
+    experts = torch.arange(2, device=device)
+
+    def pair(
+        torch_name: str,
+        module: torch.nn.Module,
+        call: Callable[[Any, Tensor], Any],
+        torch_call: Callable[[Any, Tensor], Any],
+    ) -> Pair:
+        trained = module.to(device, x.dtype)
+        frozen = copy.deepcopy(trained).requires_grad_(False)
+
+        def of_either(run: Callable[[Any, Tensor], Any]) -> Callable[[Tensor], Any]:
+            return lambda x: run(trained if x.requires_grad else frozen, x)
+
+        return Pair(f"nn.{type(module).__name__}", torch_name, of_either(call), of_either(torch_call), x)
+
+    def torch_grouped(layer: nn.GroupedLinear, x: Tensor) -> Tensor:
+        return functional.grouped_mm(x, layer.weight.transpose(1, 2), offs=sizes.cumsum(0).to(torch.int32))
+
+    grouped = "cumsum, to, grouped_mm"
+    experts_of_torch = f"{grouped}, chunk, silu, mul, to, mul, grouped_mm"
+    yield pair(
+        "linear",
+        nn.Linear(16, 16),
+        lambda layer, x: layer(x),
+        lambda layer, x: functional.linear(x, layer.weight, layer.bias),
+    )
+    yield pair(
+        grouped, nn.GroupedLinear(2, 16, 16, bias=False), lambda layer, x: layer(x, sizes), torch_grouped
+    )
+    yield pair(
+        experts_of_torch,
+        nn.GroupedMLP(2, 16, 16),
+        lambda mlp, x: mlp(x, sizes, probs),
+        lambda mlp, x: _torch_mlp(mlp, x, sizes, probs),
+    )
+    yield pair(
+        f"linear, topk, argsort, eq, sum, softmax, index_select two times, {experts_of_torch}, index_add",
+        nn.MoE(16, 16, 2, 2),
+        lambda moe, x: moe(x),
+        lambda moe, x: _torch_moe(moe, x, experts),
+    )
+
+
 def pairs(device: torch.device) -> Iterator[Pair]:
-    """Yields every small op with the calls that it replaces."""
+    """Yields every small op and module with the calls that it replaces."""
     yield from _activation(device)
     yield from _norm(device)
     yield from _quantize(device)
     yield from _around_quantize(device)
     yield from _gemm(device)
     yield from _routing(device)
+    yield from _modules(device)
