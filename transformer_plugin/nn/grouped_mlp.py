@@ -250,8 +250,8 @@ class GroupedMLP(LaunchedModule):
             options.update(self._main_grads(first, second))
         if dgrad_out is not None:
             options["dgrad_out"] = dgrad_out
-        _, fc2_weight, fc2_bias = fc2._operands(input)
         input, fc1_weight, fc1_bias = fc1._operands(input)
+        _, fc2_weight, fc2_bias = fc2._operands(input)  # the input is cast already
         slot, source = (None, None) if slots is None else (slots.slot, slots.source)
         if out is None and not options:
             # The wrapper has nothing to convert, and what is not passed need not be parsed.
