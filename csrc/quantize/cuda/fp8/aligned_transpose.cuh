@@ -11,7 +11,7 @@
 // warp without rows only waits at barriers.
 //
 // With a row index (AlignedGatherShared) row i of the matrix is row index[i] of the input. A block reads the
-// entries of its part once, before its first rows.
+// entries of its part once, before its first rows. The blocks of a column tile follow each other.
 //
 // Dynamic shared memory (AlignedTransposeShared): the ring of 128 input rows, a transposed tile, maxima and
 // scales of columns, the list of the part's row tiles, and the index entries of the part.
@@ -188,9 +188,11 @@ __device__ __forceinline__ AlignedBlock begin_aligned_block(const QuantizeArgs& 
   block.row_scales_width = round_up_4(layout.rows);
   block.column_scales_width = round_up_4(layout.cols);
   const int col_tiles = static_cast<int>(layout.col_tiles());
-  block.strip = static_cast<int>(blockIdx.x) % col_tiles;
-  const int part = static_cast<int>(blockIdx.x) / col_tiles;
   const int parts = static_cast<int>(gridDim.x) / col_tiles;
+  // Rows that are read by an index are read again for other groups. One column tile after the other, the L2 cache holds what
+  // is read again; all columns of the input it would not.
+  block.strip = static_cast<int>(blockIdx.x) / (Shared::kIndexed ? parts : 1) % col_tiles;
+  const int part = static_cast<int>(blockIdx.x) / (Shared::kIndexed ? 1 : col_tiles) % parts;
   const int col = block.strip * kTile, cols = min(kTile, static_cast<int>(layout.cols) - col);
   const RowTile* table = layout.row_tile_table;
   const int used = warp_uniform(table[0].used_row_tiles);
