@@ -86,7 +86,9 @@ def _speed(recipe: Recipe | None, device: torch.device) -> str:
     if device.type == "cpu":
         if recipe is None:
             return "nothing is faster on a CPU than no recipe"
-        return "no recipe is faster on a CPU, where operands are dequantized; a recipe shows its numbers there"
+        return (
+            "no recipe is faster on a CPU, where operands are dequantized; a recipe shows its numbers there"
+        )
     if _capability(device) != TESTED:
         return ""
     if isinstance(recipe, Float8BlockScaling):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from transformer_plugin import ops
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+#: with fewer rows of an expert on average, aligned groups cost more than they save: most of what is written is padding.
+FEW_ROWS = 128
+
+
 @dataclass(frozen=True)
 class DispatchConfig:
     """How many rows the experts of one rank receive. All sizes are static; the defaults never drop a row."""
@@ -30,9 +35,10 @@ class DispatchConfig:
     #: the largest number of tokens of any rank in one call; required with a group, unused without one.
     max_tokens: int | None = None
     #: the rows of each expert are padded with zero rows to a multiple of this. None: 1 on a CPU, and on a GPU the
-    #: kernels' preferred alignment, ``Format.alignment`` of the recipe (results are the same). With a ``capacity`` None
-    #: means 1, because padding uses capacity and a GPU would drop other rows than a CPU. With ``NVFP4BlockScaling`` the
-    #: alignment and the capacity must be multiples of 16, and None means 16.
+    #: kernels' preferred alignment, ``Format.alignment`` of the recipe (results are the same); without a group 1 there
+    #: too if experts have fewer than 128 rows on average. With a ``capacity`` None means 1, because padding uses it and
+    #: a GPU would drop other rows than a CPU. With ``NVFP4BlockScaling`` the alignment and the capacity must be
+    #: multiples of 16, and None means 16.
     alignment: int | None = None
     #: the longest wait for other ranks in seconds. None: the setting TRANSFORMER_PLUGIN_PEER_TIMEOUT, by default 60.
     timeout: float | None = None
@@ -120,7 +126,7 @@ class LocalExchange:
     def assign(self, indices: Tensor, weights: Tensor) -> tuple[Slots, Tensor, Tensor]:
         """Returns the rows of each token, the weight of each row, and the total of :class:`Received`."""
         multiple = self.row_multiple
-        alignment = self.config.row_alignment(self.gpu_alignment if indices.is_cuda else 1, multiple)
+        alignment = self.alignment_of(indices.numel(), indices.is_cuda)
         capacity, weights = self.config.capacity, as_float32(weights)
         if capacity is None and is_tracing():
             assigned = assign_all(indices, weights, self.num_experts, alignment, multiple)
@@ -131,6 +137,19 @@ class LocalExchange:
             assigned = ops.assign_weighted_slots(indices, weights, 0, self.num_experts, capacity, alignment)
         slot, source, sizes, total, probs = assigned
         return Slots(slot, source, sizes), probs, total
+
+    def alignment_of(self, rows: int, on_gpu: bool) -> int:
+        """Returns the alignment of each expert's rows, of ``rows`` together."""
+        preferred = self.gpu_alignment if on_gpu and not self._are_few(rows) else 1
+        return self.config.row_alignment(preferred, self.row_multiple)
+
+    def _are_few(self, rows: int) -> bool:
+        """Whether padding would be most of the rows. False where a tracer does not know their number."""
+        if is_tracing():
+            return False
+        if torch.compiler.is_compiling():
+            return statically_known_true(rows < FEW_ROWS * self.num_experts)
+        return rows < FEW_ROWS * self.num_experts
 
     def dispatch(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Received:
         """Copies each token to the rows of its experts."""

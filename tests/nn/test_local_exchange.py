@@ -1,0 +1,88 @@
+"""The alignment of experts' rows on one rank: the kernels' preferred one, none where experts have few rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+
+from transformer_plugin import nn
+from transformer_plugin.nn.exchange import FEW_ROWS, DispatchConfig, LocalExchange
+from transformer_plugin.recipes import recipe_from_name
+from transformer_plugin.testing.numerics import assert_same_bits
+
+EXPERTS, TOPK = 4, 2
+MANY = FEW_ROWS * EXPERTS
+
+
+def test_alignment() -> None:
+    exchange = LocalExchange(EXPERTS, DispatchConfig(), 128)
+    assert exchange.alignment_of(MANY, True) == 128
+    assert exchange.alignment_of(MANY - 1, True) == 1
+    assert exchange.alignment_of(MANY, False) == 1
+    assert exchange.with_alignment(128, 16).alignment_of(8, True) == 16  # what the recipe requires
+    assert LocalExchange(EXPERTS, DispatchConfig(alignment=32), 128).alignment_of(8, True) == 32
+    assert LocalExchange(EXPERTS, DispatchConfig(capacity=64), 128).alignment_of(MANY, True) == 1
+
+
+class Assign(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.exchange = LocalExchange(EXPERTS, DispatchConfig(), 128)
+
+    def forward(self, indices: Tensor, weights: Tensor) -> Tensor:
+        return self.exchange.assign(indices, weights)[0].source
+
+
+def routed(tokens: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(tokens)
+    return torch.randint(0, EXPERTS, (tokens, TOPK), generator=generator), torch.rand(tokens, TOPK)
+
+
+def test_a_tracer_that_does_not_know_the_tokens_takes_one_alignment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: one graph for few and many tokens, and an export whose number of tokens has no other limits."""
+    alignment_of = LocalExchange.alignment_of
+    monkeypatch.setattr(LocalExchange, "alignment_of", lambda self, rows, _: alignment_of(self, rows, True))
+    padded = EXPERTS * 127
+    few, many = routed(8), routed(MANY)
+    assert [Assign()(*each).shape[0] for each in (few, many)] == [8 * TOPK, MANY * TOPK + padded]
+    static = torch.compile(Assign(), fullgraph=True, backend="aot_eager", dynamic=False)
+    assert static(*few).shape[0] == 8 * TOPK
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    dynamic = torch.compile(Assign(), fullgraph=True, backend=counter, dynamic=True)
+    assert [dynamic(*each).shape[0] - each[0].numel() for each in (few, many)] == [padded, padded]
+    assert counter.frame_count == 1
+    tokens = torch.export.Dim("tokens", min=2, max=10 * MANY)
+    exported = torch.export.export(Assign(), few, dynamic_shapes=({0: tokens}, {0: tokens})).module()
+    assert [exported(*each).shape[0] - each[0].numel() for each in (few, many)] == [padded, padded]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["none", "fp8_block", "fp8_tensor", "mxfp8"])
+def test_same_bits_with_any_alignment(recipe: str) -> None:
+    """Few rows for each expert, one of them without any."""
+    made = recipe_from_name(recipe)
+    results = []
+    for alignment in (None, 128):
+        torch.manual_seed(0)
+        layer = nn.MoE(
+            256,
+            128,
+            16,
+            TOPK,
+            device="cuda",
+            dtype=torch.bfloat16,
+            recipe=made,
+            dispatch=DispatchConfig(alignment=alignment),
+        )
+        tokens = torch.randn(40, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        torch.manual_seed(1)
+        output = layer(tokens)
+        output.output.backward(torch.ones_like(tokens))
+        grads = {name: parameter.grad for name, parameter in layer.named_parameters()}
+        results.append({"output": output.output.detach(), "tokens": tokens.grad, **grads})
+        assert (int(output.received) == 40 * TOPK) == (alignment is None)
+    for name, value in results[0].items():
+        assert_same_bits(value, results[1][name], name)
