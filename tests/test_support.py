@@ -147,6 +147,27 @@ def test_which_recipe_is_faster(device: torch.device) -> None:
         assert lines == [[], [], []]
 
 
+def test_how_tokens_are_read(device: torch.device) -> None:
+    copied = "tokens: MoE copies the rows of each expert first"
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    for name, words in (
+        ("none", "tokens: MoE reads 16-bit tokens by an index"),
+        ("bf16", "tokens: MoE reads 16-bit tokens by an index"),
+        ("fp8_block", "tokens: MoE quantizes 16-bit tokens"),
+        ("fp8_tensor", "tokens: MoE quantizes 16-bit tokens"),
+        ("fp8_delayed", copied),
+        ("mxfp8", copied),
+        ("nvfp4", copied),
+    ):
+        text = tp.explain_support(recipe_from_name(name), device)
+        (line,) = (line for line in text.splitlines() if line.startswith("tokens: "))
+        assert line.startswith(words) if hopper else line == copied
+    marked = Keys(*("fp8_block:nan",) * 3)
+    assert copied + (", as an option `nan` needs them" if hopper else "") in tp.explain_support(
+        marked, device
+    )
+
+
 def test_where_nothing_runs() -> None:
     assert tp.explain_support(None, "mps") == (
         "no recipe on mps: this package does not run there; use a CPU or a CUDA device"

@@ -21,8 +21,8 @@ def explain_support(recipe: Recipe | None, device: torch.device | str) -> str:
             that nothing runs there.
 
     Returns:
-        One line each: the device, the formats of the three operands, quantization, experts, which recipe is faster, if
-        that was measured on such a device; then the products.
+        One line each: the device, the formats of the three operands, quantization, experts, how a layer of experts
+        reads its tokens, which recipe is faster, if that was measured on such a device; then the products.
 
     Raises:
         TypeError: ``recipe`` is neither None nor a Recipe.
@@ -54,6 +54,7 @@ def explain_support(recipe: Recipe | None, device: torch.device | str) -> str:
         lines[-1] += f", divided by 2^{recipe.margin}" if recipe.margin else ""
         lines[-1] += "; each tensor is read once, and the module's buffers keep the state"
     lines.append("experts: " + _experts(recipe))
+    lines.append("tokens: " + _tokens(recipe, formats, device))
     speed = _speed(recipe, device)
     if speed:
         lines.append("speed: " + speed)
@@ -79,6 +80,27 @@ def _experts(recipe: Recipe | None) -> str:
     return (
         "GroupedMLP runs both products as one op, while no hook or other forward needs a tensor between them"
     )
+
+
+def _tokens(recipe: Recipe | None, formats: list[Format], device: torch.device) -> str:
+    """Says whether MoE copies the rows of each expert, on one rank."""
+    copied = "MoE copies the rows of each expert first"
+    if device.type == "cpu" or _capability(device) != TESTED or isinstance(recipe, DelayedScaling):
+        return copied
+    input, _, grad = formats
+    if any(format.nonfinite_is_nan for format in (input, grad)):
+        return copied + ", as an option `nan` needs them"
+    if not input.is_quantized:
+        return (
+            "MoE reads 16-bit tokens by an index for products of at most 4096 columns whose widths are multiples of 8; "
+            "for weight gradients, other widths and dtypes, and hooks of its layers, rows are copied first"
+        )
+    if input.family in ("fp8_tensor", "fp8_block"):
+        return (
+            "MoE quantizes 16-bit tokens by an index where widths are multiples of 8; for other widths and dtypes, "
+            "and hooks of its layers, rows are copied first"
+        )
+    return copied
 
 
 def _speed(recipe: Recipe | None, device: torch.device) -> str:
