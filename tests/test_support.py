@@ -168,6 +168,32 @@ def test_how_tokens_are_read(device: torch.device) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "width", "backend"),
+    [
+        ("none", 2049, "this package's kernels for any GPU"),
+        ("fp8_block", 2049, "operands are dequantized, then multiplied as without a recipe"),
+        ("fp8_tensor", 2049, "operands are dequantized, then multiplied as without a recipe"),
+        ("fp8_delayed", 2049, "operands are dequantized, then multiplied as without a recipe"),
+        ("mxfp8", None, ""),
+    ],
+)
+def test_widths_with_slower_products(name: str, width: int | None, backend: str) -> None:
+    """Odd widths are not multiplied by the Hopper kernels; mxfp8 has no widths but those that are."""
+    text = tp.explain_support(recipe_from_name(name), "cuda")
+    if "this build has no CUDA kernels" in text:
+        pytest.skip("what a GPU does is said where there are kernels for one")
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("what follows is of a Hopper")
+    lines = [line for line in text.splitlines() if line.startswith("widths such as ")]
+    if width is None:
+        assert lines == []
+        return
+    reason = "a size is 0, or 2^30 - 1 or more, or a row is not a multiple of 16 bytes"
+    assert lines == [f"widths such as {width}: {backend} ({reason})"]
+    assert "widths such as" not in tp.explain_support(recipe_from_name(name), "cpu")
+
+
 def test_where_nothing_runs() -> None:
     assert tp.explain_support(None, "mps") == (
         "no recipe on mps: this package does not run there; use a CPU or a CUDA device"

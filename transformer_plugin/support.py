@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 
 from transformer_plugin.formats import Format
-from transformer_plugin.ops.gemm_plan import grouped_gemm_plan
+from transformer_plugin.ops.gemm_plan import GroupedGemmPlan, grouped_gemm_plan
 from transformer_plugin.recipes import DelayedScaling, Float8BlockScaling, Recipe
 
 #: the compute capability for which the kernels are built and on which they are tested.
 TESTED = (9, 0)
+#: the width of the layers whose products are described.
+WIDTH = 2048
 
 
 def explain_support(recipe: Recipe | None, device: torch.device | str) -> str:
@@ -22,7 +24,8 @@ def explain_support(recipe: Recipe | None, device: torch.device | str) -> str:
 
     Returns:
         One line each: the device, the formats of the three operands, quantization, experts, how a layer of experts
-        reads its tokens, which recipe is faster, if that was measured on such a device; then the products.
+        reads its tokens, which recipe is faster, if that was measured on such a device; widths whose products are
+        slower; then the products.
 
     Raises:
         TypeError: ``recipe`` is neither None nor a Recipe.
@@ -58,6 +61,8 @@ def explain_support(recipe: Recipe | None, device: torch.device | str) -> str:
     speed = _speed(recipe, device)
     if speed:
         lines.append("speed: " + speed)
+    if device.type == "cuda":
+        lines += _slower_widths(formats, device)
     lines.append("products: " + _products(formats, device))
     return "\n".join(lines)
 
@@ -164,13 +169,29 @@ def _products_on_cpu(formats: list[Format]) -> str:
     return f"operands are dequantized {how} and multiplied by torch's kernels; {value}: correct, slower than no recipe"
 
 
+def _slower_widths(formats: list[Format], device: torch.device) -> list[str]:
+    """Describes the forward of a layer with a width that other kernels compute; empty if there is no such width."""
+    a, b = (f.key if f.is_quantized else "none" for f in formats[:2])
+    # The next width that the formats take.
+    width = WIDTH + {"mxfp8": 32, "nvfp4": 16}.get(formats[0].family, 1)
+    plan = _plan("forward", a, b, device, width)
+    if plan.backend == _plan("forward", a, b, device).backend:
+        return []
+    return [f"widths such as {width}: {_BACKENDS[plan.backend]} ({plan.reason})"]
+
+
+def _plan(product: str, a: str, b: str, device: torch.device, width: int = WIDTH) -> GroupedGemmPlan:
+    """What runs for a product of typical sizes."""
+    bfloat16, (major, minor) = torch.bfloat16, _capability(device)
+    sizes, capability = (8192, 8, width, width, 132), 10 * major + minor
+    return grouped_gemm_plan(
+        product, bfloat16, bfloat16, *sizes, a_format=a, b_format=b, capability=capability
+    )
+
+
 def _product(product: str, a: str, b: str, device: torch.device) -> str:
     """Describes one product of typical sizes, from :func:`~transformer_plugin.ops.grouped_gemm_plan`."""
-    bfloat16, (major, minor) = torch.bfloat16, _capability(device)
-    capability = 10 * major + minor
-    plan = grouped_gemm_plan(
-        product, bfloat16, bfloat16, 8192, 8, 2048, 2048, 132, a_format=a, b_format=b, capability=capability
-    )
+    plan = _plan(product, a, b, device)
     return f"  {product}: {_BACKENDS[plan.backend]}{_how(plan.backend, a)} ({plan.reason})"
 
 
