@@ -200,3 +200,48 @@ def test_replaced_layers(bias: bool) -> None:
     mlp.fc2 = GroupedLinear(2, 32, 64, bias=False)
     assert mlp(x, sizes, probs).shape == (8, 64)
     mlp.reset_parameters()
+
+
+def hidden_by(way: str, module: torch.nn.Module, name: str, value: Any) -> None:
+    """Makes ``module.name`` the value; what the module has registered under the name stays registered."""
+    kind = type(module)
+    if way == "property of a subclass":  # as wrappers do that keep their shards in the module
+        module.__class__ = type(f"Hidden{kind.__name__}", (kind,), {name: property(lambda self: value)})
+    elif way == "attribute of the instance":
+        object.__setattr__(module, name, value)
+    else:
+
+        def find(self: Any, key: str) -> Any:
+            return value if key == name else torch.nn.Module.__getattr__(self, key)
+
+        module.__class__ = type(f"Hidden{kind.__name__}", (kind,), {"__getattr__": find})
+
+
+@pytest.mark.parametrize("kind", list(CONTAINERS))
+@pytest.mark.parametrize(
+    "way", ["property of a subclass", "attribute of the instance", "__getattr__ of a subclass"]
+)
+def test_attributes_hide_what_is_registered(way: str, kind: str) -> None:
+    """Python's order of lookup: the class, the instance, and only then what ``Module.__getattr__`` finds."""
+    x = torch.randn(6, 16)
+    arguments = {"GroupedLinear": (SIZES,), "GroupedMLP": (SIZES, torch.rand(6))}.get(kind, ())
+    first = CONTAINERS[kind]()
+    own = [name for name, _ in (*first.named_parameters(recurse=False), *first.named_children())]
+    for name in own:
+        module, other = CONTAINERS[kind](), CONTAINERS[kind]()
+        for parameter in other.parameters():
+            parameter.data.normal_()
+        expected = copy.deepcopy(module)
+        setattr(expected, name, getattr(other, name))
+        hidden_by(way, module, name, getattr(other, name))
+        for got, wanted in zip(module(x, *arguments), expected(x, *arguments), strict=True):
+            assert_same_bits(got.detach(), wanted.detach(), name)
+
+
+@pytest.mark.parametrize("way", ["property of a subclass", "attribute of the instance"])
+def test_compiled_code_finds_hiding_attributes(way: str) -> None:
+    layer, weight = Linear(16, 16), torch.randn(16, 16)
+    expected = torch.nn.functional.linear(torch.eye(16), weight, layer.bias)
+    hidden_by(way, layer, "weight", weight)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(torch.eye(16)), expected)

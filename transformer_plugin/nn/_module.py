@@ -21,6 +21,15 @@ _NOTE = "raised in the layer "
 class PluginModule(torch.nn.Module):
     """Base class of the package's modules."""
 
+    #: the names that attribute lookup finds in the class; None if a subclass has another ``__getattr__``.
+    _class_attributes: frozenset[str] | None = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Notes the names of the class for :func:`registered`."""
+        super().__init_subclass__(**options)
+        is_same = cls.__getattr__ is torch.nn.Module.__getattr__
+        cls._class_attributes = frozenset(dir(cls)) if is_same else None
+
     def __prepare_scriptable__(self) -> NoReturn:
         """Raises an error. ``torch.jit.script`` calls this method on a module and on its submodules."""
         raise TypeError(
@@ -30,13 +39,17 @@ class PluginModule(torch.nn.Module):
         )
 
 
-def registered(module: torch.nn.Module, kind: dict[str, Any], name: str) -> Any:
+def registered(module: PluginModule, kind: dict[str, Any], name: str) -> Any:
     """The attribute that a module has registered in ``_modules``, ``_parameters`` or ``_buffers``, which is ``kind``.
 
     ``Module.__getattr__`` takes most of a microsecond to find it. What is not there may be computed when it is read, as
-    parametrizations do.
+    parametrizations do. What is there may be hidden: a wrapper may keep its shards there and give the module a subclass
+    with a property of the same name. Python finds attributes of the class and of the instance first.
     """
-    return kind[name] if name in kind else getattr(module, name)
+    of_class = module._class_attributes
+    if name not in kind or of_class is None or name in of_class or name in module.__dict__:
+        return getattr(module, name)
+    return kind[name]
 
 
 def layer_forward(forward: Forward) -> Forward:

@@ -183,10 +183,8 @@ class GroupedLinear(RecipeModule):
 
     def _packed_parameters(self) -> tuple[Tensor, Tensor | None]:
         """This rank's part of the packed weight and bias."""
-        found: dict[str, Any] = self._parameters
-        # Parametrizations compute an attribute when it is read.
-        weight = found["weight"] if "weight" in found else self.weight  # noqa: SIM401
-        bias = found["bias"] if "bias" in found else self.bias  # noqa: SIM401
+        found = self._parameters
+        weight, bias = registered(self, found, "weight"), registered(self, found, "bias")
         if self._expert_ranks is None:
             return weight, bias
         return self._local(weight), None if bias is None else self._local(bias)
