@@ -6,6 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from transformer_plugin import nn
 from transformer_plugin.nn.exchange import FEW_ROWS, DispatchConfig, LocalExchange
@@ -57,6 +60,14 @@ def test_a_tracer_that_does_not_know_the_tokens_takes_one_alignment(monkeypatch:
     tokens = torch.export.Dim("tokens", min=2, max=10 * MANY)
     exported = torch.export.export(Assign(), few, dynamic_shapes=({0: tokens}, {0: tokens})).module()
     assert [exported(*each).shape[0] - each[0].numel() for each in (few, many)] == [padded, padded]
+    traced = make_fx(Assign(), tracing_mode="symbolic")(*few)
+    assert [traced(*each).shape[0] - each[0].numel() for each in (few, many)] == [padded, padded]
+    shapes = ShapeEnv()
+    with FakeTensorMode(shape_env=shapes):
+        tokens = shapes.create_unbacked_symint()  # as of nonzero(): it cannot be compared
+        torch._check(tokens < 10 * MANY)
+        rows = Assign()(torch.empty(tokens, TOPK, dtype=torch.int64), torch.empty(tokens, TOPK)).shape[0]
+        assert rows == tokens * TOPK + padded
 
 
 @pytest.mark.gpu

@@ -63,6 +63,12 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     assert run(code) == "0"
 
 
+def test_import_imports_no_compiler() -> None:
+    """Half a second of every program's start, most of it sympy."""
+    code = "import sys, transformer_plugin; print(sorted({'sympy', 'torch._dynamo'} & set(sys.modules)))"
+    assert run(code) == "[]"
+
+
 def test_import_adds_at_most_a_second(capsys: pytest.CaptureFixture[str]) -> None:
     code = """
 import time, torch

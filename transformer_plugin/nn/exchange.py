@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from transformer_plugin import ops
@@ -147,7 +146,10 @@ class LocalExchange:
         """Whether padding would be most of the rows. False where a tracer does not know their number."""
         if is_tracing():
             return False
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or isinstance(rows, torch.SymInt):
+            # With sympy, which takes longer to import than this package; who compiles has imported it.
+            from torch.fx.experimental.symbolic_shapes import statically_known_true
+
             return statically_known_true(rows < FEW_ROWS * self.num_experts)
         return rows < FEW_ROWS * self.num_experts
 
