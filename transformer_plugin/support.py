@@ -6,7 +6,7 @@ import torch
 
 from transformer_plugin.formats import Format
 from transformer_plugin.ops.gemm_plan import GroupedGemmPlan, grouped_gemm_plan
-from transformer_plugin.recipes import DelayedScaling, Float8BlockScaling, Recipe
+from transformer_plugin.recipes import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Recipe
 
 #: the compute capability for which the kernels are built and on which they are tested.
 TESTED = (9, 0)
@@ -112,18 +112,22 @@ def _speed(recipe: Recipe | None, device: torch.device) -> str:
     """Recommends the fastest recipe. What was measured: docs/moe-layer.md. Empty for devices without a measurement."""
     if device.type == "cpu":
         if recipe is None:
-            return "nothing is faster on a CPU than no recipe"
+            return "no recipe that quantizes is faster on a CPU"
+        keys = (recipe.input_format, recipe.weight_format, recipe.grad_format)
+        if not any(Format.parse(key).is_quantized for key in keys):
+            return ""
         return (
             "no recipe is faster on a CPU, where operands are dequantized; a recipe shows its numbers there"
         )
     if _capability(device) != TESTED:
         return ""
+    where = "on Hopper for expert layers of thousands of tokens, forward and backward"
+    once = "if quantize_weights() is called once for several micro-batches"
     if isinstance(recipe, Float8BlockScaling):
-        return (
-            "the fastest recipe on Hopper for expert layers, forward and backward; quantize_weights() once for several "
-            "micro-batches makes it faster still"
-        )
-    return "Float8BlockScaling is faster on Hopper for expert layers of thousands of tokens, forward and backward"
+        return f"the fastest recipe, or within 3 % of it, {where}, {once}"
+    if isinstance(recipe, Float8CurrentScaling):
+        return f"Float8BlockScaling is as fast or faster (within 3 %) {where}"
+    return f"Float8BlockScaling is faster {where}, {once}"
 
 
 def _has_kernels(device: torch.device) -> bool:
