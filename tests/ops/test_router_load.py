@@ -71,6 +71,18 @@ def test_many_tokens_and_many_experts(router: Router, device: torch.device) -> N
             assert_same_bits(a, b)
 
 
+def test_the_zero_is_float32_with_any_default_dtype(device: torch.device) -> None:
+    logits = torch.zeros(2, 4, device=device)
+    torch.set_default_dtype(torch.float64)
+    try:
+        losses = [
+            op(logits, None, 2)[3] for op in (ops.topk_router_with_load, reference.topk_router_with_load)
+        ]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert [loss.dtype for loss in losses] == [torch.float32] * 2
+
+
 def test_loads_by_hand(device: torch.device) -> None:
     """Ties go to the first experts, NaN and inf are chosen, a mask is not; all tokens may choose one expert."""
     nan, inf = math.nan, math.inf

@@ -175,7 +175,7 @@ def topk_router_with_load(
     groups = (num_groups, group_topk, scaling_factor, group_score_topk)
     weights, indices = topk_router(logits, expert_bias, topk, score_function, pre_softmax, *groups)
     load = count_tokens_per_expert(indices, logits.shape[1])
-    return weights, indices, load, torch.zeros((), device=logits.device)
+    return weights, indices, load, torch.zeros((), dtype=torch.float32, device=logits.device)
 
 
 def groups_of_best_experts(order: Tensor, num_groups: int, group_topk: int) -> Tensor:
