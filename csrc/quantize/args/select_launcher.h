@@ -19,8 +19,8 @@ inline constexpr int64_t kAlignedTransposeRows = 1024;
 
 inline bool has_short_groups(int64_t rows, int64_t groups) { return rows < kAlignedTransposeRows * groups; }
 
-// Whether the kernels of ragged groups with transposed data take the arguments: 16-bit input, FP32 scales per tensor or of
-// 1x128 blocks. (Row-wise data alone does not depend on where groups begin.)
+// Whether the kernels of ragged groups with transposed data take the arguments: 16-bit input, FP32 scales per
+// tensor or of 1x128 blocks. (Row-wise data alone does not depend on where groups begin.)
 inline bool fits_transpose_kernels(const QuantizeArgs& args) {
   const Layout& layout = args.layout;
   // Positions in the aligned layout are counted in 32 bits.
@@ -41,8 +41,9 @@ inline bool supports_ragged_transpose(const QuantizeArgs& args) {
   return fits_transpose_kernels(args) && (!layout.aligned || has_short_groups(layout.rows, layout.groups));
 }
 
-// Whether the launch_aligned_gather functions read their rows by an index, in groups of any length: the tile kernel would need a
-// copy of the rows, which takes longer than its tiles save. Where not, the rows are copied first.
+// Whether the launch_aligned_gather functions read their rows by an index, in groups of any length: the tile
+// kernel would need a copy of the rows, which takes longer than its tiles save. Where not, the rows are copied
+// first.
 inline bool supports_row_index(const QuantizeArgs& args) {
   return args.layout.aligned && fits_transpose_kernels(args);
 }

@@ -5,13 +5,14 @@
 // whole sectors and parts may end anywhere. A tile also stores the zeros up to the next tile; the first tile
 // stores those from element 0, the last those up to the end of the row.
 //
-// The kernel is for short groups: the rows of the next tiles are loaded into the ring while the current tile
-// is encoded, and the time of a tile depends on its number of rows. Grid: column tiles (128 columns) times
-// parts of up to 4 row tiles. Block: 256 threads, 8 warps. Warp w holds rows 16w .. 16w + 15 of the tile; a
-// warp without rows only waits at barriers.
+// Without a row index the kernel is for short groups: the rows of the next tiles are loaded into the ring
+// while the current tile is encoded, and the time of a tile depends on its number of rows. Grid: column tiles
+// (128 columns) times parts of up to 4 row tiles. Block: 256 threads, 8 warps. Warp w holds rows 16w to
+// 16w + 15 of the tile; a warp without rows only waits at barriers.
 //
-// With a row index (AlignedGatherShared) row i of the matrix is row index[i] of the input. A block reads the
-// entries of its part once, before its first rows. The blocks of a column tile follow each other.
+// With a row index (AlignedGatherShared) row i of the matrix is row index[i] of the input, and groups may have
+// any length (select_launcher.h). A block reads the entries of its part once, before its first rows. The blocks
+// of a column tile follow each other.
 //
 // Dynamic shared memory (AlignedTransposeShared): the ring of 128 input rows, a transposed tile, maxima and
 // scales of columns, the list of the part's row tiles, and the index entries of the part.
@@ -189,8 +190,8 @@ __device__ __forceinline__ AlignedBlock begin_aligned_block(const QuantizeArgs& 
   block.column_scales_width = round_up_4(layout.cols);
   const int col_tiles = static_cast<int>(layout.col_tiles());
   const int parts = static_cast<int>(gridDim.x) / col_tiles;
-  // Rows that are read by an index are read again for other groups. One column tile after the other, the L2 cache holds what
-  // is read again; all columns of the input it would not.
+  // Rows that are read by an index are read again for other groups. One column tile after the other, the L2
+  // cache holds what is read again; all columns of the input it would not.
   block.strip = static_cast<int>(blockIdx.x) / (Shared::kIndexed ? parts : 1) % col_tiles;
   const int part = static_cast<int>(blockIdx.x) / (Shared::kIndexed ? 1 : col_tiles) % parts;
   const int col = block.strip * kTile, cols = min(kTile, static_cast<int>(layout.cols) - col);
