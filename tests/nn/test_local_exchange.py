@@ -70,10 +70,11 @@ def test_a_tracer_that_does_not_know_the_tokens_takes_one_alignment(monkeypatch:
         assert rows == tokens * TOPK + padded
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("recipe", ["none", "fp8_block", "fp8_tensor", "mxfp8"])
-def test_same_bits_with_any_alignment(recipe: str) -> None:
-    """Few rows for each expert, one of them without any."""
+@pytest.mark.parametrize("tokens", [0, 1, 40, 41])
+@pytest.mark.parametrize("recipe", ["none", "fp8_block", "fp8_tensor", "mxfp8", "fp8_row", "fp8_delayed"])
+def test_same_results_with_any_alignment(recipe: str, tokens: int, device: torch.device) -> None:
+    """Few rows for each expert, one of them without any; without tokens there are no rows at all. The same bits on a
+    GPU; on a CPU torch's products sum in another order where a group has another number of rows."""
     made = recipe_from_name(recipe)
     results = []
     for alignment in (None, 128):
@@ -83,17 +84,22 @@ def test_same_bits_with_any_alignment(recipe: str) -> None:
             128,
             16,
             TOPK,
-            device="cuda",
+            device=device,
             dtype=torch.bfloat16,
             recipe=made,
             dispatch=DispatchConfig(alignment=alignment),
         )
-        tokens = torch.randn(40, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        input = torch.randn(tokens, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
         torch.manual_seed(1)
-        output = layer(tokens)
-        output.output.backward(torch.ones_like(tokens))
+        output = layer(input)
+        output.output.backward(torch.ones_like(input))
         grads = {name: parameter.grad for name, parameter in layer.named_parameters()}
-        results.append({"output": output.output.detach(), "tokens": tokens.grad, **grads})
-        assert (int(output.received) == 40 * TOPK) == (alignment is None)
+        results.append({"output": output.output.detach(), "tokens": input.grad, **grads})
+        is_padded = tokens > 0 and alignment is not None
+        assert (int(output.received) > tokens * TOPK) == is_padded
     for name, value in results[0].items():
-        assert_same_bits(value, results[1][name], name)
+        other = results[1][name]
+        if device.type == "cuda":
+            assert_same_bits(value, other, name)
+        else:
+            assert (value - other).float().norm() <= 2**-6 * other.float().norm(), name
