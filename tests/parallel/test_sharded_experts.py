@@ -207,6 +207,19 @@ def test_data_parallel(ranks: RankPool) -> None:
     ranks.run(check_data_parallel)
 
 
+def check_other_groups(rank: Rank) -> None:
+    torch.distributed.new_group([0])  # of which the ranks that hold the same experts as rank 0 are no members
+    whole, mesh = whole_block(rank.device), mesh_of(rank)
+    model = tp.parallel.data_parallel(sharded_block(whole, rank.device, mesh=mesh["experts"]))
+    one_step(rank, model, 0)
+    assert_gradients(model, wanted_gradients(whole, rank.size))
+
+
+def test_data_parallel_of_ranks_with_other_groups(four: RankPool) -> None:
+    """Ranks may be members of different numbers of groups."""
+    four.run(check_other_groups)
+
+
 def shard_by_hand(block: Block, mesh: Any) -> None:
     fully_shard(block.moe.experts, mesh=mesh["copies"])
     fully_shard(block, mesh=everyone(mesh))

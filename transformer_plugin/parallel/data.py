@@ -78,18 +78,24 @@ def _group_of_copies(everyone: ProcessGroup, ranks: Ranks) -> ProcessGroup | Non
     world = dist.get_process_group_ranks(everyone)
     places: list[Any] = [None] * len(world)
     dist.all_gather_object(places, ranks.ranks, group=everyone)
-    place = ranks.ranks.index(dist.get_rank())
-    copies = [rank for rank, other in zip(world, places, strict=True) if other.index(rank) == place]
-    outside = set(ranks.ranks).difference(world)
-    if outside or len(copies) * len(ranks.ranks) != len(world):
+    place, count = ranks.ranks.index(dist.get_rank()), len(ranks.ranks)
+    # All ranks have the same places, so that all of them raise, or none.
+    if any(len(other) != count or not set(other) <= set(world) for other in places) or len(world) % count:
         raise ValueError(
             "transformer_plugin::data_parallel: argument 'process_group': expected experts that are sharded over all "
             f"of its ranks, or over subgroups of equal size, got the ranks {world} with experts sharded over {places}. "
             "Pass the group of all ranks that train."
         )
-    if len(copies) == 1:
+    if len(world) == count:
         return None
-    return dist.new_group(copies, use_local_synchronization=True)
+    copies: list[list[int]] = [[] for _ in range(count)]
+    for rank, other in zip(world, places, strict=True):
+        copies[other.index(rank)].append(rank)
+    if len(world) < dist.get_world_size():
+        return dist.new_group(copies[place], use_local_synchronization=True)
+    # Not with local synchronization: torch then derives the name of a group from how many groups the process has, and
+    # ranks that are members of different numbers of groups would wait for each other under different names.
+    return [dist.new_group(each) for each in copies][place]
 
 
 def _average(
