@@ -21,6 +21,7 @@ from benchmarks.common import (
     time_limit,
 )
 from benchmarks.moe_layer_cases import Competitor, fault
+from transformer_plugin.testing.launches import launched
 from transformer_plugin.testing.numerics import relative_error
 
 #: the calls of a host time, on a CPU, and the launches that the GPU's queue certainly holds.
@@ -140,25 +141,12 @@ def step_peak(entry: Entry) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def launches(call: Callable[[], Any]) -> int:
-    """The kernels and memsets that a call launches."""
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        call()
-        torch.cuda.synchronize()
-    cuda = torch.autograd.DeviceType.CUDA
-    return sum(
-        event.device_type == cuda and not event.is_user_annotation and not event.name.startswith("Memcpy")
-        for event in profile.events() or []
-    )
-
-
 def step_launches(entry: Entry) -> dict[str, int]:
     """The launches of a forward with gradients, and of its backward."""
     data, outputs = entry.competitor.data, []
     entry.clear()
-    forward = launches(lambda: outputs.append(entry.function(data.tokens)))
-    backward = launches(lambda: outputs[0].backward(data.grad))
+    forward = len(launched(lambda: outputs.append(entry.function(data.tokens))))
+    backward = len(launched(lambda: outputs[0].backward(data.grad)))
     entry.clear()
     return {"forward_launches": forward, "backward_launches": backward}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -58,3 +59,11 @@ def schema_checks_take_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
         return original(a, b, **options)
 
     monkeypatch.setattr(torch, "allclose", allclose)
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """The compiler has no graphs of other tests, and leaves none."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

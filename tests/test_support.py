@@ -135,7 +135,7 @@ def test_what_decides_whether_experts_are_one_op() -> None:
 
 
 def test_which_recipe_is_faster(device: torch.device) -> None:
-    """Where it was measured; the recipe that is recommended is not told that another one is faster."""
+    """The line is there on devices with a measurement, and recommends no other recipe beside the fastest one."""
     recipes = (None, BFloat16(), Float8CurrentScaling(), Float8BlockScaling())
     texts = [tp.explain_support(recipe, device) for recipe in recipes]
     lines = [[line for line in text.splitlines() if line.startswith("speed: ")] for text in texts]

@@ -288,13 +288,6 @@ def test_sharded(each: bool, calls: list[str]) -> None:
     assert all(parameter.grad.full_tensor().any() for parameter in module.parameters())
 
 
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("name", ["none", "fp8_block"])
 def test_compiled(name: str, device: torch.device) -> None:

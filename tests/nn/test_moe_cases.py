@@ -7,7 +7,6 @@ The layer runs in memory that was NaN before, so that reads of rows that nothing
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -233,13 +232,6 @@ def test_delayed_weight_gradients(name: str, case: Case, into: bool, device: tor
             assert_same_bits(p.grad, q.grad, key)
         if hasattr(q, "main_grad"):
             assert_same_bits(p.main_grad, q.main_grad, key)
-
-
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.usefixtures("fresh_compiler")

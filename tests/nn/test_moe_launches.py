@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.launches import launched
 from transformer_plugin.nn import MoE
+from transformer_plugin.testing.launches import launched
 
 MOST_FORWARD, MOST_BACKWARD = 12, 20
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -180,13 +179,6 @@ def test_an_unmodified_loss_scaler_skips_the_step(kind: str, name: str) -> None:
         changed = any(not torch.equal(p, b) for p, b in zip(module.parameters(), before, strict=True))
         assert changed == (not overflows)
         assert scaler.get_scale() == (scale / 2 if overflows else scale)
-
-
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.usefixtures("fresh_compiler")

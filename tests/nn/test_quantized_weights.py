@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -341,13 +341,6 @@ def test_training_after_inference_mode(kind: str) -> None:
         module.quantize_weights()
     module(*arguments).sum().backward()
     assert all(parameter.grad is not None for parameter in module.parameters())
-
-
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.usefixtures("fresh_compiler")

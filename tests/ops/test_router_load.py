@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.launches import launched
 from tests.opcheck import opcheck
 from transformer_plugin import ops, reference
 from transformer_plugin.nn import RouterConfig, TopKRouter
 from transformer_plugin.testing.cases import Case
+from transformer_plugin.testing.launches import launched
 from transformer_plugin.testing.numerics import assert_same_bits
 from transformer_plugin.testing.routing_cases import (
     MASKED_GROUP_RULES,

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.launches import launched
 from transformer_plugin import ops
 from transformer_plugin.recipes import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
+from transformer_plugin.testing.launches import launched
 from transformer_plugin.testing.numerics import assert_same_bits
 
 #: A number of groups whose table has a size that no other tensor of these calls has.

@@ -14,10 +14,11 @@ def launched(call: Callable[[], Any]) -> list[str]:
     with torch.profiler.profile(activities=activities) as profile:
         call()
         torch.cuda.synchronize()
+    cuda = torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
     return [
         event.name
         for event in profile.events() or []
-        if event.device_type == torch.autograd.DeviceType.CUDA
+        if event.device_type == cuda
         and not event.is_user_annotation
         and not event.name.startswith("Memcpy")
     ]
