@@ -18,7 +18,5 @@ def launched(call: Callable[[], Any]) -> list[str]:
     return [
         event.name
         for event in profile.events() or []
-        if event.device_type == cuda
-        and not event.is_user_annotation
-        and not event.name.startswith("Memcpy")
+        if event.device_type == cuda and not event.is_user_annotation and not event.name.startswith("Memcpy")
     ]
