@@ -97,8 +97,8 @@ def _tokens(recipe: Recipe | None, formats: list[Format], device: torch.device) 
         return copied + ", as an option `nan` needs them"
     if not input.is_quantized:
         return (
-            "MoE reads 16-bit tokens by an index for products of at most 4096 columns whose widths are multiples of 8; "
-            "for weight gradients, other widths and dtypes, and hooks of its layers, rows are copied first"
+            "MoE reads 16-bit tokens by an index where widths are multiples of 8; for weight gradients, other widths "
+            "and dtypes, and hooks of its layers, rows are copied first"
         )
     if input.family in ("fp8_tensor", "fp8_block"):
         return (

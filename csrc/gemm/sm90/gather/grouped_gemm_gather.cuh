@@ -2,14 +2,20 @@
 // place of a[i].
 //
 // Formula, shapes, grid, shared memory and consumers are those of grouped_gemm.cuh; operands are 16-bit. Only
-// the producer differs. TMA loads boxes of consecutive rows, so it cannot load A here. All 128 threads of the
-// producer warpgroup copy A with cp.async, 16 bytes at a time, and one of them also starts the TMA loads of
-// B.
+// the producer differs. TMA loads boxes of consecutive rows, so it cannot load A here (a TMA load for each row
+// takes 2.7 times as long). All 128 threads of the producer warpgroup copy A with cp.async, 16 bytes at a time,
+// and one thread of each warp starts the TMA load of a box of B.
+//
+// Between the time a stage is free and the time its copies must have arrived there is little more than their
+// latency, so a thread does as little as possible then: it keeps the addresses of its copies, and advances them
+// afterwards. With addresses computed from rows at that time the kernel was 7 % slower, and with all boxes of B
+// started by one thread 2 %.
 //
 // A thread arrives at the `full` barrier of a stage by cp.async.mbarrier.arrive, which waits for its copies and
 // not for the thread, so as many stages are in flight as with TMA alone. `full` expects one arrival of the
-// thread that starts TMA, and one for the copies of each thread. cp.async writes through the generic proxy and
-// WGMMA reads through the async proxy, so the consumers fence after they have waited (Mainloop16Bit).
+// thread that announces the bytes of B, and one for the copies of each thread. cp.async writes through the
+// generic proxy and WGMMA reads through the async proxy, so the consumers fence after they have waited
+// (Mainloop16Bit).
 #pragma once
 
 #include "common/row_index.cuh"
@@ -36,24 +42,27 @@ class GatheredA {
                          : load_indices_as<int32_t>(begin, end, report_invalid);
   }
 
-  // Starts the copies of columns k .. k + kTileK. Rows past the group, entries that are no row (-1: on
-  // purpose) and columns past the end are zeros.
+  // Starts the copies of the next kTileK columns, of which k is the first. Rows past the group, entries that are
+  // no row (-1: on purpose) and columns past the end are zeros.
   __device__ __forceinline__ void load_async(Stage& stage, const GroupedGemmParams& args, int k) const {
-    const int column = k + chunk_ * 8;
-    const bool before_end = column < args.k;
-    const auto* matrix = static_cast<const uint8_t*>(from_.matrix) + (before_end ? column * 2 : 0);
+    const uint32_t are_rows = k + chunk_ * 8 < args.k ? are_rows_ : 0;
     const uint32_t to = shared_address(swizzled(stage.a[0], row_, chunk_));
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
-      cp_async_zfill(to + i * kRowsPerPass * kSwizzleBytes, matrix + max(rows_[i], 0) * from_.stride_bytes,
-                     before_end && rows_[i] >= 0);
+      cp_async_zfill(to + i * kRowsPerPass * kSwizzleBytes, next_[i], are_rows >> i & 1);
     }
+  }
+  // Goes on to the next kTileK columns.
+  __device__ __forceinline__ void advance() {
+#pragma unroll
+    for (const uint8_t*& next : next_) next += kSwizzleBytes;
   }
 
  private:
   template <typename Entry>
   __device__ __forceinline__ void load_indices_as(int begin, int end, bool report_invalid) {
     Entry entries[kRowsPerThread];
+    are_rows_ = 0;
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
       const int position = begin + row_ + i * kRowsPerPass;
@@ -63,7 +72,10 @@ class GatheredA {
     for (int i = 0; i < kRowsPerThread; ++i) {
       const int position = begin + row_ + i * kRowsPerPass;
       const bool is_row = is_inside(from_.index, entries[i]);
-      rows_[i] = position < end && is_row ? static_cast<int>(entries[i]) : -1;
+      const bool copies = position < end && is_row;
+      are_rows_ |= static_cast<uint32_t>(copies) << i;
+      next_[i] = static_cast<const uint8_t*>(from_.matrix) +
+                 (copies ? entries[i] * from_.stride_bytes + chunk_ * 16 : 0);
       if (report_invalid && position < end && !is_row && entries[i] != -1 && chunk_ == 0) {
         report_wrong_row(from_.word, from_.index, position);
       }
@@ -72,8 +84,22 @@ class GatheredA {
 
   const GatheredRows& from_;
   int row_, chunk_;
-  int rows_[kRowsPerThread];  // rows of A, or -1 for zeros
+  const uint8_t* next_[kRowsPerThread];  // sources of the next copies
+  uint32_t are_rows_;  // bit i: whether next_[i] is in a row of A; otherwise zeros are written
 };
+
+// Starts the load of one box of B for a stage that is empty and that the caller announces. Called by all lanes of a
+// producer warp, each of which has the box of its number: load(to, box, barrier, multicast) starts its load. Of
+// columns that the CTAs share, each CTA loads half with multicast.
+template <int boxes, typename Load>
+__device__ __forceinline__ void load_box_of_warp(Stage& stage, uint64_t* full, int cta_rank, bool shares_b,
+                                                 Load load) {
+  static_assert(kBBoxes <= kProducerWarps, "a warp loads at most one box");
+  const int count = shares_b ? boxes / kCluster : boxes, warp = threadIdx.x / kWarpSize;
+  if (threadIdx.x % kWarpSize != 0 || warp >= count) return;
+  const int box = (shares_b ? cta_rank * count : 0) + warp;
+  load(stage.b[box], box, full, shares_b);
+}
 
 // Producer warpgroup: publishes the end of the tiles. All threads wait for the stage: otherwise one could arrive
 // at `full` of the previous phase, for which another has yet to arrive.
@@ -105,26 +131,30 @@ __device__ __forceinline__ void gather_producer_loop(const GroupedGemmParams& ar
     gathered_a.load_indices(row, column < args.n ? scheduler.group_end : row, column == 0);
     const CUtensorMap& group_map = b_maps ? b_maps[tile.group] : b_map;
     const int matrix = b_maps ? 0 : tile.group;
-    if (threadIdx.x == 0 && b_maps && tile.group != last_group) fence_tensormap_acquire(&group_map);
+    constexpr int kBoxes = decltype(halves)::kBoxes;
+    if (threadIdx.x % kWarpSize == 0 && b_maps && tile.group != last_group) {
+      fence_tensormap_acquire(&group_map);
+    }
     last_group = tile.group;
 #pragma unroll 1
     for (int step = 0; step < steps; ++step, state.advance()) {
       const int k = step * kTileK<typename Mainloop::Element>;
       Stage& stage = shared.stages[state.stage];
       mbarrier_wait(&shared.empty[state.stage], state.phase ^ 1);
+      uint64_t* full = &shared.full[state.stage];
       if (threadIdx.x == 0) {
         if (step == 0) store_tile_info(shared, state.stage, make_tile_info(scheduler, tile, halves));
-        producer_load_b<decltype(halves)::kBoxes>(
-            stage.b, &shared.full[state.stage], cta_rank, tile.shares_b,
-            [&](void* to, int box, uint64_t* barrier, bool multicast) {
-              const int b_row = Epilogue::b_row(args, tile.tile_column, halves.first_box() + box);
-              Mainloop::kBMnMajor
-                  ? tma_load_or_multicast(multicast, to, group_map, barrier, b_row, k, matrix)
-                  : tma_load_or_multicast(multicast, to, group_map, barrier, k, b_row, matrix);
-            });
+        mbarrier_arrive_expect_tx(full, kBoxes * kBoxBytes);
       }
+      load_box_of_warp<kBoxes>(
+          stage, full, cta_rank, tile.shares_b, [&](void* to, int box, uint64_t* barrier, bool multicast) {
+            const int b_row = Epilogue::b_row(args, tile.tile_column, halves.first_box() + box);
+            Mainloop::kBMnMajor ? tma_load_or_multicast(multicast, to, group_map, barrier, b_row, k, matrix)
+                                : tma_load_or_multicast(multicast, to, group_map, barrier, k, b_row, matrix);
+          });
       gathered_a.load_async(stage, args, k);
-      cp_async_arrive(&shared.full[state.stage]);
+      cp_async_arrive(full);
+      gathered_a.advance();
     }
   });
   publish_copied_end(shared, state);
