@@ -305,6 +305,14 @@ TORCH_LIBRARY(transformer_plugin, m) {
   m.def(
       "combine_backward(Tensor grad, Tensor slot, Tensor source, str group_name=\"\", int timeout_ms=-1) -> "
       "Tensor");
+  // tensor_parallel: collectives along the first dimension, over c10d groups. num_ranks: the size of the group. wanted: 1 if
+  // autograd will compute the gradient, which autograd fills in.
+  m.def(
+      "all_gather(Tensor part, int num_ranks=1, str group_name=\"\", int timeout_ms=-1, int wanted=-1) -> Tensor");
+  m.def(
+      "reduce_scatter(Tensor parts, int num_ranks=1, str group_name=\"\", int timeout_ms=-1, int wanted=-1) -> "
+      "Tensor");
+
   // all_gather_text: every rank's text, through the group's store, to compare configurations. compare_call raises if ranks
   // announce different calls. release_group frees the state of groups that have been destroyed.
   m.def("all_gather_text(str group_name, str text, int timeout_ms=-1) -> str[]");

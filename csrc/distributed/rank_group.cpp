@@ -38,7 +38,8 @@ Milliseconds group_timeout(c10d::ProcessGroup& group, at::DeviceType device) {
   }
 }
 
-Tensor as_bytes(const Tensor& tensor) { return tensor.view({-1}).view(at::kByte); }
+// Of a contiguous tensor. Where a dimension has one element, its stride may be any.
+Tensor as_bytes(const Tensor& tensor) { return tensor.as_strided({tensor.numel()}, {1}).view(at::kByte); }
 
 }  // namespace
 

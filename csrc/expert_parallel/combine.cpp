@@ -46,7 +46,7 @@ Tensor combine(const Tensor& rows, const Tensor& slot, const Tensor& source, int
   group.begin_call(exchange_call(group, phases::kCombineRows, slot, "rows", rows.scalar_type(), rows.size(1))
                        .set(fields::kRowsGradient, wanted > 0, "rows"),
                    1);
-  return sum_ranks(group, group.start_all_to_all(parts, phases::kCombineRows).wait(), num_tokens);
+  return sum_ranks(group.start_all_to_all(parts, phases::kCombineRows).wait(), group.size(), num_tokens);
 }
 
 Tensor combine_backward_output(const Tensor& grad, const Tensor& slot, const Tensor& source,

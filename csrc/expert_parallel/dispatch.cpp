@@ -142,8 +142,8 @@ Pair dispatch_backward(const OptionalTensor& grad_recv, const OptionalTensor& gr
   if (for_weights) weights = group.start_all_to_all(weight_parts, phases::kDispatchBackwardWeights);
   const Tensor received = rows.wait();
   const Tensor received_weights = weights.wait();
-  if (for_tokens) grad_tokens = sum_ranks(group, received, num_tokens);
-  if (for_weights) grad_weights = sum_ranks(group, received_weights, num_tokens);
+  if (for_tokens) grad_tokens = sum_ranks(received, group.size(), num_tokens);
+  if (for_weights) grad_weights = sum_ranks(received_weights, group.size(), num_tokens);
   return {grad_tokens, grad_weights};
 }
 

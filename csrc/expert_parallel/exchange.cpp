@@ -80,24 +80,4 @@ Tensor pad_rows(const Argument& rows, int64_t max_tokens) {
   return padded;
 }
 
-Tensor sum_ranks(const RankGroup& group, const Tensor& received, int64_t tokens) {
-  const Tensor output = empty(received, {tokens, received.size(1)}, received.scalar_type());
-  const SumRanksArgs args{received.const_data_ptr(),
-                          output.mutable_data_ptr(),
-                          group.size(),
-                          received.size(0) / group.size(),
-                          tokens,
-                          received.size(1),
-                          to_dtype(received.scalar_type())};
-  if (received.is_cpu()) {
-    sum_ranks_cpu(args);
-    return output;
-  }
-#ifdef TRANSFORMER_PLUGIN_CUDA
-  const CudaScope scope(received);
-  launch_sum_ranks(args, scope.stream());
-#endif
-  return output;
-}
-
 }  // namespace transformer_plugin::expert_parallel

@@ -1,4 +1,4 @@
-// Helpers of plan, dispatch and combine: checks of a plan's tensors, call headers, and the sum over ranks.
+// Helpers of plan, dispatch and combine: checks of a plan's tensors and call headers.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -6,6 +6,7 @@
 #include "common/autograd.h"
 #include "common/check.h"
 #include "distributed/rank_group.h"
+#include "distributed/sum_ranks.h"
 #include "expert_parallel/phases.h"
 
 namespace transformer_plugin::expert_parallel {
@@ -13,6 +14,7 @@ namespace transformer_plugin::expert_parallel {
 using distributed::check_timeout;
 using distributed::PendingCollective;
 using distributed::RankGroup;
+using distributed::sum_ranks;
 
 // The group of one call. The constructor also raises the ValueError of an earlier plan on this GPU whose rows
 // did not fit, which the host could not know at that time.
@@ -51,9 +53,5 @@ void check_once_differentiable(const char* op, const Tensors&... grads) {
                               TP_FOUR_PARTS(op, "grad", "a gradient that requires none", "one that does",
                                             "Second derivatives are not implemented"));
 }
-
-// [R * max_tokens, W], the parts that the ranks have sent for this rank's tokens -> [tokens, W], their sum in
-// ascending order of ranks.
-at::Tensor sum_ranks(const RankGroup& group, const at::Tensor& received, int64_t tokens);
 
 }  // namespace transformer_plugin::expert_parallel

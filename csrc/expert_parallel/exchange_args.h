@@ -1,4 +1,4 @@
-// Arguments of the kernels of plan and combine, without torch.
+// Arguments of the kernels of plan, without torch.
 #pragma once
 
 #include <cstdint>
@@ -34,18 +34,6 @@ struct CountRowsArgs {
   int32_t* counts;    // [experts], scratch memory of the CUDA kernel
 };
 
-// output[t, h] = sum over ranks r = 0, 1, ... of parts[r, t, h], in FP32 (FP64 for float64), starting at
-// zero, rounded once.
-struct SumRanksArgs {
-  const void* parts;  // [ranks, max_tokens, width]
-  void* output;       // [tokens, width]
-  int64_t ranks;
-  int64_t max_tokens;
-  int64_t tokens;
-  int64_t width;
-  DType dtype;
-};
-
 TP_HOST_DEVICE int32_t packed_index(int64_t index, int64_t experts) {
   return index >= 0 && index < experts ? static_cast<int32_t>(index) : -1;
 }
@@ -58,7 +46,5 @@ void pack_indices_cpu(const PackIndicesArgs& args);
 void launch_pack_indices(const PackIndicesArgs& args, void* stream);
 void count_rows_cpu(const CountRowsArgs& args);
 void launch_count_rows(const CountRowsArgs& args, void* stream);
-void sum_ranks_cpu(const SumRanksArgs& args);
-void launch_sum_ranks(const SumRanksArgs& args, void* stream);
 
 }  // namespace transformer_plugin::expert_parallel

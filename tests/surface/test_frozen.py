@@ -14,7 +14,12 @@ import torch
 from tests.surface.surface import FROZEN, NAMESPACE, ROOT, op_schemas, surface
 from transformer_plugin import ops, reference
 from transformer_plugin.ops import expert_parallel
-from transformer_plugin.reference import expert_parallel as expert_parallel_reference
+from transformer_plugin.reference import (
+    expert_parallel as expert_parallel_reference,
+)
+from transformer_plugin.reference import (
+    tensor_parallel as tensor_parallel_reference,
+)
 
 OPS = sorted(op_schemas())
 # Ops without tensors: they communicate with other ranks' hosts, and need neither kernels nor a reference.
@@ -80,7 +85,8 @@ def test_op_has_a_wrapper_with_the_same_arguments(name: str) -> None:
 def test_op_has_a_reference(name: str) -> None:
     forward = name.removesuffix("_backward")  # the gradient of a reference comes from torch's autograd
     names = [name, forward] + [n.replace("_quantized", "") for n in (name,) if "_quantized" in n]
-    assert any(hasattr(module, n) for module in (reference, expert_parallel_reference) for n in names)
+    modules = (reference, expert_parallel_reference, tensor_parallel_reference)
+    assert any(hasattr(module, n) for module in modules for n in names)
 
 
 @by_op

@@ -44,6 +44,7 @@ BELOW: dict[str, set[str]] = {
         "gemm/ops",
         "norm",
     },
+    "tensor_parallel": {"common", "distributed"},
     "expert_parallel": {"common", "distributed", "routing"},
 }
 

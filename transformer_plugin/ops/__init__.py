@@ -20,6 +20,7 @@ from transformer_plugin.ops import (
     quantize_out as _quantize_out,
     routing as _routing,
     slots as _slots,
+    tensor_parallel as _tensor_parallel,
 )
 from transformer_plugin.ops.activation import *
 from transformer_plugin.ops.connect_gradient import *
@@ -40,6 +41,7 @@ from transformer_plugin.ops.quantize import *
 from transformer_plugin.ops.quantize_out import *
 from transformer_plugin.ops.routing import *
 from transformer_plugin.ops.slots import *
+from transformer_plugin.ops.tensor_parallel import *
 
 # A function may have the name of its module, so the modules have other names here.
 __all__: list[str] = []
@@ -62,3 +64,4 @@ __all__ += _quantize.__all__
 __all__ += _quantize_out.__all__
 __all__ += _routing.__all__
 __all__ += _slots.__all__
+__all__ += _tensor_parallel.__all__

@@ -240,7 +240,7 @@ def _routing_calls(draw: Draw) -> Calls:
 
 
 def _expert_parallel_calls(draw: Draw, indices: Tensor, experts: int, capacity: int) -> Calls:
-    """Calls of the expert-parallel ops in a group of this process only."""
+    """Calls of the ops that exchange tensors with other ranks, in a group of this process only."""
     K = draw.TNKG[2]
     tokens, topk = indices.shape
     group = {"group_name": "", "timeout_ms": 1000}
@@ -255,6 +255,8 @@ def _expert_parallel_calls(draw: Draw, indices: Tensor, experts: int, capacity: 
     yield "dispatch_backward", "", {**backward, "hidden_size": K, "dtype": FLOAT32, **group}
     yield "combine", "", {"rows": rows, **slots, "num_tokens": tokens, **group}
     yield "combine_backward", "", {"grad": draw(tokens, K), **slots, **group}
+    yield "all_gather", "", {"part": draw(tokens, K), "num_ranks": 1, **group}
+    yield "reduce_scatter", "", {"parts": draw(tokens, K), "num_ranks": 1, **group}
     yield "all_gather_text", "", {"group_name": "", "text": "one configuration", "timeout_ms": 1000}
     yield "compare_call", "", {"group_name": "", "dtype": FLOAT32, "width": 8, "timeout_ms": 1000}
     yield "release_group", "", {"group_name": ""}

@@ -1,7 +1,8 @@
 // The producer/consumer pipeline of the Hopper GEMM kernels: tile sizes, shared memory, mbarriers, tile
 // information.
 //
-// A CTA has three warpgroups. Warpgroup 0 is the producer: one of its threads starts all TMA loads.
+// A CTA has three warpgroups. Warpgroup 0 is the producer: one of its threads starts all TMA loads, or, where rows are
+// gathered (gather/), all of its threads copy them and one of each warp starts a TMA load.
 // Warpgroups 1 and 2 are the consumers: each multiplies 64 rows of the CTA tile with WGMMA and stores its
 // accumulators. Two CTAs form a cluster (tile_order.cuh).
 //
@@ -191,7 +192,7 @@ struct PipelineState {
 };
 
 // Initializes the mbarriers and synchronizes the cluster. `full` expects one arrival of the thread that
-// starts TMA loads and `extra_arrivals` more.
+// announces the bytes of TMA loads and `extra_arrivals` more.
 template <typename SharedStorage>
 __device__ __forceinline__ void init_pipeline(SharedStorage& shared, uint32_t extra_arrivals = 0) {
   if (threadIdx.x == 0) {

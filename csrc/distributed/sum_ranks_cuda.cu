@@ -4,9 +4,9 @@
 // shared memory. Each thread adds the ranks in ascending order in FP32 (FP64 for float64) and rounds once.
 #include "common/device_types.cuh"
 #include "common/launch.cuh"
-#include "expert_parallel/exchange_args.h"
+#include "distributed/sum_ranks_args.h"
 
-namespace transformer_plugin::expert_parallel {
+namespace transformer_plugin::distributed {
 namespace {
 
 constexpr int kThreads = 256;
@@ -51,4 +51,4 @@ void launch_sum_ranks(const SumRanksArgs& args, void* stream) {
   check_launch("sum_ranks_kernel");
 }
 
-}  // namespace transformer_plugin::expert_parallel
+}  // namespace transformer_plugin::distributed

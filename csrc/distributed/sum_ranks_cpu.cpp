@@ -3,9 +3,9 @@
 
 #include <algorithm>
 
-#include "expert_parallel/exchange_args.h"
+#include "distributed/sum_ranks_args.h"
 
-namespace transformer_plugin::expert_parallel {
+namespace transformer_plugin::distributed {
 namespace {
 
 constexpr int64_t kElementsPerTask = 16384;
@@ -44,4 +44,4 @@ void sum_ranks_cpu(const SumRanksArgs& args) {
   visit_float(args.dtype, [&](auto element) { sum_rows<decltype(element), float>(args); });
 }
 
-}  // namespace transformer_plugin::expert_parallel
+}  // namespace transformer_plugin::distributed

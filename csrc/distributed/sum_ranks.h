@@ -1,0 +1,12 @@
+// The sum of what the ranks of a group have sent to this one.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace transformer_plugin::distributed {
+
+// [ranks * n, W], the parts of `ranks` ranks with n rows each -> [rows, W], the sum of their first `rows` rows in ascending
+// order of ranks. The order is fixed, so a CPU and a GPU have the same bits.
+at::Tensor sum_ranks(const at::Tensor& received, int64_t ranks, int64_t rows);
+
+}  // namespace transformer_plugin::distributed

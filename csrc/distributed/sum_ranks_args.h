@@ -1,0 +1,25 @@
+// Arguments of the kernels of the sum over ranks, without torch.
+#pragma once
+
+#include <cstdint>
+
+#include "common/dtype.h"
+#include "common/math.h"
+
+namespace transformer_plugin::distributed {
+
+// output[t, h] = sum over ranks r = 0, 1, ... of parts[r, t, h], in FP32 (FP64 for float64), starting at
+// zero, rounded once.
+struct SumRanksArgs {
+  const void* parts;  // [ranks, max_tokens, width]
+  void* output;       // [tokens, width]
+  int64_t ranks;
+  int64_t max_tokens;
+  int64_t tokens;
+  int64_t width;
+  DType dtype;
+};
+void sum_ranks_cpu(const SumRanksArgs& args);
+void launch_sum_ranks(const SumRanksArgs& args, void* stream);
+
+}  // namespace transformer_plugin::distributed

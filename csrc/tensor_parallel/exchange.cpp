@@ -1,0 +1,56 @@
+#include "tensor_parallel/exchange.h"
+
+#include "common/tensor.h"
+
+namespace transformer_plugin::tensor_parallel {
+namespace {
+
+using Signature = at::Tensor(const at::Tensor&, int64_t, std::string, int64_t, int64_t);
+
+const distributed::PhaseRegistration registration(phases::kAll);
+
+}  // namespace
+
+using at::Tensor;
+
+void check_exchange(const Argument& tensor, int64_t num_ranks, int64_t timeout_ms) {
+  distributed::check_timeout(tensor.op, timeout_ms);
+  check_strided(tensor);
+  TP_CHECK_VALUE(tensor.tensor.dim() >= 1, tensor.op, tensor.name, "at least 1 dimension",
+                 describe(tensor.tensor), "Pass a tensor with rows, such as value.unsqueeze(0)");
+  TP_CHECK_VALUE(num_ranks >= 1, tensor.op, "num_ranks", "at least 1", num_ranks, "Pass group.size()");
+}
+
+void check_ranks(const char* op, const RankGroup& group, int64_t num_ranks) {
+  TP_CHECK_VALUE(group.size() == num_ranks, op, "num_ranks", group.size() << ", the size of the group",
+                 num_ranks, "Pass the size and the name of one group");
+}
+
+int64_t width_of(const Tensor& tensor) {
+  int64_t width = 1;
+  for (int64_t dim = 1; dim < tensor.dim(); ++dim) width *= tensor.size(dim);
+  return width;
+}
+
+Call exchange_call(const Phase& phase, const char* argument, const Tensor& tensor, bool wanted) {
+  Call call(phase, fields::kAll);
+  call.set(fields::kDtype, static_cast<int64_t>(tensor.scalar_type()), argument)
+      .set(fields::kRows, tensor.size(0), argument)
+      .set(fields::kWidth, width_of(tensor), argument)
+      .set(fields::kGradient, wanted, argument);
+  return call;
+}
+
+Tensor call_all_gather(const Tensor& part, int64_t num_ranks, const std::string& group_name,
+                       int64_t timeout_ms, int64_t wanted) {
+  static const auto op = find_op<Signature>("all_gather");
+  return op.call(part, num_ranks, group_name, timeout_ms, wanted);
+}
+
+Tensor call_reduce_scatter(const Tensor& parts, int64_t num_ranks, const std::string& group_name,
+                           int64_t timeout_ms, int64_t wanted) {
+  static const auto op = find_op<Signature>("reduce_scatter");
+  return op.call(parts, num_ranks, group_name, timeout_ms, wanted);
+}
+
+}  // namespace transformer_plugin::tensor_parallel

@@ -1,0 +1,35 @@
+// The tables that tensor parallelism supplies to csrc/distributed: the phases in which its ops wait for other ranks, and the
+// fields of their call headers.
+#pragma once
+
+#include "distributed/call.h"
+
+namespace transformer_plugin::tensor_parallel {
+
+using distributed::Call;
+using distributed::Field;
+using distributed::FieldKind;
+using distributed::Phase;
+
+namespace phases {
+
+inline constexpr Phase kAllGather{200, "all_gather", "parts"};
+inline constexpr Phase kReduceScatter{201, "reduce_scatter", "parts"};
+
+inline constexpr Phase kAll[] = {kAllGather, kReduceScatter};
+
+}  // namespace phases
+
+namespace fields {
+
+inline constexpr Field kDtype{1, "dtype", FieldKind::kDtype};
+inline constexpr Field kRows{2, "rows", FieldKind::kNumber};    // of the tensor's first dimension
+inline constexpr Field kWidth{3, "width", FieldKind::kNumber};  // elements of one of them
+inline constexpr Field kGradient{4, "the gradient", FieldKind::kWanted};
+
+inline constexpr Field kAll[] = {kDtype, kRows, kWidth, kGradient};
+static_assert(distributed::is_field_table(kAll), "fields are numbered from 1 and fit into a header");
+
+}  // namespace fields
+
+}  // namespace transformer_plugin::tensor_parallel

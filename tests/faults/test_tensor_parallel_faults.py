@@ -1,0 +1,42 @@
+"""A rank that dies or stops before a tensor-parallel op, or its gradient: the others name it, in time (Gloo)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.faults.test_expert_parallel_faults import PROMISE, TIMEOUT, Outcome, leave, observe
+from transformer_plugin import ops
+from transformer_plugin.testing.distributed import Rank, RankPool
+
+VICTIM = 1
+
+
+def lose(rank: Rank, phase: str, how: str) -> Outcome:
+    group = rank.size, rank.group_name, int(TIMEOUT * 1000)
+    part = torch.full((3, 2), float(rank.rank), requires_grad=True)
+    whole = ops.all_gather(part, *group)
+    action = {
+        "all_gather": lambda: ops.all_gather(part, *group),
+        "reduce_scatter": lambda: ops.reduce_scatter(whole.detach(), *group),
+        "all_gather's gradient": whole.sum().backward,
+    }[phase]
+    if rank.rank == VICTIM:
+        leave(how)
+    return observe(action)
+
+
+@pytest.mark.parametrize("how", ["dies", "stops"])
+@pytest.mark.parametrize("phase", ["all_gather", "reduce_scatter", "all_gather's gradient"])
+def test_lost_rank_is_named(phase: str, how: str) -> None:
+    op = "all_gather" if phase == "all_gather" else "reduce_scatter"
+    with RankPool(3) as pool:
+        pool.start(lose, phase, how)
+        for survivor in (0, 2):
+            outcome = pool.result(survivor)
+            assert outcome.error == "PeerTimeoutError", outcome
+            assert (outcome.rank, outcome.ranks) == (VICTIM, (VICTIM,)), outcome
+            assert (outcome.op, outcome.phase) == (op, "parts"), outcome
+            assert outcome.seconds < PROMISE, outcome
+        pool.kill(VICTIM)
+        pool.dismiss()

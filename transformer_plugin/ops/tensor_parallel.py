@@ -1,0 +1,75 @@
+"""Tensor parallelism: collectives along the first dimension, with gradients.
+
+R is the number of ranks of the group. All ranks make the same calls in the same order, with the same shapes and
+dtypes. On a CPU the ranks compare each call (op, dtype, rows, width, whether a gradient is wanted) before payload
+moves; if they differ, every rank raises a ``ValueError`` that says what differs on which ranks, and the group stays
+usable. On CUDA each new kind of call is compared once, through the store of the group and not during graph capture. A
+rank that makes no call counts as lost: ``PeerTimeoutError``, after which the group cannot be used again.
+
+``group_name`` is ``group.group_name`` of a c10d process group (Gloo for CPU tensors, NCCL for CUDA tensors), or ``""``
+for this process alone; ``num_ranks`` is its size, so that shapes are known where the group is not, as in
+``torch.export``. ``timeout_ms`` bounds each wait, at most 10^12; 0 or less means the timeout of the group. ``wanted``
+is filled in by autograd.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from transformer_plugin.errors import peer_timeout
+
+__all__ = ["all_gather", "reduce_scatter"]
+
+_ops = torch.ops.transformer_plugin
+
+
+def all_gather(
+    part: Tensor, num_ranks: int = 1, group_name: str = "", timeout_ms: int = -1, wanted: int = -1
+) -> Tensor:
+    """Return the parts of all ranks, one after the other along the first dimension.
+
+    Args:
+        part: ``[n, ...]``, any dtype and strides, the same shape on every rank.
+        num_ranks, group_name, timeout_ms, wanted: see above.
+
+    Returns:
+        ``[R * n, ...]``, contiguous, the same on every rank: rows ``r * n`` to ``(r + 1) * n`` are those of rank r.
+
+    Differentiable in ``part``: the gradient is :func:`reduce_scatter`, so it contains what every rank's loss says about
+    this part. All ranks take part in the backward, with zeros where a rank has no gradient.
+
+    Raises:
+        TypeError, ValueError: sizes or dtypes do not match, on this rank or between ranks.
+        PeerTimeoutError: a rank did not take part in time.
+    """
+    try:
+        return _ops.all_gather.default(part, num_ranks, group_name, timeout_ms, wanted)
+    except RuntimeError as error:
+        raise peer_timeout(error) or error from None
+
+
+def reduce_scatter(
+    parts: Tensor, num_ranks: int = 1, group_name: str = "", timeout_ms: int = -1, wanted: int = -1
+) -> Tensor:
+    """Return this rank's part of the rows, added over all ranks.
+
+    Args:
+        parts: ``[R * n, ...]`` float32, bfloat16, float16 (float64 on a CPU), any strides; rows ``r * n`` to
+            ``(r + 1) * n`` go to rank r.
+        num_ranks, group_name, timeout_ms, wanted: see above.
+
+    Returns:
+        ``[n, ...]``, contiguous: the sum in ascending order of ranks, in float32 (float64 for float64), starting at
+        zero and rounded once. So the bits do not depend on the backend or on the device.
+
+    Differentiable in ``parts``: the gradient is :func:`all_gather`. All ranks take part in the backward.
+
+    Raises:
+        TypeError, ValueError: sizes or dtypes do not match, on this rank or between ranks; the rows do not divide by R.
+        PeerTimeoutError: a rank did not take part in time.
+    """
+    try:
+        return _ops.reduce_scatter.default(parts, num_ranks, group_name, timeout_ms, wanted)
+    except RuntimeError as error:
+        raise peer_timeout(error) or error from None

@@ -1,0 +1,21 @@
+"""References of the tensor-parallel ops. One process computes all ranks: arguments and results are lists with one entry
+per rank."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def all_gather(part: list[Tensor]) -> list[Tensor]:
+    """Returns on every rank the parts of all."""
+    return [torch.cat(part) for _ in part]
+
+
+def reduce_scatter(parts: list[Tensor]) -> list[Tensor]:
+    """Returns each rank's part of the sum, which is made in ascending order of ranks and rounded once."""
+    dtype = parts[0].dtype
+    total = torch.zeros(parts[0].shape, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    for each in parts:
+        total = total + each.to(total.dtype)
+    return [chunk.contiguous() for chunk in total.to(dtype).tensor_split(len(parts))]
