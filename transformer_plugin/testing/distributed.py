@@ -8,8 +8,10 @@ parent process hosts the store, as torchrun's agent does, unless a test puts it 
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.connection
 import os
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -21,6 +23,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+#: Held while exit codes are read. Python reads those of all children when it starts one, and of two threads that read
+#: one code at the same time, the second gets 255.
+_reading_exit_codes = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,8 @@ class RankPool:
             ours, theirs = context.Pipe()
             place = (rank, size, backend, port, group_timeout, store_in_rank_0)
             process = context.Process(target=_serve, args=(theirs, *place), daemon=True)
-            process.start()
+            with _reading_exit_codes:
+                process.start()
             theirs.close()
             self._pipes.append(ours)
             self.processes.append(process)
@@ -118,8 +125,7 @@ class RankPool:
 
     def wait(self, rank: int, timeout: float = 30.0) -> int | None:
         """Waits for a rank's process to end; returns its exit code, or None if it still runs."""
-        self.processes[rank].join(timeout)
-        return self.processes[rank].exitcode
+        return _exit_code(self.processes[rank], timeout)
 
     def dismiss(self) -> None:
         """Signals the processes to destroy their group and exit; call :meth:`wait` for each afterwards."""
@@ -130,10 +136,10 @@ class RankPool:
         """Ends all processes: asks them to exit, then kills those that still run."""
         self.dismiss()
         for process in self.processes:
-            process.join(0.1 if _stopped(process.pid) else 10)
-            if process.is_alive():
+            if _exit_code(process, 0.1 if _stopped(process.pid) else 10.0) is None:
                 process.kill()
-                process.join()
+                _exit_code(process, None)
+            process.join()
 
     def __enter__(self) -> RankPool:
         return self
@@ -142,6 +148,13 @@ class RankPool:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _exit_code(process: Any, timeout: float | None) -> int | None:
+    """Waits for a process to end; returns its exit code, or None if it still runs."""
+    multiprocessing.connection.wait([process.sentinel], timeout)
+    with _reading_exit_codes:
+        return process.exitcode
 
 
 def _stopped(pid: int | None) -> bool:
