@@ -1,5 +1,4 @@
 // all_gather: the parts of all ranks, one after the other along the first dimension. Its gradient is reduce_scatter.
-#include "common/autograd.h"
 #include "common/register.h"
 #include "common/tensor.h"
 #include "tensor_parallel/exchange.h"
@@ -8,8 +7,6 @@ namespace transformer_plugin::tensor_parallel {
 namespace {
 
 using at::Tensor;
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
 
 Tensor all_gather(const Tensor& part, int64_t num_ranks, std::string group_name, int64_t timeout_ms,
                   int64_t wanted) {
@@ -28,39 +25,14 @@ Tensor all_gather_meta(const Tensor& part, int64_t num_ranks, std::string, int64
   return empty(part, sizes, part.scalar_type());
 }
 
-class AllGatherFunction : public CheckedFunction<AllGatherFunction> {
- public:
+struct AllGather {
   static constexpr const char* kName = "all_gather";
-  static constexpr bool is_traceable = true;
-
-  static Tensor forward(AutogradContext* ctx, const Tensor& part, int64_t num_ranks,
-                        const std::string& group_name, int64_t timeout_ms) {
-    ctx->saved_data["num_ranks"] = num_ranks;
-    ctx->saved_data["group_name"] = group_name;
-    ctx->saved_data["timeout_ms"] = timeout_ms;
-    const BelowAutograd guard;
-    return call_all_gather(part, num_ranks, group_name, timeout_ms, 1);
-  }
-
-  // A gradient that is absent here is zeros: other ranks may have one, and all take part.
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    auto& saved = ctx->saved_data;
-    return {call_reduce_scatter(grads[0], saved["num_ranks"].toInt(), saved["group_name"].toStringRef(),
-                                saved["timeout_ms"].toInt()),
-            Tensor(), Tensor(), Tensor()};
-  }
+  static constexpr auto call = call_all_gather;
+  static constexpr auto call_gradient = call_reduce_scatter;
 };
-
-Tensor all_gather_autograd(const Tensor& part, int64_t num_ranks, std::string group_name, int64_t timeout_ms,
-                           int64_t wanted) {
-  if (any_wants_grad(part)) return AllGatherFunction::apply(part, num_ranks, group_name, timeout_ms);
-  const BelowAutograd guard;
-  // In a compiled graph `wanted` holds the value from the time of tracing.
-  return call_all_gather(part, num_ranks, group_name, timeout_ms, wanted);
-}
 
 }  // namespace
 
-TP_IMPL("all_gather", all_gather, all_gather_meta, all_gather_autograd);
+TP_IMPL("all_gather", all_gather, all_gather_meta, exchange_autograd<AllGather>);
 
 }  // namespace transformer_plugin::tensor_parallel

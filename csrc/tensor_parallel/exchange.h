@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "common/autograd.h"
 #include "common/check.h"
 #include "distributed/rank_group.h"
 #include "tensor_parallel/phases.h"
@@ -25,5 +26,43 @@ at::Tensor call_all_gather(const at::Tensor& part, int64_t num_ranks, const std:
                            int64_t timeout_ms, int64_t wanted = -1);
 at::Tensor call_reduce_scatter(const at::Tensor& parts, int64_t num_ranks, const std::string& group_name,
                                int64_t timeout_ms, int64_t wanted = -1);
+
+// The node of a collective, whose gradient is the other one. `Op` has kName, call() and call_gradient().
+template <typename Op>
+class ExchangeFunction : public CheckedFunction<ExchangeFunction<Op>> {
+ public:
+  static constexpr const char* kName = Op::kName;
+  static constexpr bool is_traceable = true;
+
+  static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& tensor,
+                            int64_t num_ranks, const std::string& group_name, int64_t timeout_ms) {
+    ctx->saved_data["num_ranks"] = num_ranks;
+    ctx->saved_data["group_name"] = group_name;
+    ctx->saved_data["timeout_ms"] = timeout_ms;
+    const BelowAutograd guard;
+    return Op::call(tensor, num_ranks, group_name, timeout_ms, 1);
+  }
+
+  // A gradient that is absent here is zeros: other ranks may have one, and all take part.
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
+                                                 const torch::autograd::variable_list& grads) {
+    auto& saved = ctx->saved_data;
+    const at::Tensor grad =
+        Op::call_gradient(grads[0], saved["num_ranks"].toInt(), saved["group_name"].toStringRef(),
+                          saved["timeout_ms"].toInt(), -1);
+    return {grad, at::Tensor(), at::Tensor(), at::Tensor()};
+  }
+};
+
+template <typename Op>
+at::Tensor exchange_autograd(const at::Tensor& tensor, int64_t num_ranks, std::string group_name,
+                             int64_t timeout_ms, int64_t wanted) {
+  if (any_wants_grad(tensor)) {
+    return ExchangeFunction<Op>::apply(tensor, num_ranks, group_name, timeout_ms);
+  }
+  const BelowAutograd guard;
+  // In a compiled graph `wanted` holds the value from the time of tracing.
+  return Op::call(tensor, num_ranks, group_name, timeout_ms, wanted);
+}
 
 }  // namespace transformer_plugin::tensor_parallel
