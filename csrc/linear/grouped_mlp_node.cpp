@@ -200,9 +200,8 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
     variable_list grad_fc1(fc1_count), grad_fc2(fc2_count);
     QuantizedOperand g;
     if (wants_linear || wants_fc2) {
-      // A weight gradient of rows that are read by an index takes far longer than a copy, which the data gradient then reads
-      // too.
-      g = rows_operand(grad, rows, group_sizes, formats.grad, grad_key, wants_linear, wants_fc2, wants_fc2);
+      const bool copies = wants_fc2 && !reads_gradient(grad, formats.grad, grad_key);
+      g = rows_operand(grad, rows, group_sizes, formats.grad, grad_key, wants_linear, wants_fc2, copies);
     }
     const SavedTensorRelease release(ctx);
     QuantizedOperand linear;  // the gradient of the output of fc1

@@ -58,6 +58,10 @@ bool reads_tokens(const Format& format, std::string_view key) {
   return !format.is_quantized() && !marks_nonfinite(key);
 }
 
+bool reads_gradient(const Tensor& grad, const Format& format, std::string_view key) {
+  return reads_tokens(format, key) && grad.element_size() == 2 && gemm::has_quantized_kernels(grad);
+}
+
 QuantizedOperand rows_operand(const Tensor& tokens, const TokenRows& rows, const Tensor& group_sizes,
                               const Format& format, std::string_view key, bool rowwise, bool columnwise,
                               bool copies) {

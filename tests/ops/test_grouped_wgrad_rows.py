@@ -23,7 +23,7 @@ by_index = pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
 
 
 def indexed_case(
-    case: Case, device: torch.device, indexed: tuple[str, ...], index: torch.dtype = torch.int64
+    case: Case, device: torch.device, indexed: tuple[str, ...], index: torch.dtype = torch.int32
 ) -> tuple[list[Any], dict[str, Tensor], list[Any]]:
     """Returns the arguments with matrices that are indexed, the indices, and the arguments with copied rows."""
     arguments = list(case.arguments(device))

@@ -83,17 +83,20 @@ class WgradCall {
     args_.accumulate = accumulate;
   }
 
-  // Makes the rows of both operands contiguous.
+  // Makes the rows of both operands contiguous, but not those of the gradient that the kernel gathers.
   void copy_rows() {
-    grad_ = contiguous_rows(problem_.grad, problem_.grad_rows, problem_.offsets);
     input_ = contiguous_rows(problem_.input, problem_.input_rows, problem_.offsets);
-    args_.a = grad_.const_data_ptr();
     args_.b = input_.const_data_ptr();
+    args_.rows_16_byte_aligned = aligned_rows(input_);
+    if (select_gather()) return;
+    grad_ = contiguous_rows(problem_.grad, problem_.grad_rows, problem_.offsets);
+    args_.a = grad_.const_data_ptr();
     args_.rows_16_byte_aligned = aligned_rows(grad_) && aligned_rows(input_);
   }
 
   // The product by torch, if that is selected.
   std::optional<Tensor> torch_product() const {
+    if (gathered_) return std::nullopt;
     GemmDesc desc{GemmDirection::kWgrad, args_, pointers_aligned(args_)};
     desc.torch_computes_it = !problem_.alpha;
     if (select_gemm(desc, current_gpu()).backend != Backend::kTorch) return std::nullopt;
@@ -101,6 +104,11 @@ class WgradCall {
   }
 
   void launch(void* stream) const {
+    if (gathered_) {
+      const bool float_out = args_.out_dtype == DType::kFloat32;
+      const auto launch = float_out ? wgrad_gather_fp32_out(args_.dtype) : wgrad_gather(args_.dtype);
+      return launch(args_, gathered_->rows, gathered_->config, stream);
+    }
     const Selection selection =
         select_gemm({GemmDirection::kWgrad, args_, pointers_aligned(args_)}, current_gpu());
     const bool on_sm90 = selection.backend == Backend::kSm90;
@@ -109,10 +117,30 @@ class WgradCall {
   }
 
  private:
+  struct Gathered {
+    GatheredRows rows;
+    Sm90Config config;
+  };
+
+  // Whether the kernel gathers the rows of the gradient; then sets `gathered_`.
+  bool select_gather() {
+    if (!problem_.grad_rows || problem_.grad.stride(1) != 1) return false;
+    const GatheredRows rows = rows_by_index(problem_.grad, *problem_.grad_rows, problem_.offsets);
+    GemmDesc desc{GemmDirection::kWgrad, args_, pointers_aligned(args_)};
+    desc.index = true;
+    desc.index_is_int64 = rows.index.is_int64;
+    desc.index_matrix_aligned = has_aligned_rows(rows);
+    const Selection selection = select_gemm(desc, current_gpu());
+    if (selection.backend != Backend::kSm90Gather) return false;
+    gathered_ = {rows, selection.config};
+    return true;
+  }
+
   const GroupedWgrad& problem_;
   const DevicePointerArray list_;
   const std::optional<Tensor> alpha_, beta_;
   Tensor grad_, input_;
+  std::optional<Gathered> gathered_;
   GroupedGemmArgs args_;
 };
 

@@ -31,8 +31,8 @@ constexpr const char* kCopiedFirst = "the rows that the index names are copied f
 // On an H100, rows by an index take 1 to 2 % of a product, for any number of columns, and a copy of them 2 % (28672
 // columns) to 26 % (2048).
 bool gathers(const GemmDesc& desc) {
-  return desc.direction != GemmDirection::kWgrad && bytes_of(desc.args.dtype) == 2 && desc.args.rows > 0 &&
-         desc.index_matrix_aligned;
+  return bytes_of(desc.args.dtype) == 2 && desc.args.rows > 0 && desc.index_matrix_aligned &&
+         (desc.direction != GemmDirection::kWgrad || !desc.index_is_int64);
 }
 
 Selection on_sm90(Backend backend, const GemmDesc& desc, const GpuDesc& gpu) {

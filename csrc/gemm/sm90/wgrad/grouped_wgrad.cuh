@@ -193,43 +193,54 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
 #endif
 }
 
+// The tensor maps of the operands and of `out`.
+template <typename Mainloop>
+WgradTensorMaps make_wgrad_maps(const GroupedGemmArgs& args) {
+  WgradTensorMaps maps{};
+  Mainloop::encode(maps, args);
+  maps.out = tensor_map({.data = args.out,
+                         .dtype = args.out_dtype,
+                         .columns = args.n,
+                         .rows = args.m,
+                         .count = args.list.addresses ? 1 : args.groups,
+                         .row_stride = args.out_row_stride,
+                         .matrix_stride = args.out_group_stride},
+                        kBoxRows);
+  return maps;
+}
+
+// `out_maps`: of a list of outputs, or null.
+inline WgradParams make_wgrad_params(const GroupedGemmArgs& args, const Sm90Config& config,
+                                     const CUtensorMap* out_maps) {
+  return {.offsets = args.offsets,
+          .alpha = args.alpha,
+          .beta = args.beta,
+          .out = args.out,
+          .grad_scale = static_cast<const float*>(args.a_scale),
+          .input_scale = static_cast<const float*>(args.b_scale),
+          .group_stride = args.out_group_stride,
+          .row_stride = args.out_row_stride,
+          .groups = static_cast<int>(args.groups),
+          .tokens = static_cast<int>(args.rows),
+          .m = static_cast<int>(args.m),
+          .n = static_cast<int>(args.n),
+          .boxes_added_by_threads = config.boxes_added_by_threads,
+          .accumulate = args.accumulate,
+          .read_all_group_aligned = args.read_all_group_aligned,
+          .out_maps = out_maps,
+          .outs = args.list.addresses ? static_cast<void* const*>(args.list.workspace) : nullptr};
+}
+
 template <typename Mainloop, typename Out>
 void launch_grouped_wgrad(const GroupedGemmArgs& args, const Sm90Config& config, void* stream) {
   constexpr auto kernel = sm90_grouped_wgrad_kernel<Mainloop, Out>;
   constexpr int kSharedBytes = sizeof(typename Mainloop::SharedStorage);
   static DynamicSharedMemory shared_memory;
   shared_memory.allow(kernel, kSharedBytes);
-  WgradTensorMaps maps{};
-  Mainloop::encode(maps, args);
-  const bool is_list = args.list.addresses != nullptr;
-  maps.out = tensor_map({.data = args.out,
-                         .dtype = args.out_dtype,
-                         .columns = args.n,
-                         .rows = args.m,
-                         .count = is_list ? 1 : args.groups,
-                         .row_stride = args.out_row_stride,
-                         .matrix_stride = args.out_group_stride},
-                        kBoxRows);
+  const WgradTensorMaps maps = make_wgrad_maps<Mainloop>(args);
   const CUtensorMap* out_maps = launch_pointer_array(args.list, args.groups, &maps.out, stream);
-  const WgradParams params{.offsets = args.offsets,
-                           .alpha = args.alpha,
-                           .beta = args.beta,
-                           .out = args.out,
-                           .grad_scale = static_cast<const float*>(args.a_scale),
-                           .input_scale = static_cast<const float*>(args.b_scale),
-                           .group_stride = args.out_group_stride,
-                           .row_stride = args.out_row_stride,
-                           .groups = static_cast<int>(args.groups),
-                           .tokens = static_cast<int>(args.rows),
-                           .m = static_cast<int>(args.m),
-                           .n = static_cast<int>(args.n),
-                           .boxes_added_by_threads = config.boxes_added_by_threads,
-                           .accumulate = args.accumulate,
-                           .read_all_group_aligned = args.read_all_group_aligned,
-                           .out_maps = out_maps,
-                           .outs = is_list ? static_cast<void* const*>(args.list.workspace) : nullptr};
   launch_pdl(kernel, grid_blocks(config), kThreads, kSharedBytes, static_cast<cudaStream_t>(stream), maps,
-             params);
+             make_wgrad_params(args, config, out_maps));
   check_launch("sm90_grouped_wgrad_kernel");
 }
 

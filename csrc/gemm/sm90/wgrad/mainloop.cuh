@@ -70,8 +70,8 @@ __device__ __forceinline__ void fence_and_sync_consumers() {
   named_barrier_sync(kBarrierOfBothConsumers, kConsumerWarpgroups * kWarpgroupSize);
 }
 
-// BF16 or FP16 operands grad [T, m] and input [T, n], both MN-major.
-template <typename T>
+// BF16 or FP16 operands grad [T, m] and input [T, n], both MN-major. `copied`: cp.async copies grad (gather/).
+template <typename T, bool copied = false>
 struct WgradMainloop16Bit {
   using SharedStorage = SharedStorageNoScales;
   static constexpr int kTokensPerStage = kBoxRows;
@@ -90,7 +90,7 @@ struct WgradMainloop16Bit {
                          .matrix_stride = args.rows * columns},
                         kTokensPerStage);
     };
-    maps.grad = map(args.a, args.m);
+    if (!copied) maps.grad = map(args.a, args.m);
     maps.input = map(args.b, args.n);
   }
 
@@ -131,6 +131,7 @@ struct WgradMainloop16Bit {
     int remaining = token_count, previous = -1;  // previous: stage that the WGMMAs of the previous step read
     do {
       mbarrier_wait(&shared.full[state.stage], state.phase);
+      if constexpr (copied) fence_proxy_async();
       Stage& stage = shared.stages[state.stage];
       if (remaining < kTokensPerStage) zero_tokens_past_group(stage, remaining);
       const uint64_t a = smem_desc_mn_major(stage.a[consumer], kBoxBytes),
