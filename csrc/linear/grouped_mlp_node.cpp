@@ -200,8 +200,11 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
     variable_list grad_fc1(fc1_count), grad_fc2(fc2_count);
     QuantizedOperand g;
     if (wants_linear || wants_fc2) {
-      const bool copies = wants_fc2 && !reads_gradient(grad, formats.grad, grad_key);
-      g = rows_operand(grad, rows, group_sizes, formats.grad, grad_key, wants_linear, wants_fc2, copies);
+      // A deferred weight gradient keeps rows of its own, because the caller may write to the gradient.
+      const bool copies =
+          wants_fc2 && (fc2_gradient.is_deferred() || !reads_gradient(grad, formats.grad, grad_key));
+      g = rows_operand(rows.given() && !copies ? grad.contiguous() : grad, rows, group_sizes, formats.grad,
+                       grad_key, wants_linear, wants_fc2, copies);
     }
     const SavedTensorRelease release(ctx);
     QuantizedOperand linear;  // the gradient of the output of fc1

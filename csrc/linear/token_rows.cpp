@@ -59,7 +59,9 @@ bool reads_tokens(const Format& format, std::string_view key) {
 }
 
 bool reads_gradient(const Tensor& grad, const Format& format, std::string_view key) {
-  return reads_tokens(format, key) && grad.element_size() == 2 && gemm::has_quantized_kernels(grad);
+  const auto width = grad.sym_size(1).maybe_as_int();  // unknown to some tracers
+  return reads_tokens(format, key) && grad.element_size() == 2 && (!width || *width % 8 == 0) &&
+         gemm::has_quantized_kernels(grad);
 }
 
 QuantizedOperand rows_operand(const Tensor& tokens, const TokenRows& rows, const Tensor& group_sizes,

@@ -105,18 +105,19 @@ def test_group_sizes_around_a_stage(
         assert_same_bits(ops.grouped_gemm_wgrad(**named, group_sizes=sizes.to(device), **rows), expected)
 
 
-def test_matrices_with_any_strides(device: torch.device) -> None:
+@by_index
+def test_matrices_with_any_strides(index: torch.dtype, device: torch.device) -> None:
     """Slices, steps, overlapping rows and columns in any order give the bits of a contiguous copy."""
     generator = torch.Generator().manual_seed(0)
     sizes = torch.tensor([3, 0, 2], device=device)
-    rows = torch.tensor([1, 4, 1, 0, -1], device=device)
+    rows = torch.tensor([1, 4, 1, 0, -1], dtype=index, device=device)
     other, wide = (normals(s, torch.bfloat16, device, generator) for s in ((5, 8), (16, 32)))
     flat = wide.flatten()
     for matrix in (
         *(wide[::2, :16], wide[:5, 8:24], wide[:5, 1:17], wide[:5, ::2], wide[:, :5].T[:, :16]),
         *(flat.as_strided((5, 16), (8, 1)), wide[:1, :16].expand(5, 16)),
     ):
-        copied = torch.cat([matrix, matrix.new_zeros(1, 16)])[rows]
+        copied = torch.cat([matrix, matrix.new_zeros(1, 16)])[rows.long()]
         expected = ops.grouped_gemm_wgrad(other, copied, sizes)
         assert_same_bits(ops.grouped_gemm_wgrad(other, matrix, sizes, input_rows=rows), expected)
         expected = ops.grouped_gemm_wgrad(copied, other, sizes)

@@ -52,6 +52,38 @@ def test_values(groups: tuple[int, ...], m: int, n: int, dtype: torch.dtype) -> 
         assert_same_bits(got, ops.grouped_gemm_wgrad(copied, input, sizes, out), "copied rows")
 
 
+@pytest.mark.parametrize("max_sms", [2, 6])
+def test_few_multiprocessors(max_sms: int) -> None:
+    """A cluster has many tiles, so the stages are used many times."""
+    matrix, input, sizes, rows, copied = draw_operands((0, 64, 700, 1, 0, 129, 0), 776, 1016)
+    got = ops.grouped_gemm_wgrad(matrix, input, sizes, grad_rows=rows, max_sms=max_sms)
+    assert_same_bits(got + 0, wgrad_fp64(copied, input, sizes).to(BF16) + 0)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_many_groups(accumulate: bool) -> None:
+    """Most of them empty: their gradients are zero, or nothing is added."""
+    sizes = tuple(3 if g % 97 == 5 else 70 if g == 500 else 0 for g in range(1000))
+    matrix, input, group_sizes, rows, copied = draw_operands(sizes, 136, 72)
+    out = torch.full((1000, 136, 72), 2.0, device=CUDA)
+    ops.grouped_gemm_wgrad_out(matrix, input, group_sizes, out, accumulate, grad_rows=rows)
+    expected = wgrad_fp64(copied, input, group_sizes) + (2.0 if accumulate else 0.0)
+    assert_same_bits(out + 0, expected.float() + 0)
+
+
+def test_rows_of_the_next_group_are_not_added() -> None:
+    """Entries past a group and in the tail name rows of the matrix, which are NaN."""
+    matrix, input, sizes, rows, _ = draw_operands((65, 0, 130), 264, 520)
+    rows[:65][rows[:65] == 3] = 4
+    matrix.nan_to_num_(1.0)
+    matrix[3], rows[65:] = float("nan"), 3
+    expected = ops.grouped_gemm_wgrad(matrix[rows[:65].long()], input[:65], sizes[:1])
+    got = ops.grouped_gemm_wgrad(matrix, input, torch.stack([sizes[0], sizes[1]]), grad_rows=rows)
+    assert not expected.isnan().any()
+    assert_same_bits(got[:1], expected)
+    assert_same_bits(got[1], torch.zeros_like(got[1]))
+
+
 @pytest.mark.parametrize("out_dtype", [BF16, torch.float32], ids=str)
 def test_into_buffers(out_dtype: torch.dtype) -> None:
     """Added to a stack and to a list, and with beta."""

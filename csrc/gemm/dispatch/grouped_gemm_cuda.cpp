@@ -128,7 +128,7 @@ class WgradCall {
     const GatheredRows rows = rows_by_index(problem_.grad, *problem_.grad_rows, problem_.offsets);
     GemmDesc desc{GemmDirection::kWgrad, args_, pointers_aligned(args_)};
     desc.index = true;
-    desc.index_is_int64 = rows.index.is_int64;
+    desc.index_fits_wgrad = !rows.index.is_int64 && rows.stride_bytes < (int64_t{1} << 31);
     desc.index_matrix_aligned = has_aligned_rows(rows);
     const Selection selection = select_gemm(desc, current_gpu());
     if (selection.backend != Backend::kSm90Gather) return false;

@@ -32,7 +32,7 @@ constexpr const char* kCopiedFirst = "the rows that the index names are copied f
 // columns) to 26 % (2048).
 bool gathers(const GemmDesc& desc) {
   return bytes_of(desc.args.dtype) == 2 && desc.args.rows > 0 && desc.index_matrix_aligned &&
-         (desc.direction != GemmDirection::kWgrad || !desc.index_is_int64);
+         (desc.direction != GemmDirection::kWgrad || desc.index_fits_wgrad);
 }
 
 Selection on_sm90(Backend backend, const GemmDesc& desc, const GpuDesc& gpu) {

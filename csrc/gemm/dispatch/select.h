@@ -28,9 +28,9 @@ struct GemmDesc {
   const GroupedGemmArgs& args;  // of its pointers none is read
   bool pointers_aligned;        // every pointer of `args`, those of a list too, is a multiple of 16 bytes
   Epilogue epilogue = Epilogue::kStore;
-  bool interleaved = false;  // kSwiglu: 32 columns of gate and linear part in turn
-  bool index = false;        // rows of `a` (kWgrad: of the gradient) are named by an index
-  bool index_is_int64 = false;
+  bool interleaved = false;           // kSwiglu: 32 columns of gate and linear part in turn
+  bool index = false;                 // rows of `a` (kWgrad: of the gradient) are named by an index
+  bool index_fits_wgrad = false;      // it is int32, and the matrix's rows are less than 2^31 bytes apart
   bool index_matrix_aligned = false;  // the rows of the matrix that it names begin at multiples of 16 bytes
   bool torch_computes_it =
       false;  // no bias, factor, list or given output: at::_grouped_mm has the same meaning

@@ -13,7 +13,7 @@ using GatherLauncher = void (*)(const GroupedGemmArgs& args, const GatheredRows&
 // Each is instantiated in its own file in instantiate/, so that they compile in parallel.
 GatherLauncher fprop_gather(DType dtype);
 GatherLauncher dgrad_gather(DType dtype);
-// The rows of the weight gradient's `grad` (args.a); the index is int32.
+// The rows are those of the weight gradient's `grad`; the index is int32, and a row's stride below 2^31 bytes.
 GatherLauncher wgrad_gather(DType dtype);
 GatherLauncher wgrad_gather_fp32_out(DType dtype);
 

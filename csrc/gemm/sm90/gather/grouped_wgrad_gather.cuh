@@ -1,10 +1,11 @@
-// Grouped GEMM of weight gradients that gathers the rows of grad: sm90_grouped_wgrad_kernel with grad[index[i]] in place of
-// grad[i].
+// Grouped GEMM of weight gradients that gathers the rows of grad: sm90_grouped_wgrad_kernel with grad[index[i]]
+// in place of grad[i].
 //
-// Formula, shapes, grid, shared memory and consumers are those of grouped_wgrad.cuh; operands are 16-bit, the index is int32.
-// Only the producer differs: all 128 threads of its warpgroup copy grad with cp.async, as in grouped_gemm_gather.cuh. The rows
-// are K here, so every stage has other ones. Their addresses are made while the stage before is on its way: its
-// producers start to load the index entries before they wait for it, and use them after its copies.
+// Formula, shapes, grid, shared memory and consumers are those of grouped_wgrad.cuh; operands are 16-bit, the
+// index is int32. Only the producer differs: all 128 threads of its warpgroup copy grad with cp.async, as in
+// grouped_gemm_gather.cuh. K is the rows here, so each stage has its own index entries. A thread starts to load
+// those of the next stage before it waits for the current one, and computes the addresses from them after it has
+// started the current stage's copies.
 #pragma once
 
 #include "common/row_index.cuh"
@@ -14,8 +15,8 @@
 
 namespace transformer_plugin::gemm::sm90 {
 
-// A stage of this CTA; advance() goes through those of all of its tiles. A group without tokens has one stage without
-// operands.
+// A stage of this CTA; advance() goes through those of all of its tiles. A group without tokens has one stage
+// without operands. All 128 threads run it alike.
 template <int tokens_per_stage>
 class WgradStages {
  public:
@@ -25,14 +26,20 @@ class WgradStages {
   }
   __device__ __forceinline__ bool exists() const { return index_ < scheduler_.count; }
   __device__ __forceinline__ bool begins_tile() const { return token == tokens.begin; }
-  __device__ __forceinline__ bool is_empty() const { return tokens.begin >= tokens.end; }
+  // The votes tell the compiler that the results are uniform in the warp; without them the stage's addresses leave
+  // the uniform registers.
+  __device__ __forceinline__ bool ends_tile() const {
+    return __all_sync(~0u, token + tokens_per_stage >= tokens.end);
+  }
+  __device__ __forceinline__ bool is_empty() const { return __all_sync(~0u, tokens.begin >= tokens.end); }
   __device__ __forceinline__ TileInfo tile_info() const {
     return TileInfo::make(tile.group, false, tile.tile_row * kTileRows, tile.tile_column * kTileColumns,
                           tokens.end - tokens.begin);
   }
   __device__ __forceinline__ void advance() {
+    const bool has_more = !ends_tile();
     token += tokens_per_stage;
-    if (token < tokens.end) return;
+    if (has_more) return;
     index_ += scheduler_.clusters;
     find_tile();
   }
@@ -60,34 +67,34 @@ class WgradStages {
 template <int tokens_per_stage>
 class GatheredGrad {
  public:
-  __device__ __forceinline__ GatheredGrad(const GatheredRows& from, int columns)
-      : from_(from), columns_(columns), row_(threadIdx.x / kChunks), chunk_(threadIdx.x % kChunks) {}
+  __device__ __forceinline__ GatheredGrad(const GatheredRows& from, const WgradParams& args)
+      : from_(from), args_(args), row_(threadIdx.x / kChunks), chunk_(threadIdx.x % kChunks) {}
 
-  // Starts to load the index entries of a stage. Tokens past the group have rows of zeros.
+  // Starts to load the index entries of a stage, two for each lane. Tokens past the group have rows of zeros.
   __device__ __forceinline__ void load_entries(const WgradStages<tokens_per_stage>& stage) {
 #pragma unroll
-    for (int i = 0; i < kRowsPerThread; ++i) {
-      const int token = stage.token + row_ + i * kRowsPerPass;
+    for (int i = 0; i < kEntriesPerLane; ++i) {
+      const int token = stage.token + static_cast<int>(threadIdx.x % kWarpSize) + i * kWarpSize;
       entries_[i] =
           token < stage.tokens.end ? static_cast<const int32_t*>(from_.index.entries)[token] : kRowOfZeros;
     }
   }
-  // Makes the addresses of the copies of that stage. Invalid entries are reported once, by the first tile of a group.
-  __device__ __forceinline__ void make_addresses(const WgradStages<tokens_per_stage>& stage) {
+  // Computes the addresses of that stage's copies. An address that is in no row is not read.
+  __device__ __forceinline__ void compute_addresses(const WgradStages<tokens_per_stage>& stage) {
     const int column = stage.tile.tile_row * kTileRows + chunk_ * 8;
-    const bool reports = stage.tile.tile_row == 0 && stage.tile.tile_column == 0 && chunk_ == 0;
+    const auto* in_column = static_cast<const uint8_t*>(from_.matrix) + column * 2;
+    const auto rows = static_cast<uint32_t>(from_.index.rows);
+    const auto stride = static_cast<int32_t>(from_.stride_bytes);
     are_rows_ = 0;
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
-      const int entry = entries_[i];
-      const bool is_row = is_inside(from_.index, entry), copies = is_row && column < columns_;
-      are_rows_ |= static_cast<uint32_t>(copies) << i;
-      next_[i] =
-          static_cast<const uint8_t*>(from_.matrix) + (copies ? entry * from_.stride_bytes + column * 2 : 0);
-      if (reports && !is_row && entry != kRowOfZeros) {
-        report_wrong_row(from_.word, from_.index, stage.token + row_ + i * kRowsPerPass);
-      }
+      const int entry = entry_of(i);
+      are_rows_ |= static_cast<uint32_t>(static_cast<uint32_t>(entry) < rows) << i;
+      sources_[i] = in_column + int64_t{entry} * stride;
     }
+    report_wrong_entries(stage);
+    // Columns past the end are zeros, and a tile past the last column of input reads nothing.
+    if (column >= args_.m || stage.tile.tile_column * kTileColumns >= args_.n) are_rows_ = 0;
   }
   // Starts the copies.
   __device__ __forceinline__ void load_async(Stage& stage) const {
@@ -95,7 +102,7 @@ class GatheredGrad {
     const uint32_t to = shared_address(swizzled(stage.a[chunk_ / kBoxChunks], row_, chunk_ % kBoxChunks));
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
-      cp_async_zfill(to + i * kRowsPerPass * kSwizzleBytes, next_[i], are_rows_ >> i & 1);
+      cp_async_zfill(to + i * kRowsPerPass * kSwizzleBytes, sources_[i], are_rows_ >> i & 1);
     }
   }
 
@@ -103,13 +110,31 @@ class GatheredGrad {
   static constexpr int kChunks = kTileRows * 2 / 16;  // of a row of a stage
   static constexpr int kRowsPerPass = kWarpgroupSize / kChunks;
   static constexpr int kRowsPerThread = tokens_per_stage / kRowsPerPass;
+  static constexpr int kEntriesPerLane = tokens_per_stage / kWarpSize;
   static_assert(kRowsPerPass % 8 == 0, "the swizzle is the same for all rows of a thread");
+  static_assert(kWarpSize % kRowsPerPass == 0, "a row's entry is in the same register of every lane");
+
+  // The entry of the thread's i-th row. Called by all lanes of a warp.
+  __device__ __forceinline__ int entry_of(int i) const {
+    const int row = row_ + i * kRowsPerPass;
+    return __shfl_sync(~0u, entries_[i * kRowsPerPass / kWarpSize], row % kWarpSize);
+  }
+  // Each entry is reported once, by one lane of the first tile of its group.
+  __device__ __forceinline__ void report_wrong_entries(const WgradStages<tokens_per_stage>& stage) const {
+    if (stage.tile.tile_row != 0 || stage.tile.tile_column != 0 || threadIdx.x >= kWarpSize) return;
+#pragma unroll
+    for (int i = 0; i < kEntriesPerLane; ++i) {
+      if (entries_[i] == kRowOfZeros || is_inside(from_.index, entries_[i])) continue;
+      report_wrong_row(from_.word, from_.index, stage.token + static_cast<int>(threadIdx.x) + i * kWarpSize);
+    }
+  }
 
   const GatheredRows& from_;
-  int columns_, row_, chunk_;
-  int entries_[kRowsPerThread];
-  const uint8_t* next_[kRowsPerThread];  // sources of the copies
-  uint32_t are_rows_;  // bit i: whether next_[i] is in a row of grad; otherwise zeros are written
+  const WgradParams& args_;
+  int row_, chunk_;
+  int entries_[kEntriesPerLane];
+  const uint8_t* sources_[kRowsPerThread];  // of the copies
+  uint32_t are_rows_;  // bit i: whether sources_[i] is in a row of grad; otherwise zeros are written
 };
 
 // Producer warpgroup: loads all stages of all tiles of this CTA.
@@ -121,24 +146,31 @@ __device__ __forceinline__ void wgrad_gather_producer_loop(const WgradTensorMaps
                                                            PipelineState<SharedStorage>& state) {
   constexpr int kTokens = Mainloop::kTokensPerStage;
   WgradStages<kTokens> next(args, scheduler);
-  GatheredGrad<kTokens> grad(rows, args.m);
+  GatheredGrad<kTokens> grad(rows, args);
   if (next.exists()) {
     grad.load_entries(next);
-    grad.make_addresses(next);
+    grad.compute_addresses(next);
   }
 #pragma unroll 1
   while (next.exists()) {
     const WgradStages<kTokens> now = next;
-    next.advance();
-    if (next.exists()) grad.load_entries(next);
+    const bool ends_tile = now.ends_tile(), is_empty = now.is_empty();
+    const auto go_on = [&] {
+      next.advance();
+      if (next.exists()) grad.load_entries(next);
+    };
+    // The next tile is searched for later: that may take long, and the consumers of this one wait.
+    if (!ends_tile) go_on();
     Stage& stage = shared.stages[state.stage];
     uint64_t* full = &shared.full[state.stage];
     mbarrier_wait(&shared.empty[state.stage], state.phase ^ 1);
     if (threadIdx.x == 0) {
       if (now.begins_tile()) store_tile_info(shared, state.stage, now.tile_info());
-      mbarrier_arrive_expect_tx(full, now.is_empty() ? 0 : kBBoxes * kBoxBytes);
+      mbarrier_arrive_expect_tx(full, is_empty ? 0 : kBBoxes * kBoxBytes);
     }
-    if (!now.is_empty()) {
+    if (is_empty) {
+      mbarrier_arrive(full);
+    } else {
       load_box_of_warp<kBBoxes>(stage, full, scheduler.cta_rank, now.tile.shares_b,
                                 [&](void* to, int box, uint64_t* barrier, bool multicast) {
                                   tma_load_or_multicast(multicast, to, maps.input, barrier,
@@ -146,10 +178,11 @@ __device__ __forceinline__ void wgrad_gather_producer_loop(const WgradTensorMaps
                                                         now.token, 0);
                                 });
       grad.load_async(stage);
+      cp_async_arrive(full);
     }
-    cp_async_arrive(full);
     state.advance();
-    if (next.exists()) grad.make_addresses(next);
+    if (ends_tile) go_on();
+    if (next.exists()) grad.compute_addresses(next);
   }
   publish_copied_end(shared, state);
 }

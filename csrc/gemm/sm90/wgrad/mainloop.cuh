@@ -90,7 +90,7 @@ struct WgradMainloop16Bit {
                          .matrix_stride = args.rows * columns},
                         kTokensPerStage);
     };
-    if (!copied) maps.grad = map(args.a, args.m);
+    if constexpr (!copied) maps.grad = map(args.a, args.m);  // otherwise unused, and not prefetched
     maps.input = map(args.b, args.n);
   }
 
