@@ -97,8 +97,8 @@ def _tokens(recipe: Recipe | None, formats: list[Format], device: torch.device) 
         return copied + ", as an option `nan` needs them"
     if not input.is_quantized:
         return (
-            "MoE reads 16-bit tokens by an index where widths are multiples of 8; for weight gradients, other widths "
-            "and dtypes, and hooks of its layers, rows are copied first"
+            "MoE reads 16-bit tokens by an index where widths are multiples of 8; rows are copied first for weight "
+            "gradients (fc2: with more than 1024 features), other widths and dtypes, and hooks of its layers"
         )
     if input.family in ("fp8_tensor", "fp8_block"):
         return (

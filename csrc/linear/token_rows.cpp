@@ -3,6 +3,7 @@
 #include "common/autograd.h"
 #include "common/tensor.h"
 #include "gemm/dispatch/quantized_gemm.h"
+#include "gemm/dispatch/select.h"
 #include "linear/caller_buffers.h"
 #include "linear/nonfinite.h"
 #include "quantize/ops/calls.h"
@@ -58,7 +59,9 @@ bool reads_tokens(const Format& format, std::string_view key) {
   return !format.is_quantized() && !marks_nonfinite(key);
 }
 
-bool reads_gradient(const Tensor& grad, const Format& format, std::string_view key) {
+bool reads_gradient(const Tensor& grad, const Tensor& activation, const Format& format, std::string_view key) {
+  const auto columns = activation.sym_size(-1).maybe_as_int();
+  if (columns && !gemm::gathers_wgrad(*columns)) return false;
   const auto width = grad.sym_size(1).maybe_as_int();  // unknown to some tracers
   return reads_tokens(format, key) && grad.element_size() == 2 && (!width || *width % 8 == 0) &&
          gemm::has_quantized_kernels(grad);

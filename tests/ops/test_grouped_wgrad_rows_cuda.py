@@ -16,8 +16,8 @@ from transformer_plugin.testing.numerics import assert_same_bits
 
 pytestmark = pytest.mark.gpu
 
-# Parts of a tile of 128 x 256, odd numbers of tiles, and several.
-WIDTHS = [(8, 8), (136, 72), (264, 520), (512, 256), (776, 1016)]
+# Parts of a tile of 128 x 256, odd numbers of tiles, several, and more columns than are gathered.
+WIDTHS = [(8, 8), (136, 72), (264, 520), (512, 256), (776, 1016), (264, 1032)]
 
 
 def draw_operands(

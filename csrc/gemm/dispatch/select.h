@@ -36,6 +36,11 @@ struct GemmDesc {
       false;  // no bias, factor, list or given output: at::_grouped_mm has the same meaning
 };
 
+// Whether weight gradients with this many columns, those of the input, load rows of the gradient by their index. A copy of
+// them costs the same for any number of columns; loads are repeated for every 256. A backward of a layer on an H100 is 2 %
+// faster without the copy for 768 columns and 1 % slower for 2048.
+constexpr bool gathers_wgrad(int64_t columns) { return columns <= 1024; }
+
 struct Selection {
   Backend backend;
   const char*
