@@ -147,8 +147,8 @@ def test_which_recipe_is_faster(device: torch.device) -> None:
     elif torch.cuda.get_device_capability(device) == (9, 0):
         (none,), (bfloat16,), (current,), (block,) = lines
         assert none == bfloat16 and none.startswith("speed: Float8BlockScaling is faster on Hopper")
-        assert current.startswith("speed: Float8BlockScaling is as fast or faster (within 3 %) on Hopper")
-        assert block.startswith("speed: the fastest recipe, or within 3 % of it, on Hopper")
+        assert current.startswith("speed: Float8BlockScaling is as fast or faster (within 5 %) on Hopper")
+        assert block.startswith("speed: the fastest recipe, or within 5 % of it, on Hopper")
     else:
         assert lines == [[], [], [], []]
 
@@ -168,7 +168,7 @@ def test_the_figures_are_those_of_the_page() -> None:
     for *place, _, batches in blocks:
         time = times[(*place, "ours fp8_block", batches)]
         assert time < times[(*place, "ours bf16", None)], place
-        assert time < 1.034 * times[(*place, "ours fp8_tensor", batches)], place
+        assert time < 1.05 * times[(*place, "ours fp8_tensor", batches)], place
 
 
 def test_how_tokens_are_read(device: torch.device) -> None:

@@ -201,8 +201,8 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
     QuantizedOperand g;
     if (wants_linear || wants_fc2) {
       // A deferred weight gradient keeps rows of its own, because the caller may write to the gradient.
-      const bool copies =
-          wants_fc2 && (fc2_gradient.is_deferred() || !reads_gradient(grad, kept.activation.data, formats.grad, grad_key));
+      const bool copies = wants_fc2 && (fc2_gradient.is_deferred() ||
+                                        !reads_gradient(grad, kept.activation.data, formats.grad, grad_key));
       g = rows_operand(rows.given() && !copies ? grad.contiguous() : grad, rows, group_sizes, formats.grad,
                        grad_key, wants_linear, wants_fc2, copies);
     }

@@ -59,7 +59,8 @@ bool reads_tokens(const Format& format, std::string_view key) {
   return !format.is_quantized() && !marks_nonfinite(key);
 }
 
-bool reads_gradient(const Tensor& grad, const Tensor& activation, const Format& format, std::string_view key) {
+bool reads_gradient(const Tensor& grad, const Tensor& activation, const Format& format,
+                    std::string_view key) {
   const auto columns = activation.sym_size(-1).maybe_as_int();
   if (columns && !gemm::gathers_wgrad(*columns)) return false;
   const auto width = grad.sym_size(1).maybe_as_int();  // unknown to some tracers

@@ -25,7 +25,8 @@ void check_token_rows(const Argument& input, const TokenRows& rows);
 bool reads_tokens(const Format& format, std::string_view key);
 // Whether both products of a gradient can and should read it from the tokens on this GPU, if its rows are contiguous and
 // the widths are multiples of 8. Otherwise a copy of the rows serves both. `activation`: the input of the weight gradient.
-bool reads_gradient(const at::Tensor& grad, const at::Tensor& activation, const Format& format, std::string_view key);
+bool reads_gradient(const at::Tensor& grad, const at::Tensor& activation, const Format& format,
+                    std::string_view key);
 // quantize_operand() of the rows. Where a kernel quantizes rows by their index, they are not copied. `copies`: of rows that
 // are copied, even if products could read the tokens.
 QuantizedOperand rows_operand(const at::Tensor& tokens, const TokenRows& rows, const at::Tensor& group_sizes,
