@@ -312,6 +312,12 @@ TORCH_LIBRARY(transformer_plugin, m) {
   m.def(
       "reduce_scatter(Tensor parts, int num_ranks=1, str group_name=\"\", int timeout_ms=-1, int wanted=-1) -> "
       "Tensor");
+  m.def(
+      "all_gather_list_out(Tensor[] parts, Tensor(a!)[] out, int num_ranks=1, str group_name=\"\", int "
+      "timeout_ms=-1) -> ()");
+  m.def(
+      "reduce_scatter_out(Tensor parts, Tensor(a!) out, bool accumulate=False, int num_ranks=1, str "
+      "group_name=\"\", int timeout_ms=-1) -> ()");
 
   // all_gather_text: every rank's text, through the group's store, to compare configurations. compare_call raises if ranks
   // announce different calls. release_group frees the state of groups that have been destroyed.

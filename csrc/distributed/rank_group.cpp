@@ -230,6 +230,26 @@ PendingCollective RankGroup::start_all_gather(const Tensor& part, const Phase& p
   });
 }
 
+void RankGroup::all_gather_list(at::TensorList parts, at::TensorList out, const Phase& phase) const {
+  std::vector<Tensor> from, to;
+  for (size_t i = 0; i < parts.size(); ++i) {
+    if (parts[i].numel() == 0) continue;
+    from.push_back(as_bytes(parts[i].contiguous()));
+    to.push_back(as_bytes(out[i]));
+  }
+  if (from.empty()) {
+    --connection_->remaining;
+    return;
+  }
+  run(phase, to.front(), [&] {
+    c10d::AllgatherOptions options;
+    options.timeout = connection_->timeout;
+    options.asyncOp = !connection_->on_cuda;
+    return connection_->on_cuda ? connection_->group->allgather_into_tensor_coalesced(to, from, options)
+                                : state_->cpu_backend->allgather_into_tensor_coalesced(to, from, options);
+  }).wait();
+}
+
 PendingCollective RankGroup::start_all_to_all(const Tensor& parts, const Phase& phase) const {
   PendingCollective pending;
   pending.output_ = parts;

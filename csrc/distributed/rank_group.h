@@ -58,6 +58,8 @@ class RankGroup {
     return start_all_gather(part, phase).wait();
   }
   PendingCollective start_all_gather(const at::Tensor& part, const Phase& phase) const;
+  // The same for several tensors in one collective, each into a contiguous tensor of `out`.
+  void all_gather_list(at::TensorList parts, at::TensorList out, const Phase& phase) const;
   // [size * n, ...], of which the r-th n rows go to rank r -> [size * n, ...], of which the r-th n rows come
   // from rank r.
   PendingCollective start_all_to_all(const at::Tensor& parts, const Phase& phase) const;

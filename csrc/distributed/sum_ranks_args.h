@@ -9,7 +9,7 @@
 namespace transformer_plugin::distributed {
 
 // output[t, h] = sum over ranks r = 0, 1, ... of parts[r, t, h], in FP32 (FP64 for float64), starting at
-// zero, rounded once.
+// zero, rounded once. With `accumulate` the sum is added to output[t, h].
 struct SumRanksArgs {
   const void* parts;  // [ranks, max_tokens, width]
   void* output;       // [tokens, width]
@@ -17,7 +17,9 @@ struct SumRanksArgs {
   int64_t max_tokens;
   int64_t tokens;
   int64_t width;
-  DType dtype;
+  DType dtype;      // of parts
+  DType out_dtype;  // the same, or float32
+  bool accumulate;
 };
 void sum_ranks_cpu(const SumRanksArgs& args);
 void launch_sum_ranks(const SumRanksArgs& args, void* stream);

@@ -10,8 +10,9 @@ namespace {
 
 constexpr int64_t kElementsPerTask = 16384;
 
-template <typename T, typename Sum>
-TP_CPU_CLONES void sum_row(const T* first, int64_t rank_stride, int64_t ranks, T* output, int64_t width) {
+template <typename T, typename Out, typename Sum>
+TP_CPU_CLONES void sum_row(const T* first, int64_t rank_stride, int64_t ranks, bool accumulate, Out* output,
+                           int64_t width) {
   constexpr int64_t kChunk = 512;
   Sum sums[kChunk];
   for (int64_t start = 0; start < width; start += kChunk) {
@@ -21,18 +22,21 @@ TP_CPU_CLONES void sum_row(const T* first, int64_t rank_stride, int64_t ranks, T
       const T* part = first + r * rank_stride + start;
       for (int64_t h = 0; h < count; ++h) sums[h] = sums[h] + static_cast<Sum>(part[h]);
     }
-    for (int64_t h = 0; h < count; ++h) output[start + h] = static_cast<T>(sums[h]);
+    if (accumulate) {
+      for (int64_t h = 0; h < count; ++h) sums[h] = static_cast<Sum>(output[start + h]) + sums[h];
+    }
+    for (int64_t h = 0; h < count; ++h) output[start + h] = static_cast<Out>(sums[h]);
   }
 }
 
-template <typename T, typename Sum>
+template <typename T, typename Out, typename Sum>
 void sum_rows(const SumRanksArgs& args) {
   const int64_t rank_stride = args.max_tokens * args.width;
   const int64_t rows_per_task = std::max<int64_t>(1, kElementsPerTask / std::max<int64_t>(1, args.width));
   at::parallel_for(0, args.tokens, rows_per_task, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
-      sum_row<T, Sum>(static_cast<const T*>(args.parts) + t * args.width, rank_stride, args.ranks,
-                      static_cast<T*>(args.output) + t * args.width, args.width);
+      sum_row<T, Out, Sum>(static_cast<const T*>(args.parts) + t * args.width, rank_stride, args.ranks,
+                           args.accumulate, static_cast<Out*>(args.output) + t * args.width, args.width);
     }
   });
 }
@@ -40,8 +44,12 @@ void sum_rows(const SumRanksArgs& args) {
 }  // namespace
 
 void sum_ranks_cpu(const SumRanksArgs& args) {
-  if (args.dtype == DType::kFloat64) return sum_rows<double, double>(args);
-  visit_float(args.dtype, [&](auto element) { sum_rows<decltype(element), float>(args); });
+  if (args.dtype == DType::kFloat64) return sum_rows<double, double, double>(args);
+  visit_float(args.dtype, [&](auto element) {
+    using T = decltype(element);
+    if (args.out_dtype == DType::kFloat32) return sum_rows<T, float, float>(args);
+    sum_rows<T, T, float>(args);
+  });
 }
 
 }  // namespace transformer_plugin::distributed

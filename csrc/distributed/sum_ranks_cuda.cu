@@ -1,7 +1,8 @@
 // The sum over ranks (SumRanksArgs): output[t, h] = sum over r of parts[r, t, h].
 //
 // Grid-stride loop over the tokens * width elements, 256 threads a block, one element a thread and step, no
-// shared memory. Each thread adds the ranks in ascending order in FP32 (FP64 for float64) and rounds once.
+// shared memory. Each thread adds the ranks in ascending order in FP32 (FP64 for float64), then what the output holds if it
+// accumulates, and rounds once.
 #include "common/device_types.cuh"
 #include "common/launch.cuh"
 #include "distributed/sum_ranks_args.h"
@@ -11,7 +12,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-template <typename T, typename Sum>
+template <typename T, typename Out, typename Sum>
 __global__ void sum_ranks_kernel(SumRanksArgs args) {
   const int64_t elements = args.tokens * args.width;
   const int64_t rank_stride = args.max_tokens * args.width;
@@ -26,10 +27,11 @@ __global__ void sum_ranks_kernel(SumRanksArgs args) {
         sum = sum + to_float(value);
       }
     }
+    Out& out = static_cast<Out*>(args.output)[i];
     if constexpr (std::is_same_v<T, double>) {
-      static_cast<T*>(args.output)[i] = sum;
+      out = args.accumulate ? out + sum : sum;
     } else {
-      static_cast<T*>(args.output)[i] = from_float<T>(sum);
+      out = from_float<Out>(args.accumulate ? to_float(out) + sum : sum);
     }
   }
 }
@@ -42,10 +44,13 @@ void launch_sum_ranks(const SumRanksArgs& args, void* stream) {
   const unsigned grid = grid_size(elements, kThreads);
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   if (args.dtype == DType::kFloat64) {
-    sum_ranks_kernel<double, double><<<grid, kThreads, 0, cuda_stream>>>(args);
+    sum_ranks_kernel<double, double, double><<<grid, kThreads, 0, cuda_stream>>>(args);
   } else {
     visit_device_float(args.dtype, [&](auto element) {
-      sum_ranks_kernel<decltype(element), float><<<grid, kThreads, 0, cuda_stream>>>(args);
+      using T = decltype(element);
+      const auto kernel = args.out_dtype == DType::kFloat32 ? sum_ranks_kernel<T, float, float>
+                                                            : sum_ranks_kernel<T, T, float>;
+      kernel<<<grid, kThreads, 0, cuda_stream>>>(args);
     });
   }
   check_launch("sum_ranks_kernel");

@@ -21,6 +21,22 @@ void check_exchange(const Argument& tensor, int64_t num_ranks, int64_t timeout_m
   TP_CHECK_VALUE(num_ranks >= 1, tensor.op, "num_ranks", "at least 1", num_ranks, "Pass group.size()");
 }
 
+std::vector<c10::SymInt> reduced_sizes(const Argument& argument, int64_t num_ranks, int64_t timeout_ms) {
+  const Tensor& parts = argument.tensor;
+  check_exchange(argument, num_ranks, timeout_ms);
+  check_dtype(argument, {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble});
+  TP_CHECK_VALUE(parts.sym_size(0) % num_ranks == 0, argument.op, argument.name,
+                 "rows that " << num_ranks << " ranks can share evenly", describe(parts),
+                 "Pad the rows to a multiple of the number of ranks");
+  std::vector<c10::SymInt> sizes(parts.sym_sizes().begin(), parts.sym_sizes().end());
+  sizes[0] = sizes[0] / num_ranks;
+  return sizes;
+}
+
+Tensor exchanged_parts(const RankGroup& group, const Tensor& parts, const Phase& phase) {
+  return group.start_all_to_all(parts.contiguous(), phase).wait().view({parts.size(0), width_of(parts)});
+}
+
 void check_ranks(const char* op, const RankGroup& group, int64_t num_ranks) {
   TP_CHECK_VALUE(group.size() == num_ranks, op, "num_ranks", group.size() << ", the size of the group",
                  num_ranks, "Pass the size and the name of one group");

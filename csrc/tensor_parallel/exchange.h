@@ -16,6 +16,10 @@ using distributed::RankGroup;
 void check_exchange(const Argument& tensor, int64_t num_ranks, int64_t timeout_ms);
 // The group has as many ranks as the caller says.
 void check_ranks(const char* op, const RankGroup& group, int64_t num_ranks);
+// The same, and that the rows can be added and divided among the ranks. Returns the sizes of a rank's part.
+std::vector<c10::SymInt> reduced_sizes(const Argument& parts, int64_t num_ranks, int64_t timeout_ms);
+// [R * n, W]: this rank's part as each rank has it.
+at::Tensor exchanged_parts(const RankGroup& group, const at::Tensor& parts, const Phase& phase);
 // Elements of a row.
 int64_t width_of(const at::Tensor& tensor);
 // The header of a call. `wanted`: whether autograd will compute a gradient.

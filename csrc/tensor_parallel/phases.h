@@ -16,7 +16,10 @@ namespace phases {
 inline constexpr Phase kAllGather{200, "all_gather", "parts"};
 inline constexpr Phase kReduceScatter{201, "reduce_scatter", "parts"};
 
-inline constexpr Phase kAll[] = {kAllGather, kReduceScatter};
+inline constexpr Phase kAllGatherList{202, "all_gather_list_out", "parts"};
+inline constexpr Phase kReduceScatterOut{203, "reduce_scatter_out", "parts"};
+
+inline constexpr Phase kAll[] = {kAllGather, kReduceScatter, kAllGatherList, kReduceScatterOut};
 
 }  // namespace phases
 
@@ -26,8 +29,12 @@ inline constexpr Field kDtype{1, "dtype", FieldKind::kDtype};
 inline constexpr Field kRows{2, "rows", FieldKind::kNumber};    // of the tensor's first dimension
 inline constexpr Field kWidth{3, "width", FieldKind::kNumber};  // elements of one of them
 inline constexpr Field kGradient{4, "the gradient", FieldKind::kWanted};
+// of a list
+inline constexpr Field kTensors{5, "tensors", FieldKind::kNumber};
+inline constexpr Field kBytes{6, "bytes", FieldKind::kNumber};
+inline constexpr Field kShapes{7, "checksum of dtypes and shapes", FieldKind::kNumber};
 
-inline constexpr Field kAll[] = {kDtype, kRows, kWidth, kGradient};
+inline constexpr Field kAll[] = {kDtype, kRows, kWidth, kGradient, kTensors, kBytes, kShapes};
 static_assert(distributed::is_field_table(kAll), "fields are numbered from 1 and fit into a header");
 
 }  // namespace fields

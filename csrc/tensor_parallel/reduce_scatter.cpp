@@ -11,37 +11,22 @@ namespace {
 
 using at::Tensor;
 
-constexpr std::initializer_list<at::ScalarType> kPayloadTypes = {at::kFloat, at::kBFloat16, at::kHalf,
-                                                                 at::kDouble};
-
-// [n, ...], what each rank gets.
-std::vector<c10::SymInt> checked_sizes(const Tensor& parts, int64_t num_ranks, int64_t timeout_ms) {
-  const Argument argument{"reduce_scatter", "parts", parts};
-  check_exchange(argument, num_ranks, timeout_ms);
-  check_dtype(argument, kPayloadTypes);
-  TP_CHECK_VALUE(parts.sym_size(0) % num_ranks == 0, argument.op, argument.name,
-                 "rows that " << num_ranks << " ranks can share evenly", describe(parts),
-                 "Pad the rows to a multiple of the number of ranks");
-  std::vector<c10::SymInt> sizes(parts.sym_sizes().begin(), parts.sym_sizes().end());
-  sizes[0] = sizes[0] / num_ranks;
-  return sizes;
-}
-
 Tensor reduce_scatter(const Tensor& parts, int64_t num_ranks, std::string group_name, int64_t timeout_ms,
                       int64_t wanted) {
-  const std::vector<c10::SymInt> sizes = checked_sizes(parts, num_ranks, timeout_ms);
+  const std::vector<c10::SymInt> sizes =
+      reduced_sizes({"reduce_scatter", "parts", parts}, num_ranks, timeout_ms);
   RankGroup group("reduce_scatter", group_name, timeout_ms, parts);
   check_ranks("reduce_scatter", group, num_ranks);
   group.begin_call(exchange_call(phases::kReduceScatter, "parts", parts, wanted > 0), 1);
-  const Tensor received = group.start_all_to_all(parts.contiguous(), phases::kReduceScatter).wait();
+  const Tensor received = exchanged_parts(group, parts, phases::kReduceScatter);
   const int64_t rows = parts.size(0);
-  const Tensor sums =
-      distributed::sum_ranks(received.view({rows, width_of(parts)}), num_ranks, rows / num_ranks);
+  const Tensor sums = distributed::sum_ranks(received, num_ranks, rows / num_ranks);
   return sums.view_symint(sizes);
 }
 
 Tensor reduce_scatter_meta(const Tensor& parts, int64_t num_ranks, std::string, int64_t timeout_ms, int64_t) {
-  return empty(parts, checked_sizes(parts, num_ranks, timeout_ms), parts.scalar_type());
+  return empty(parts, reduced_sizes({"reduce_scatter", "parts", parts}, num_ranks, timeout_ms),
+               parts.scalar_type());
 }
 
 struct ReduceScatter {

@@ -10,6 +10,13 @@ from transformer_plugin import ops
 from transformer_plugin.testing.distributed import Rank, RankPool
 
 VICTIM = 1
+PHASES = (
+    "all_gather",
+    "reduce_scatter",
+    "all_gather's gradient",
+    "all_gather_list_out",
+    "reduce_scatter_out",
+)
 
 
 def lose(rank: Rank, phase: str, how: str) -> Outcome:
@@ -20,6 +27,8 @@ def lose(rank: Rank, phase: str, how: str) -> Outcome:
         "all_gather": lambda: ops.all_gather(part, *group),
         "reduce_scatter": lambda: ops.reduce_scatter(whole.detach(), *group),
         "all_gather's gradient": whole.sum().backward,
+        "all_gather_list_out": lambda: ops.all_gather_list_out([part.detach()], [whole.detach()], *group),
+        "reduce_scatter_out": lambda: ops.reduce_scatter_out(whole.detach(), part.detach(), True, *group),
     }[phase]
     if rank.rank == VICTIM:
         leave(how)
@@ -27,9 +36,9 @@ def lose(rank: Rank, phase: str, how: str) -> Outcome:
 
 
 @pytest.mark.parametrize("how", ["dies", "stops"])
-@pytest.mark.parametrize("phase", ["all_gather", "reduce_scatter", "all_gather's gradient"])
+@pytest.mark.parametrize("phase", PHASES)
 def test_lost_rank_is_named(phase: str, how: str) -> None:
-    op = "all_gather" if phase == "all_gather" else "reduce_scatter"
+    op = "reduce_scatter" if phase == "all_gather's gradient" else phase
     with RankPool(3) as pool:
         pool.start(lose, phase, how)
         for survivor in (0, 2):

@@ -1,4 +1,4 @@
-"""Tensor parallelism: collectives along the first dimension, with gradients.
+"""Tensor parallelism: collectives along the first dimension, with gradients, or into buffers of the caller.
 
 R is the number of ranks of the group. All ranks make the same calls in the same order, with the same shapes and
 dtypes. On a CPU the ranks compare each call (op, dtype, rows, width, whether a gradient is wanted) before payload
@@ -14,12 +14,14 @@ is filled in by autograd.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from transformer_plugin.errors import peer_timeout
 
-__all__ = ["all_gather", "reduce_scatter"]
+__all__ = ["all_gather", "all_gather_list_out", "reduce_scatter", "reduce_scatter_out"]
 
 _ops = torch.ops.transformer_plugin
 
@@ -49,6 +51,35 @@ def all_gather(
         raise peer_timeout(error) or error from None
 
 
+def all_gather_list_out(
+    parts: Sequence[Tensor],
+    out: Sequence[Tensor],
+    num_ranks: int = 1,
+    group_name: str = "",
+    timeout_ms: int = -1,
+) -> None:
+    """Gather several tensors in one collective, each into a buffer: ``out[i]`` is ``all_gather(parts[i])``.
+
+    For what belongs together, such as the data and the scales of quantized weights, or the weights of all experts.
+    Nothing is allocated for contiguous parts, and the buffers keep their addresses, so the call can be captured in a
+    CUDA graph. Not differentiable.
+
+    Args:
+        parts: ``[n_i, ...]`` each, at least one, any dtypes and strides, on one device; the same shapes and dtypes on
+            every rank.
+        out: ``[R * n_i, ...]`` each, contiguous, of the dtype of its part. They overlap neither each other nor a part.
+        num_ranks, group_name, timeout_ms: see above.
+
+    Raises:
+        TypeError, ValueError: sizes or dtypes do not match, on this rank or between ranks; nothing is written then.
+        PeerTimeoutError: a rank did not take part in time.
+    """
+    try:
+        _ops.all_gather_list_out.default(parts, out, num_ranks, group_name, timeout_ms)
+    except RuntimeError as error:
+        raise peer_timeout(error) or error from None
+
+
 def reduce_scatter(
     parts: Tensor, num_ranks: int = 1, group_name: str = "", timeout_ms: int = -1, wanted: int = -1
 ) -> Tensor:
@@ -71,5 +102,37 @@ def reduce_scatter(
     """
     try:
         return _ops.reduce_scatter.default(parts, num_ranks, group_name, timeout_ms, wanted)
+    except RuntimeError as error:
+        raise peer_timeout(error) or error from None
+
+
+def reduce_scatter_out(
+    parts: Tensor,
+    out: Tensor,
+    accumulate: bool = False,
+    num_ranks: int = 1,
+    group_name: str = "",
+    timeout_ms: int = -1,
+) -> None:
+    """Write :func:`reduce_scatter` into a buffer, or add it to the buffer.
+
+    For gradients of weights that are sharded over ranks: bfloat16 parts can be added to a float32 ``main_grad``,
+    without a rounding between. Not differentiable.
+
+    Args:
+        parts: as in :func:`reduce_scatter`.
+        out: ``[n, ...]``, contiguous, of the dtype of ``parts`` or float32. It does not overlap ``parts``.
+        accumulate: add to ``out`` what it holds; otherwise that is not read.
+        num_ranks, group_name, timeout_ms: see above.
+
+    The sum over ranks is made as in :func:`reduce_scatter`; with ``accumulate`` the buffer is added to it last, in
+    float32 (float64 for float64), and the total is rounded once.
+
+    Raises:
+        TypeError, ValueError: sizes or dtypes do not match, on this rank or between ranks; nothing is written then.
+        PeerTimeoutError: a rank did not take part in time.
+    """
+    try:
+        _ops.reduce_scatter_out.default(parts, out, accumulate, num_ranks, group_name, timeout_ms)
     except RuntimeError as error:
         raise peer_timeout(error) or error from None

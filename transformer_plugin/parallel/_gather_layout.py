@@ -12,6 +12,7 @@ from torch import Tensor
 
 from transformer_plugin import ops
 from transformer_plugin.formats import BLOCK, Format
+from transformer_plugin.parallel._row_shard import RowShard
 from transformer_plugin.tensor import _layout
 from transformer_plugin.tensor._layout import Shape
 
@@ -92,7 +93,7 @@ class Shards(NamedTuple):
     @property
     def rows(self) -> int:
         """The length of a shard along the first dimension, padded as FSDP2 pads it."""
-        return -(-self.size[0] // self.ranks)
+        return RowShard(self.size[0], self.ranks).shard_rows
 
 
 @cache

@@ -19,3 +19,18 @@ def reduce_scatter(parts: list[Tensor]) -> list[Tensor]:
     for each in parts:
         total = total + each.to(total.dtype)
     return [chunk.contiguous() for chunk in total.to(dtype).tensor_split(len(parts))]
+
+
+def all_gather_list_out(parts: list[list[Tensor]], out: list[list[Tensor]]) -> None:
+    """Writes on every rank, for each tensor of its list, the parts of all ranks."""
+    for buffers in out:
+        for buffer, *of_ranks in zip(buffers, *parts, strict=True):
+            buffer.copy_(torch.cat(of_ranks))
+
+
+def reduce_scatter_out(parts: list[Tensor], out: list[Tensor], accumulate: bool = False) -> None:
+    """Writes each rank's part of the sum, or adds it; the total is rounded once."""
+    wide = torch.float64 if parts[0].dtype == torch.float64 else torch.float32
+    sums = reduce_scatter([part.to(wide) for part in parts])
+    for buffer, total in zip(out, sums, strict=True):
+        buffer.copy_(buffer.to(wide) + total if accumulate else total)

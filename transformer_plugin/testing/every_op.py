@@ -257,6 +257,10 @@ def _expert_parallel_calls(draw: Draw, indices: Tensor, experts: int, capacity: 
     yield "combine_backward", "", {"grad": draw(tokens, K), **slots, **group}
     yield "all_gather", "", {"part": draw(tokens, K), "num_ranks": 1, **group}
     yield "reduce_scatter", "", {"parts": draw(tokens, K), "num_ranks": 1, **group}
+    both = {"parts": [draw(tokens, K), draw(K)], "out": [draw(tokens, K), draw(K)]}
+    yield "all_gather_list_out", "", {**both, "num_ranks": 1, **group}
+    summed = {"parts": draw(tokens, K), "out": draw(tokens, K), "accumulate": True}
+    yield "reduce_scatter_out", "", {**summed, "num_ranks": 1, **group}
     yield "all_gather_text", "", {"group_name": "", "text": "one configuration", "timeout_ms": 1000}
     yield "compare_call", "", {"group_name": "", "dtype": FLOAT32, "width": 8, "timeout_ms": 1000}
     yield "release_group", "", {"group_name": ""}

@@ -1,0 +1,93 @@
+// all_gather_list_out: all_gather of several tensors in one collective, into buffers of the caller.
+#include "common/buffers.h"
+#include "common/register.h"
+#include "tensor_parallel/exchange.h"
+
+namespace transformer_plugin::tensor_parallel {
+namespace {
+
+using at::Tensor;
+using at::TensorList;
+
+constexpr const char* kOp = "all_gather_list_out";
+
+void check_entry(const Argument& part, const Argument& out, int64_t num_ranks, int64_t timeout_ms) {
+  check_exchange(part, num_ranks, timeout_ms);
+  check_no_gradient(part, "Call all_gather, which has a gradient");
+  check_same_device(out, part);
+  check_same_dtype(out, part);
+  std::vector<c10::SymInt> sizes(part.tensor.sym_sizes().begin(), part.tensor.sym_sizes().end());
+  sizes[0] = sizes[0] * num_ranks;
+  TP_CHECK_VALUE(out.tensor.sym_sizes() == c10::SymIntArrayRef(sizes), kOp, out.name,
+                 "the sizes " << c10::SymIntArrayRef(sizes) << ", the parts of " << num_ranks << " ranks",
+                 describe(out.tensor), "Allocate it with those sizes");
+  check_contiguous(out);
+}
+
+void check_arguments(TensorList parts, TensorList out, int64_t num_ranks, int64_t timeout_ms) {
+  TP_CHECK_VALUE(!parts.empty(), kOp, "parts", "at least one tensor", "an empty list",
+                 "Pass tensors to gather");
+  TP_CHECK_VALUE(parts.size() == out.size(), kOp, "out", parts.size() << " tensors, one for each of 'parts'",
+                 out.size(), "Pass one buffer for each part");
+  for (size_t i = 0; i < parts.size(); ++i) {
+    const std::string part_name = entry("parts", i), out_name = entry("out", i);
+    const Argument part{kOp, part_name.c_str(), parts[i]};
+    check_entry(part, {kOp, out_name.c_str(), out[i]}, num_ranks, timeout_ms);
+    check_same_device(part, {kOp, "parts[0]", parts[0]});
+  }
+  check_written(kOp, "out", out);
+}
+
+// FNV-1a over 64-bit numbers, without the sign bit.
+class Checksum {
+ public:
+  void add(int64_t number) { value_ = (value_ ^ static_cast<uint64_t>(number)) * 1099511628211u; }
+  int64_t value() const { return static_cast<int64_t>(value_ >> 1); }
+
+ private:
+  uint64_t value_ = 14695981039346656037u;
+};
+
+Call list_call(TensorList parts) {
+  Checksum shapes;
+  int64_t bytes = 0;
+  for (const Tensor& part : parts) {
+    bytes += static_cast<int64_t>(part.nbytes());
+    shapes.add(static_cast<int64_t>(part.scalar_type()));
+    shapes.add(part.dim());
+    for (const int64_t size : part.sizes()) shapes.add(size);
+  }
+  Call call(phases::kAllGatherList, fields::kAll);
+  call.set(fields::kTensors, static_cast<int64_t>(parts.size()), "parts")
+      .set(fields::kBytes, bytes, "parts")
+      .set(fields::kShapes, shapes.value(), "parts");
+  return call;
+}
+
+void all_gather_list_out(TensorList parts, TensorList out, int64_t num_ranks, std::string group_name,
+                         int64_t timeout_ms) {
+  check_arguments(parts, out, num_ranks, timeout_ms);
+  CallMemory memory(kOp);
+  memory.read("parts", parts);
+  memory.written_entries("out", out);
+  memory.check();
+  RankGroup group(kOp, group_name, timeout_ms, parts[0]);
+  check_ranks(kOp, group, num_ranks);
+  if (num_ranks == 1) {
+    for (size_t i = 0; i < parts.size(); ++i) out[i].copy_(parts[i]);
+    return;
+  }
+  group.begin_call(list_call(parts), 1);
+  group.all_gather_list(parts, out, phases::kAllGatherList);
+}
+
+void all_gather_list_out_meta(TensorList parts, TensorList out, int64_t num_ranks, std::string,
+                              int64_t timeout_ms) {
+  check_arguments(parts, out, num_ranks, timeout_ms);
+}
+
+}  // namespace
+
+TP_IMPL_NO_GRADIENT(kOp, all_gather_list_out, all_gather_list_out_meta);
+
+}  // namespace transformer_plugin::tensor_parallel

@@ -1,0 +1,114 @@
+"""RowShard: rows over ranks, and quantized rows that make up the bytes of the quantized weight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from transformer_plugin import ops
+from transformer_plugin.formats import Format
+from transformer_plugin.parallel._gather_layout import Shards, parts_of
+from transformer_plugin.parallel._row_shard import RowShard
+from transformer_plugin.testing.numerics import assert_same_bits
+
+RANKS = (1, 2, 3, 4)
+NAMES = ("rowwise_data", "scale_inv", "columnwise_data", "columnwise_scale_inv")
+#: Formats whose columns are gathered, and the rows that a scale covers in one direction or the other.
+ALIGN = {
+    "fp8_block": 128,
+    "fp8_block:fp32": 128,
+    "mxfp8": 32,
+    "nvfp4": 16,
+    "nvfp4:square": 16,
+    "fp8_tensor": 16,
+}
+
+
+@pytest.mark.parametrize(
+    ("rows", "ranks", "align", "shard_rows", "valid"),
+    [
+        (63, 4, 16, 16, (16, 16, 16, 15)),
+        (56, 4, 16, 16, (16, 16, 16, 8)),
+        (128, 4, 16, 32, (32, 32, 32, 32)),
+        (120, 4, 32, 32, (32, 32, 32, 24)),
+        (50, 2, 16, 32, (32, 18)),
+        (16, 4, 16, 16, (16, 0, 0, 0)),
+        (0, 2, 16, 0, (0, 0)),
+        (7, 3, 1, 3, (3, 3, 1)),
+        (5, 1, 128, 128, (5,)),
+    ],
+)
+def test_numbers(rows: int, ranks: int, align: int, shard_rows: int, valid: tuple[int, ...]) -> None:
+    shard = RowShard(rows, ranks, align)
+    assert (shard.shard_rows, shard.padded_rows) == (shard_rows, ranks * shard_rows)
+    assert tuple(shard.valid_rows(rank) for rank in range(ranks)) == valid
+    assert [shard.offset(rank) for rank in range(ranks)] == [rank * shard_rows for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("sizes", [(), (3,), (2, 5)])
+def test_parts_make_up_the_weight(sizes: tuple[int, ...]) -> None:
+    for rows in (0, 1, 16, 50, 63, 200):
+        whole = torch.randn(rows, *sizes)
+        for ranks in RANKS:
+            shard = RowShard(rows, ranks, 16)
+            parts = [shard.cut(whole, rank) for rank in range(ranks)]
+            assert all(part.is_contiguous() and part.shape[0] == shard.shard_rows for part in parts)
+            gathered = torch.cat(parts)
+            assert_same_bits(shard.strip(gathered), whole)
+            assert (gathered[rows:] == 0).all()
+            assert shard.strip(gathered).data_ptr() == gathered.data_ptr()
+
+
+def test_a_part_is_a_copy() -> None:
+    whole = torch.ones(8, 2)
+    RowShard(8, 2).cut(whole, 0).zero_()
+    assert (whole == 1).all()
+
+
+@pytest.mark.parametrize(("arguments", "name"), [((-1, 2), "rows"), ((4, 0), "ranks"), ((4, 2, 0), "align")])
+def test_errors(arguments: tuple[int, ...], name: str) -> None:
+    with pytest.raises(ValueError, match=f"RowShard: argument '{name}': expected at least"):
+        RowShard(*arguments)
+
+
+def quantized(rows: Tensor, key: str, amax: Tensor | None) -> dict[str, Tensor]:
+    columns = amax if Format.parse(key).needs_amax else None
+    outputs = ops.quantize(
+        rows, key, None, amax, columns, None, True, Format.parse(key).family != "fp8_tensor"
+    )
+    return dict(zip(NAMES, outputs, strict=False))
+
+
+@pytest.mark.parametrize("key", ALIGN)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_gathered_bytes_are_those_of_the_weight(ranks: int, key: str) -> None:
+    """Each rank quantizes its own rows; only amaxes are reduced. Rows that no rank fills, and ranks without rows."""
+    align = ALIGN[key]
+    for number, (rows, width) in enumerate(
+        (rows, width)
+        for rows in (align * ranks, 3 * align * ranks, 56, 120, 16)
+        for width in (32, 96, 160, 256)
+    ):
+        generator = torch.Generator().manual_seed(number)
+        shard = RowShard(rows, ranks, align)
+        whole = torch.randn(rows, width, generator=generator).bfloat16()
+        padded = torch.cat([whole, whole.new_zeros(shard.padded_rows - rows, width)])
+        takes_amax = Format.parse(key).needs_amax or key == "fp8_tensor"
+        amax = ops.amax(whole, key) if takes_amax else None
+        expected = quantized(padded, key, amax)
+        own = [quantized(shard.cut(whole, rank), key, amax) for rank in range(ranks)]
+        columns: Any = "none" if key == "fp8_tensor" else "gathered"
+        for part in parts_of(Shards(key, (shard.padded_rows, width), ranks, columns)):
+            if part.name.endswith("amax"):
+                continue
+            assert all(each[part.name].shape == part.shard for each in own), part
+            out = torch.empty(part.whole, dtype=part.dtype)
+            out.view(torch.uint8).fill_(201)
+            sent = [each[part.name].view(torch.uint8).reshape(-1) for each in own]
+            part.copy(sent[0] if part.axis is None else torch.cat(sent), out)
+            assert_same_bits(
+                out.view(torch.uint8), expected[part.name].view(torch.uint8), f"{part} {rows} {width}"
+            )

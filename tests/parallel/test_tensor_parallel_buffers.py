@@ -1,0 +1,253 @@
+"""all_gather_list_out and reduce_scatter_out: bit for bit those of the reference, which simulates all ranks; buffers,
+errors, fullgraph, CUDA graphs."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.opcheck import opcheck
+from tests.parallel.test_tensor_parallel_ops import FLOATS, OTHERS, SHAPES, as_bytes, drawn, group_of, strided
+from transformer_plugin import ops
+from transformer_plugin.reference import tensor_parallel as all_ranks
+from transformer_plugin.testing.distributed import Rank, RankPool
+from transformer_plugin.testing.numerics import assert_same_bits
+
+_ops = torch.ops.transformer_plugin
+
+
+def lists(ranks: int, seed: int) -> list[list[Tensor]]:
+    """Returns for each rank tensors of all shapes and dtypes, other ones on every rank."""
+    kinds = [(shape, dtype) for shape in SHAPES for dtype in (*FLOATS, *OTHERS)]
+    of_ranks = [drawn(ranks, shape, dtype, seed + i) for i, (shape, dtype) in enumerate(kinds)]
+    return [list(each) for each in zip(*of_ranks, strict=True)]
+
+
+def buffers_of(parts: list[Tensor], ranks: int, device: torch.device) -> list[Tensor]:
+    """Returns buffers of ones."""
+    sizes = [(ranks * part.shape[0], *part.shape[1:]) for part in parts]
+    return [torch.ones(size, device=device).to(part.dtype) for size, part in zip(sizes, parts, strict=True)]
+
+
+def check_lists(rank: Rank) -> None:
+    """Twice into the same buffers, with other values; also of tensors that are not contiguous."""
+    out: list[Tensor] = []
+    for seed in (0, 100):
+        parts = lists(rank.size, seed)
+        expected = [
+            [buffer.clone() for buffer in buffers_of(each, rank.size, torch.device("cpu"))] for each in parts
+        ]
+        all_ranks.all_gather_list_out(parts, expected)
+        mine = [strided(part.to(rank.device))[-1] for part in parts[rank.rank]]
+        out = out or buffers_of(mine, rank.size, rank.device)
+        places = [buffer.data_ptr() for buffer in out]
+        ops.all_gather_list_out(mine, out, *group_of(rank))
+        assert places == [buffer.data_ptr() for buffer in out]
+        for got, want in zip(out, expected[rank.rank], strict=True):
+            assert torch.equal(as_bytes(got.cpu()), as_bytes(want)), (want.shape, want.dtype, seed)
+
+
+def test_lists(pool: RankPool) -> None:
+    pool.run(check_lists)
+
+
+def check_sums(rank: Rank) -> None:
+    for shape in SHAPES:
+        for dtype in FLOATS:
+            for out_dtype in {dtype, torch.float32}:
+                for accumulate in (False, True):
+                    parts = drawn(rank.size, (rank.size * shape[0], *shape[1:]), dtype, seed=1)
+                    expected = drawn(rank.size, shape, out_dtype, seed=2)
+                    out = expected[rank.rank].to(rank.device).clone()
+                    if not accumulate:
+                        out.fill_(float("nan"))
+                    all_ranks.reduce_scatter_out(parts, expected, accumulate)
+                    for part in strided(parts[rank.rank].to(rank.device)):
+                        buffer = out.clone()
+                        ops.reduce_scatter_out(part, buffer, accumulate, *group_of(rank))
+                        assert_same_bits(
+                            buffer, expected[rank.rank], f"{shape} {dtype} {out_dtype} {accumulate}"
+                        )
+
+
+def test_sums(pool: RankPool) -> None:
+    pool.run(check_sums)
+
+
+def test_a_sum_in_float64() -> None:
+    parts, out = torch.randn(4, 3, dtype=torch.float64), torch.ones(4, 3, dtype=torch.float64)
+    ops.reduce_scatter_out(parts, out, True)
+    assert_same_bits(out, parts + 1.0)
+
+
+def test_bfloat16_parts_are_not_rounded_on_their_way_into_float32(pair: RankPool) -> None:
+    pair.run(check_small_parts)
+
+
+def check_small_parts(rank: Rank) -> None:
+    """A sum that bfloat16 cannot hold."""
+    parts = torch.full((2, 1), (1.0, 2.0**-12)[rank.rank], dtype=torch.bfloat16, device=rank.device)
+    out = torch.full((1, 1), 2.0**-14, device=rank.device)
+    ops.reduce_scatter_out(parts, out, True, *group_of(rank))
+    assert out.item() == 1.0 + 2.0**-12 + 2.0**-14
+
+
+def check_compiled(rank: Rank) -> None:
+    size, name, timeout = group_of(rank)
+
+    def step(x: Tensor, scale: Tensor, total: Tensor) -> Tensor:
+        out = [x.new_empty(size * 4, 3), scale.new_empty(size * 2)]
+        ops.all_gather_list_out([x * 2.0, scale], out, size, name, timeout)
+        ops.reduce_scatter_out(out[0] * out[1].sum(), total, True, size, name, timeout)
+        return out[0] + total.sum()
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for seed in (0, 1):
+        x, scale = (drawn(size, s, torch.float32, seed)[rank.rank].to(rank.device) for s in ((4, 3), (2,)))
+        totals = [torch.full((4, 3), float(seed), device=rank.device) for _ in range(2)]
+        assert_same_bits(compiled(x, scale, totals[0]), step(x, scale, totals[1]))
+        assert_same_bits(totals[0], totals[1])
+
+
+def test_compiled(pair: RankPool) -> None:
+    pair.run(check_compiled)
+
+
+def check_graph(rank: Rank) -> None:
+    """Replays read what the tensors hold now; gradients are added to the buffer again and again."""
+    group, shapes = group_of(rank), ((64, 40), (3, 7), (5,))
+    dtypes = (torch.bfloat16, torch.uint8, torch.float32)
+
+    def drawn_parts(seed: int) -> list[list[Tensor]]:
+        return [drawn(rank.size, shape, dtype, seed) for shape, dtype in zip(shapes, dtypes, strict=True)]
+
+    parts = [each[rank.rank].to(rank.device) for each in drawn_parts(0)]
+    out = buffers_of(parts, rank.size, rank.device)
+    total = torch.zeros(64, 40, device=rank.device)
+
+    def step() -> None:
+        ops.all_gather_list_out(parts, out, *group)
+        ops.reduce_scatter_out(out[0], total, True, *group)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        step()
+    total.zero_()
+    expected = torch.zeros(64, 40)
+    for seed in (1, 2, 3):
+        values = drawn_parts(seed)
+        for part, value in zip(parts, values, strict=True):
+            part.copy_(value[rank.rank])
+        for buffer in out:
+            buffer.zero_()
+        graph.replay()
+        for got, value in zip(out, values, strict=True):
+            assert_same_bits(got, torch.cat(value), f"replay {seed}")
+        expected = expected + rank.size * values[0][rank.rank].float()
+        torch.testing.assert_close(total.cpu(), expected)
+    del graph
+
+
+@pytest.mark.gpus(2)
+def test_graph_replays_with_other_values(make_pool: Any) -> None:
+    make_pool(2, "nccl").run(check_graph)
+
+
+def test_opcheck(device: torch.device) -> None:
+    x = torch.randn(4, 3, device=device)
+    opcheck(_ops.all_gather_list_out.default, ([x, x[0]], [torch.zeros_like(x), torch.zeros_like(x[0])], 1))
+    opcheck(_ops.reduce_scatter_out.default, (x, torch.zeros_like(x), True, 1))
+
+
+ONES, PAIR = torch.ones(4, 2), torch.zeros(8, 2)
+
+
+@pytest.mark.parametrize(
+    ("op", "arguments", "error", "text"),
+    [
+        (
+            ops.all_gather_list_out,
+            ([], [ONES]),
+            ValueError,
+            "'parts': expected at least one tensor, got an empty list",
+        ),
+        (
+            *(ops.all_gather_list_out, ([ONES], []), ValueError),
+            "'out': expected 1 tensors, one for each of 'parts', got 0. Pass one buffer for each part",
+        ),
+        (
+            *(ops.all_gather_list_out, ([ONES, ONES], [PAIR, ONES.clone()], 2), ValueError),
+            "'out[1]': expected the sizes [8, 2], the parts of 2 ranks, got float32[4, 2] on cpu",
+        ),
+        (ops.all_gather_list_out, ([ONES], [ONES.half()]), TypeError, "argument 'out[0]'"),
+        (ops.all_gather_list_out, ([ONES], [ONES]), ValueError, "argument 'out[0]'"),
+        (ops.all_gather_list_out, ([ONES], [torch.zeros(2, 4).t()]), ValueError, "argument 'out[0]'"),
+        (
+            *(ops.all_gather_list_out, ([ONES.clone().requires_grad_()], [ONES.clone()]), ValueError),
+            "Call all_gather, which has a gradient",
+        ),
+        (
+            *(ops.reduce_scatter_out, (ONES, ONES.clone(), False, 2), ValueError),
+            "'out': expected the sizes [2, 2], this rank's part of 'parts', got float32[4, 2] on cpu",
+        ),
+        (
+            *(ops.reduce_scatter_out, (ONES, ONES.bfloat16()), TypeError),
+            "'out': expected the dtype of 'parts', or float32, got bfloat16[4, 2] on cpu",
+        ),
+        (
+            ops.reduce_scatter_out,
+            (ONES.double(), ONES.clone()),
+            TypeError,
+            "'out': expected the dtype of 'parts'",
+        ),
+        (ops.reduce_scatter_out, (ONES, ONES), ValueError, "argument 'out'"),
+        (
+            ops.reduce_scatter_out,
+            (ONES[:3], ONES[:1], False, 2),
+            ValueError,
+            "rows that 2 ranks can share evenly",
+        ),
+    ],
+)
+def test_errors(op: Any, arguments: tuple[Any, ...], error: type[Exception], text: str) -> None:
+    before = ONES.clone(), PAIR.clone()
+    with pytest.raises(error, match=re.escape(text)):
+        op(*arguments)
+    assert torch.equal(ONES, before[0]) and torch.equal(PAIR, before[1])
+
+
+def check_disagreements(rank: Rank) -> None:
+    """Every rank raises, no buffer is written, and the group stays usable."""
+    group = group_of(rank)
+    one, two = torch.ones(2, 3), torch.ones(4, 3)
+    cases = [
+        ([one] * (rank.rank + 1), "tensors is 1 on rank 0, 2 on rank 1"),
+        ([(one, two)[rank.rank]], "bytes is 24 on rank 0, 48 on rank 1"),
+        ([(one, one.t())[rank.rank]], "checksum of dtypes and shapes is"),
+        ([(one, one.view(torch.int32))[rank.rank]], "checksum of dtypes and shapes is"),
+        ([(one, two), (two, one)][rank.rank], "checksum of dtypes and shapes is"),
+    ]
+    for parts, text in cases:
+        out = buffers_of(list(parts), 2, torch.device("cpu"))
+        with pytest.raises(ValueError, match=text):
+            ops.all_gather_list_out(parts, out, *group)
+        assert all((buffer == 1).all() for buffer in out)
+    out, parts = torch.ones(1 + rank.rank, 3), torch.ones(2 + 2 * rank.rank, 3)
+    with pytest.raises(ValueError, match="rows is 2 on rank 0, 4 on rank 1"):
+        ops.reduce_scatter_out(parts, out, True, *group)
+    assert (out == 1).all()
+    ops.reduce_scatter_out(two, one, True, *group)
+    assert (one == 3).all()
+
+
+def test_disagreements(make_pool: Any) -> None:
+    make_pool(2).run(check_disagreements)
