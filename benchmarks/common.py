@@ -87,14 +87,30 @@ def device_times(
 ) -> dict[str, Time]:
     """Returns the device time of each CUDA call: a graph of ``repeat`` calls, replayed after a pause, alternating."""
     graphs = {name: graph_of(call, repeat) for name, call in calls.items()}
+    return rested_times({name: graph.replay for name, graph in graphs.items()}, repeat, rounds, rest)
+
+
+def rested_times(
+    calls: dict[str, Callable[[], Any]],
+    repeat: int,
+    rounds: int = 9,
+    rest: float = 0.1,
+    ready: Callable[[], Any] | None = None,
+) -> dict[str, Time]:
+    """Returns the device time of CUDA calls that do a thing ``repeat`` times, divided by that number.
+
+    The calls alternate, each after a pause, as often on every rank of a group. ``ready`` lets ranks begin together.
+    """
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
-        for name, graph in graphs.items():
+        for name, call in calls.items():
             torch.cuda.synchronize()
             time.sleep(rest)
+            if ready is not None:
+                ready()
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
-            graph.replay()
+            call()
             end.record()
             torch.cuda.synchronize()
             samples[name].append(begin.elapsed_time(end) * 1e3 / repeat)
@@ -177,7 +193,8 @@ def graph_of(call: Callable[[], Any], repeat: int = 1, pool: Any = None) -> torc
             call()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    # Other threads, such as NCCL's watchdog, may query events meanwhile.
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         for _ in range(repeat):
             call()
     return graph

@@ -304,6 +304,25 @@ def recipes(result: dict[str, Any]) -> Figure:
     return figure
 
 
+def weight_gather(result: dict[str, Any]) -> Figure:
+    """Times of gathers in CUDA graphs over that of NCCL in bfloat16."""
+    rows = [row for row in result["rows"] if row["mode"] == "graph"]
+    labels = [f"{row['format'].split(':')[0]}\n{row['shape'][0]} x {row['shape'][1]}" for row in rows]
+    figure, axes = pyplot.subplots(figsize=(9, 3.6), layout="constrained")
+    for shift, what, color in ((-0.2, "ready", OURS), (0.2, "quantized", TORCH)):
+        places = [place + shift for place in range(len(rows))]
+        label = {"ready": "planes ready", "quantized": "quantization included"}[what]
+        axes.bar(places, [row[f"{what}_of_nccl_bf16"] for row in rows], 0.38, color=color, label=label)
+    axes.axhline(1, color=MUL, lw=1)
+    axes.set_xticks(range(len(rows)), labels, fontsize=7)
+    axes.set_ylabel("of NCCL's time in bfloat16")
+    axes.legend(frameon=False, fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    ranks = rows[0]["ranks"]
+    axes.set_title(_title(f"All-gather of a weight over {ranks} GPUs", result), fontsize=10)
+    return figure
+
+
 def _smooth(losses: list[float], weight: float = 0.9) -> list[float]:
     """Returns an exponential moving average with weight 0.9."""
     smooth, mean = [], losses[0]
@@ -329,6 +348,7 @@ DRAWINGS: dict[str, Callable[[dict[str, Any]], Figure]] = {
     "quantize": quantize,
     "recipes": recipes,
     "train_moe": train_moe,
+    "weight_gather": weight_gather,
 }
 
 
