@@ -129,6 +129,10 @@ void CallMemory::written_entries(const char* name, at::TensorList tensors) {
   for (size_t i = 0; i < tensors.size(); ++i) add(name, tensors[i], true, static_cast<int64_t>(i));
 }
 
+void mark_written(const at::Tensor& out) {
+  if (!out.is_inference()) out.unsafeGetTensorImpl()->bump_version();
+}
+
 void CallMemory::check() const {
   struct Place {
     Bytes bytes;

@@ -19,6 +19,8 @@ void check_no_gradient(const Argument& argument, const char* advice);
 // The same for one or more buffers, which also must not be negative or conjugate views.
 void check_written(const Argument& buffer);
 void check_written(const char* op, const char* name, at::TensorList out);
+// Tells autograd that the op wrote the buffer.
+void mark_written(const at::Tensor& out);
 // A tensor with the name that errors use, or none.
 struct Named {
   const char* name;

@@ -98,8 +98,4 @@ Tensor rows_into(const Tensor& input, const Tensor& dgrad_out) {
   return rows;
 }
 
-void mark_written(const Tensor& out) {
-  if (!out.is_inference()) out.unsafeGetTensorImpl()->bump_version();
-}
-
 }  // namespace transformer_plugin::linear

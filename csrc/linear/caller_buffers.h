@@ -30,7 +30,5 @@ std::optional<at::Tensor> saved_dgrad_out(const torch::autograd::AutogradContext
 // The rows of an input [..., K] whose gradient is written to the buffer: what as_matrix() does, but the gradient of the
 // input is the buffer itself, which autograd does not make the .grad of a leaf (see saved_dgrad_out).
 at::Tensor rows_into(const at::Tensor& input, const at::Tensor& dgrad_out);
-// Tells autograd that the op wrote the buffer.
-void mark_written(const at::Tensor& out);
 
 }  // namespace transformer_plugin::linear

@@ -83,9 +83,7 @@ void quantize_weight_out(at::TensorList weight, std::string_view input_format, s
   memory.check();
   const BelowAutograd guard;
   quantize_weight_operand_out(weight, formats, as_quantized_weight(out, formats, true), noop);
-  for (const Tensor& buffer : out) {
-    if (!buffer.is_inference()) buffer.unsafeGetTensorImpl()->bump_version();
-  }
+  for (const Tensor& buffer : out) mark_written(buffer);
 }
 
 }  // namespace

@@ -74,11 +74,13 @@ void all_gather_list_out(TensorList parts, TensorList out, int64_t num_ranks, st
   RankGroup group(kOp, group_name, timeout_ms, parts[0]);
   check_ranks(kOp, group, num_ranks);
   if (num_ranks == 1) {
+    const BelowAutograd guard;
     for (size_t i = 0; i < parts.size(); ++i) out[i].copy_(parts[i]);
-    return;
+  } else {
+    group.begin_call(list_call(parts), 1);
+    group.all_gather_list(parts, out, phases::kAllGatherList);
   }
-  group.begin_call(list_call(parts), 1);
-  group.all_gather_list(parts, out, phases::kAllGatherList);
+  for (const Tensor& buffer : out) mark_written(buffer);
 }
 
 void all_gather_list_out_meta(TensorList parts, TensorList out, int64_t num_ranks, std::string,

@@ -35,6 +35,7 @@ void reduce_scatter_out(const Tensor& parts, const Tensor& out, bool accumulate,
   group.begin_call(exchange_call(phases::kReduceScatterOut, "parts", parts, false), 1);
   const Tensor received = exchanged_parts(group, parts, phases::kReduceScatterOut);
   distributed::sum_ranks_out(received, num_ranks, out, accumulate);
+  mark_written(out);
 }
 
 void reduce_scatter_out_meta(const Tensor& parts, const Tensor& out, bool, int64_t num_ranks, std::string,

@@ -78,6 +78,26 @@ def test_sums(pool: RankPool) -> None:
     pool.run(check_sums)
 
 
+def check_versions(rank: Rank) -> None:
+    """A backward that saved what a buffer held before raises."""
+    out, factor = torch.ones(rank.size * 2, 3), torch.ones(rank.size * 2, 3, requires_grad=True)
+    for write in (
+        lambda: ops.all_gather_list_out([torch.zeros(2, 3)], [out], *group_of(rank)),
+        lambda: ops.reduce_scatter_out(torch.zeros(rank.size * out.shape[0], 3), out, True, *group_of(rank)),
+    ):
+        product = (out * factor).sum()
+        version = out._version
+        write()
+        assert out._version > version
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.backward()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_writes_are_seen_by_autograd(make_pool: Any, ranks: int) -> None:
+    make_pool(ranks).run(check_versions)
+
+
 def test_a_sum_in_float64() -> None:
     parts, out = torch.randn(4, 3, dtype=torch.float64), torch.ones(4, 3, dtype=torch.float64)
     ops.reduce_scatter_out(parts, out, True)
