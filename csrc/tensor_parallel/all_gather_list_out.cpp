@@ -22,6 +22,7 @@ void check_entry(const Argument& part, const Argument& out, int64_t num_ranks, i
                  "the sizes " << c10::SymIntArrayRef(sizes) << ", the parts of " << num_ranks << " ranks",
                  describe(out.tensor), "Allocate it with those sizes");
   check_contiguous(out);
+  check_memory(out);
 }
 
 void check_arguments(TensorList parts, TensorList out, int64_t num_ranks, int64_t timeout_ms) {
@@ -73,8 +74,8 @@ void all_gather_list_out(TensorList parts, TensorList out, int64_t num_ranks, st
   memory.check();
   RankGroup group(kOp, group_name, timeout_ms, parts[0]);
   check_ranks(kOp, group, num_ranks);
+  const BelowAutograd guard;  // the version of a buffer is bumped once, below
   if (num_ranks == 1) {
-    const BelowAutograd guard;
     for (size_t i = 0; i < parts.size(); ++i) out[i].copy_(parts[i]);
   } else {
     group.begin_call(list_call(parts), 1);

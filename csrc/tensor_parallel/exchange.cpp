@@ -19,6 +19,19 @@ void check_exchange(const Argument& tensor, int64_t num_ranks, int64_t timeout_m
   TP_CHECK_VALUE(tensor.tensor.dim() >= 1, tensor.op, tensor.name, "at least 1 dimension",
                  describe(tensor.tensor), "Pass a tensor with rows, such as value.unsqueeze(0)");
   TP_CHECK_VALUE(num_ranks >= 1, tensor.op, "num_ranks", "at least 1", num_ranks, "Pass group.size()");
+  check_memory(tensor);
+}
+
+void check_memory(const Argument& argument) {
+  const Tensor& tensor = argument.tensor;
+  if (!(tensor.is_cpu() || tensor.is_cuda()) || is_traced(tensor) || tensor.numel() == 0) return;
+  int64_t end = tensor.storage_offset() + 1;
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) end += (tensor.size(dim) - 1) * tensor.stride(dim);
+  const auto bytes = static_cast<int64_t>(tensor.storage().nbytes());
+  TP_CHECK_VALUE(end * static_cast<int64_t>(tensor.element_size()) <= bytes, argument.op, argument.name,
+                 "a tensor whose storage holds its elements",
+                 describe(tensor) << " in a storage of " << bytes << " bytes",
+                 "Allocate the storage again, as untyped_storage().resize_() does");
 }
 
 std::vector<c10::SymInt> reduced_sizes(const Argument& argument, int64_t num_ranks, int64_t timeout_ms) {

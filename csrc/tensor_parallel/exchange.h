@@ -14,6 +14,8 @@ using distributed::RankGroup;
 
 // Checks that do not need the group: the tensor has rows, and there are ranks.
 void check_exchange(const Argument& tensor, int64_t num_ranks, int64_t timeout_ms);
+// The tensor's storage was not freed or shortened, as FSDP2 does with what it gathered.
+void check_memory(const Argument& tensor);
 // The group has as many ranks as the caller says.
 void check_ranks(const char* op, const RankGroup& group, int64_t num_ranks);
 // The same, and that the rows can be added and divided among the ranks. Returns the sizes of a rank's part.

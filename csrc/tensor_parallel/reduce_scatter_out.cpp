@@ -23,6 +23,7 @@ void check_arguments(const Tensor& parts, const Tensor& out, int64_t num_ranks, 
                  "the sizes " << c10::SymIntArrayRef(sizes) << ", this rank's part of 'parts'", describe(out),
                  "Allocate it with those sizes");
   check_contiguous(to);
+  check_memory(to);
   check_written(to);
 }
 

@@ -68,10 +68,25 @@ def test_a_part_is_a_copy() -> None:
     assert (whole == 1).all()
 
 
-@pytest.mark.parametrize(("arguments", "name"), [((-1, 2), "rows"), ((4, 0), "ranks"), ((4, 2, 0), "align")])
+@pytest.mark.parametrize(
+    ("arguments", "name"), [((-1, 2), "rows"), ((4, 0), "ranks"), ((4, 2, 0), "align"), ((7.5, 2), "rows")]
+)
 def test_errors(arguments: tuple[int, ...], name: str) -> None:
-    with pytest.raises(ValueError, match=f"RowShard: argument '{name}': expected at least"):
+    with pytest.raises(ValueError, match=f"RowShard: argument '{name}': expected an integer of at least"):
         RowShard(*arguments)
+
+
+def test_wrong_tensors_and_ranks() -> None:
+    shard = RowShard(8, 2)
+    for rows in (5, 9):
+        with pytest.raises(ValueError, match="RowShard: argument 'whole': expected 8 rows"):
+            shard.cut(torch.ones(rows, 1), 1)
+        with pytest.raises(ValueError, match="RowShard: argument 'gathered': expected 8 rows"):
+            shard.strip(torch.ones(rows, 1))
+    for rank in (-1, 2):
+        with pytest.raises(ValueError, match="RowShard: argument 'rank': expected 0 to 1"):
+            shard.cut(torch.ones(8, 1), rank)
+    assert not shard.cut(torch.ones(8, 1, requires_grad=True), 0).requires_grad
 
 
 def quantized(rows: Tensor, key: str, amax: Tensor | None) -> dict[str, Tensor]:

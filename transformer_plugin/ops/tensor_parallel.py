@@ -4,7 +4,8 @@ R is the number of ranks of the group. All ranks make the same calls in the same
 dtypes. On a CPU the ranks compare each call (op, dtype, rows, width, whether a gradient is wanted) before payload
 moves; if they differ, every rank raises a ``ValueError`` that says what differs on which ranks, and the group stays
 usable. On CUDA each new kind of call is compared once, through the store of the group and not during graph capture. A
-rank that makes no call counts as lost: ``PeerTimeoutError``, after which the group cannot be used again.
+rank that makes no call counts as lost: ``PeerTimeoutError``, after which the group cannot be used again. That includes
+a rank that refused its own arguments.
 
 ``group_name`` is ``group.group_name`` of a c10d process group (Gloo for CPU tensors, NCCL for CUDA tensors), or ``""``
 for this process alone; ``num_ranks`` is its size, so that shapes are known where the group is not, as in
@@ -60,20 +61,26 @@ def all_gather_list_out(
 ) -> None:
     """Gather several tensors in one collective, each into a buffer: ``out[i]`` is ``all_gather(parts[i])``.
 
-    For what belongs together, such as the data and the scales of quantized weights, or the weights of all experts.
-    Nothing is allocated for contiguous parts, and the buffers keep their addresses, so the call can be captured in a
-    CUDA graph. Not differentiable.
+    For what belongs together, such as the data and the scales of quantized weights, or the weights of all experts. On
+    CUDA nothing is allocated for contiguous parts; Gloo flattens the set. The buffers keep their addresses, so the call
+    can be captured in a CUDA graph. Not differentiable.
 
     Args:
         parts: ``[n_i, ...]`` each, at least one, any dtypes and strides, on one device; the same shapes and dtypes on
             every rank.
-        out: ``[R * n_i, ...]`` each, contiguous, of the dtype of its part. They overlap neither each other nor a part.
+        out: ``[R * n_i, ...]`` each, contiguous, of the dtype of its part. They overlap neither each other nor a part,
+            nor lie between the elements of one.
         num_ranks, group_name, timeout_ms: see above.
 
     Raises:
         TypeError, ValueError: sizes or dtypes do not match, on this rank or between ranks; nothing is written then.
         PeerTimeoutError: a rank did not take part in time.
     """
+    if not parts and not out:  # torch finds no kernel for a call without a tensor
+        raise ValueError(
+            "transformer_plugin::all_gather_list_out: argument 'parts': expected at least one tensor, got an empty "
+            "list. Pass tensors to gather."
+        )
     try:
         _ops.all_gather_list_out.default(parts, out, num_ranks, group_name, timeout_ms)
     except RuntimeError as error:
@@ -125,7 +132,8 @@ def reduce_scatter_out(
         accumulate: add to ``out`` what it holds; otherwise that is not read.
         num_ranks, group_name, timeout_ms: see above.
 
-    The sum over ranks is made as in :func:`reduce_scatter`; with ``accumulate`` the buffer is added to it last, in
+    For R > 1 a receive buffer of the size of ``parts`` is allocated for the call. The sum over ranks is made as in
+    :func:`reduce_scatter`; with ``accumulate`` the buffer is added to it last, in
     float32 (float64 for float64), and the total is rounded once.
 
     Raises:

@@ -4,26 +4,33 @@ a multiple of the rows that one scale covers."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NoReturn
 
 from torch import Tensor
 
 
+def refuse(argument: str, expected: str, got: Any, advice: str) -> NoReturn:
+    """Raises a ValueError."""
+    raise ValueError(f"RowShard: argument '{argument}': expected {expected}, got {got}. {advice}.")
+
+
 @dataclass(frozen=True)
 class RowShard:
-    """The cut of ``rows`` rows over ``ranks`` ranks, in steps of ``align`` rows. Pure arithmetic."""
+    """The cut of ``rows`` rows over ``ranks`` ranks, in steps of ``align`` rows. Pure arithmetic.
+
+    Wrong numbers, ranks and sizes are a ``ValueError``.
+    """
 
     rows: int
     ranks: int
     align: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("rows", "ranks", "align"):
-            value, least = getattr(self, name), 0 if name == "rows" else 1
-            if value < least:
-                raise ValueError(
-                    f"RowShard: argument '{name}': expected at least {least}, got {value}. "
-                    "Pass the sizes of the weight, of the group and of a block"
-                )
+        for name, least in (("rows", 0), ("ranks", 1), ("align", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                advice = "Pass the sizes of the weight, of the group and of a block"
+                refuse(name, f"an integer of at least {least}", value, advice)
 
     @property
     def shard_rows(self) -> int:
@@ -37,6 +44,8 @@ class RowShard:
 
     def offset(self, rank: int) -> int:
         """The first row of a rank, counted in the padded weight."""
+        if not 0 <= rank < self.ranks:
+            refuse("rank", f"0 to {self.ranks - 1}", rank, "Pass a rank of the group that shards the weight")
         return rank * self.shard_rows
 
     def valid_rows(self, rank: int) -> int:
@@ -44,7 +53,12 @@ class RowShard:
         return min(max(self.rows - self.offset(rank), 0), self.shard_rows)
 
     def cut(self, whole: Tensor, rank: int) -> Tensor:
-        """Returns a rank's rows of a weight ``[rows, ...]``: a contiguous copy ``[shard_rows, ...]``, zeros last."""
+        """Returns a rank's rows of a weight ``[rows, ...]``: a contiguous copy ``[shard_rows, ...]``, zeros last.
+
+        It has no gradient.
+        """
+        self._check_rows("whole", whole, self.rows)
+        whole = whole.detach()
         valid = self.valid_rows(rank)
         part = whole.new_zeros(self.shard_rows, *whole.shape[1:])
         part[:valid] = whole[self.offset(rank) : self.offset(rank) + valid]
@@ -52,4 +66,9 @@ class RowShard:
 
     def strip(self, gathered: Tensor) -> Tensor:
         """Returns the weight's rows of what was gathered, ``[padded_rows, ...]``, as a view."""
+        self._check_rows("gathered", gathered, self.padded_rows)
         return gathered if self.padded_rows == self.rows else gathered[: self.rows]
+
+    def _check_rows(self, name: str, tensor: Tensor, rows: int) -> None:
+        if tensor.dim() == 0 or tensor.shape[0] != rows:
+            refuse(name, f"{rows} rows", list(tensor.shape), f"Pass a tensor of the weight of {self}")
