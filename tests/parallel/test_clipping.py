@@ -91,7 +91,9 @@ def check_clipping_of_placements(rank: Rank) -> None:
     assert norm.dtype == torch.float64
     assert float(norm) == pytest.approx(math.sqrt(total), rel=1e-6)
     for parameter in parameters:
-        limit = 2**-8 if parameter.dtype == torch.bfloat16 else 1e-6
+        # On CUDA torch rounds the factor to the gradient's dtype too, as in its own clip_grad_norm_: two roundings.
+        rounding = 2**-8 * (2 if rank.device.type == "cuda" else 1)
+        limit = rounding if parameter.dtype == torch.bfloat16 else 1e-6
         torch.testing.assert_close(
             everything(parameter.grad).float(), whole / norm.float(), rtol=limit, atol=0
         )
