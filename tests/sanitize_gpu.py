@@ -201,6 +201,9 @@ def _grouped_gemm_list(a: torch.Tensor, b: list[torch.Tensor], sizes: torch.Tens
 
 def _grouped_wgrad(grad: torch.Tensor, input: torch.Tensor, sizes: torch.Tensor) -> None:
     main_grad = ops.grouped_gemm_wgrad(grad, input, sizes, torch.float32)
+    rows = torch.arange(grad.shape[0], device=grad.device, dtype=torch.int32) // 2
+    for dtype in (None, torch.float32):
+        ops.grouped_gemm_wgrad(grad[: grad.shape[0] // 2 + 1], input, sizes, dtype, grad_rows=rows)
     beta = torch.ones(sizes.numel(), device=grad.device)
     ops.grouped_gemm_wgrad_out(grad, input, sizes, main_grad)
     rounded = ops.grouped_gemm_wgrad(grad, input, sizes)
