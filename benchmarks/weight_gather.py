@@ -42,7 +42,6 @@ class Gather:
         sent = [(p, plane) for p, plane in zip(self.parts, self.planes, strict=True) if p.axis is not None]
         self.sent = [plane for _, plane in sent]
         self.received = [plane.new_empty(rank.size * plane.shape[0], *plane.shape[1:]) for plane in self.sent]
-        self.joined = all(part.is_joined for part, _ in sent)
 
     def ready(self) -> None:
         """Gathers what is quantized."""
@@ -112,7 +111,7 @@ def measure(rank: Rank, shape: tuple[int, int]) -> list[dict[str, Any]]:
                 "mode": mode,
                 "bytes": gather.bytes,
             }
-            row |= {"joined": gather.joined, "nccl_bf16_us": times[PEER]}
+            row["nccl_bf16_us"] = times[PEER]
             for what in ("ready", "quantized"):
                 row[f"{what}_us"] = times[f"{key} {what}"]
                 row[f"{what}_of_nccl_bf16"] = round(times[f"{key} {what}"].median / times[PEER].median, 3)

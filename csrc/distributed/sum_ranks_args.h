@@ -11,11 +11,11 @@ namespace transformer_plugin::distributed {
 // output[t, h] = sum over ranks r = 0, 1, ... of parts[r, t, h], in FP32 (FP64 for float64), starting at
 // zero, rounded once. With `accumulate` the sum is added to output[t, h].
 struct SumRanksArgs {
-  const void* parts;  // [ranks, max_tokens, width]
-  void* output;       // [tokens, width]
+  const void* parts;  // [ranks, part_rows, width]
+  void* output;       // [rows, width]
   int64_t ranks;
-  int64_t max_tokens;
-  int64_t tokens;
+  int64_t part_rows;
+  int64_t rows;
   int64_t width;
   DType dtype;      // of parts
   DType out_dtype;  // the same, or float32

@@ -31,9 +31,9 @@ TP_CPU_CLONES void sum_row(const T* first, int64_t rank_stride, int64_t ranks, b
 
 template <typename T, typename Out, typename Sum>
 void sum_rows(const SumRanksArgs& args) {
-  const int64_t rank_stride = args.max_tokens * args.width;
+  const int64_t rank_stride = args.part_rows * args.width;
   const int64_t rows_per_task = std::max<int64_t>(1, kElementsPerTask / std::max<int64_t>(1, args.width));
-  at::parallel_for(0, args.tokens, rows_per_task, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, args.rows, rows_per_task, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
       sum_row<T, Out, Sum>(static_cast<const T*>(args.parts) + t * args.width, rank_stride, args.ranks,
                            args.accumulate, static_cast<Out*>(args.output) + t * args.width, args.width);

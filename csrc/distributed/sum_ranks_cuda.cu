@@ -1,6 +1,6 @@
 // The sum over ranks (SumRanksArgs): output[t, h] = sum over r of parts[r, t, h].
 //
-// Grid-stride loop over the tokens * width elements, 256 threads a block, one element a thread and step, no
+// Grid-stride loop over the rows * width elements, 256 threads a block, one element a thread and step, no
 // shared memory. Each thread adds the ranks in ascending order in FP32 (FP64 for float64), then what the output holds if it
 // accumulates, and rounds once.
 #include "common/device_types.cuh"
@@ -14,8 +14,8 @@ constexpr int kThreads = 256;
 
 template <typename T, typename Out, typename Sum>
 __global__ void sum_ranks_kernel(SumRanksArgs args) {
-  const int64_t elements = args.tokens * args.width;
-  const int64_t rank_stride = args.max_tokens * args.width;
+  const int64_t elements = args.rows * args.width;
+  const int64_t rank_stride = args.part_rows * args.width;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < elements; i += step) {
     Sum sum = 0;
@@ -39,7 +39,7 @@ __global__ void sum_ranks_kernel(SumRanksArgs args) {
 }  // namespace
 
 void launch_sum_ranks(const SumRanksArgs& args, void* stream) {
-  const int64_t elements = args.tokens * args.width;
+  const int64_t elements = args.rows * args.width;
   if (elements == 0) return;
   const unsigned grid = grid_size(elements, kThreads);
   const auto cuda_stream = static_cast<cudaStream_t>(stream);

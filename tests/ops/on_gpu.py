@@ -8,15 +8,16 @@ from typing import Any
 import torch
 
 
-def captured(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    """Runs the call once, then returns a CUDA graph of it."""
+def captured(call: Callable[[], Any], error_mode: str = "global") -> torch.cuda.CUDAGraph:
+    """Runs the call once, then returns a CUDA graph of it. With NCCL, whose watchdog queries events meanwhile, the mode
+    is "thread_local"."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         call()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode=error_mode):
         call()
     return graph
 

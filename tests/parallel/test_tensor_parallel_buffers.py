@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.opcheck import opcheck
+from tests.ops.on_gpu import captured
 from tests.parallel.test_tensor_parallel_ops import FLOATS, OTHERS, SHAPES, as_bytes, drawn, group_of, strided
 from transformer_plugin import ops
 from transformer_plugin.reference import tensor_parallel as all_ranks
@@ -149,14 +150,7 @@ def check_graph(rank: Rank) -> None:
         ops.all_gather_list_out(parts, out, *group)
         ops.reduce_scatter_out(out[0], total, True, *group)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        step()
+    graph = captured(step, "thread_local")
     total.zero_()
     expected = torch.zeros(64, 40)
     for seed in (1, 2, 3):

@@ -8,10 +8,12 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
+from transformer_plugin.tensor._layout import message
+
 
 def refuse(argument: str, expected: str, got: Any, advice: str) -> NoReturn:
     """Raises a ValueError."""
-    raise ValueError(f"RowShard: argument '{argument}': expected {expected}, got {got}. {advice}.")
+    raise ValueError(message("RowShard", argument, expected, str(got), advice))
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,7 @@ const char* why_not_sm90(const GemmDesc& desc, const GpuDesc& gpu) {
 constexpr const char* kCopiedFirst = "the rows that the index names are copied first";
 
 // On an H100, rows by an index take 1 to 2 % of a product, for any number of columns, and a copy of them 2 % (28672
-// columns) to 26 % (2048). For weight
-// gradients see gathers_wgrad().
+// columns) to 26 % (2048). Weight gradients: gathers_wgrad().
 bool gathers(const GemmDesc& desc) {
   const bool wgrad = desc.direction == GemmDirection::kWgrad;
   return bytes_of(desc.args.dtype) == 2 && desc.args.rows > 0 && desc.index_matrix_aligned &&

@@ -26,8 +26,8 @@ class WgradStages {
   }
   __device__ __forceinline__ bool exists() const { return index_ < scheduler_.count; }
   __device__ __forceinline__ bool begins_tile() const { return token == tokens.begin; }
-  // The votes tell the compiler that the results are uniform in the warp; without them the stage's addresses leave
-  // the uniform registers.
+  // __all_sync() shows the compiler that a result is the same in all lanes of a warp; otherwise it does not keep the
+  // addresses of the stage in uniform registers.
   __device__ __forceinline__ bool ends_tile() const {
     return __all_sync(~0u, token + tokens_per_stage >= tokens.end);
   }
