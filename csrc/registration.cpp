@@ -126,7 +126,7 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "linear(Tensor input, Tensor weight, Tensor? bias=None, str input_format=\"none\", "
       "str weight_format=\"none\", str grad_format=\"none\", Tensor[]? quantized_weight=None, "
       "Tensor? main_grad=None, bool accumulate=True, str weight_grad=\"none\", Tensor? wgrad_queue=None, "
-      "bool save_original_input=False, Tensor? dgrad_out=None) -> Tensor");
+      "bool save_original_input=False, Tensor? dgrad_out=None, str weight_shard=\"\") -> Tensor");
   m.def(
       "linear_out(Tensor input, Tensor weight, Tensor(a!) out, Tensor? bias=None, str input_format=\"none\", "
       "str weight_format=\"none\", str grad_format=\"none\", Tensor[]? quantized_weight=None, "
@@ -139,13 +139,14 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "str normalization=\"rms_norm\", bool zero_centered=False, bool return_normalized=False, "
       "str input_format=\"none\", str weight_format=\"none\", str grad_format=\"none\", "
       "Tensor[]? quantized_weight=None, Tensor? main_grad=None, bool accumulate=True, "
-      "str weight_grad=\"none\", Tensor? wgrad_queue=None) -> (Tensor output, Tensor normalized)");
+      "str weight_grad=\"none\", Tensor? wgrad_queue=None, str weight_shard=\"\") -> "
+      "(Tensor output, Tensor normalized)");
   m.def(
       "grouped_linear(Tensor input, Tensor[] weight, Tensor group_sizes, Tensor? bias=None, "
       "Tensor? bias_scale=None, str input_format=\"none\", str weight_format=\"none\", "
       "str grad_format=\"none\", Tensor[]? quantized_weight=None, int max_sms=0, int expected_rows=-1, "
       "Tensor[]? main_grad=None, bool accumulate=True, str weight_grad=\"none\", Tensor? wgrad_queue=None, "
-      "bool save_original_input=False, Tensor? dgrad_out=None) -> Tensor");
+      "bool save_original_input=False, Tensor? dgrad_out=None, str weight_shard=\"\") -> Tensor");
   m.def(
       "grouped_linear_out(Tensor input, Tensor[] weight, Tensor group_sizes, Tensor(a!) out, Tensor? bias=None, "
       "Tensor? bias_scale=None, str input_format=\"none\", str weight_format=\"none\", "
@@ -161,7 +162,7 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "int interleave=0, int max_sms=0, int expected_rows=-1, Tensor[]? fc1_main_grad=None, "
       "Tensor[]? fc2_main_grad=None, bool accumulate=True, str weight_grad=\"none\", "
       "Tensor? fc1_wgrad_queue=None, Tensor? fc2_wgrad_queue=None, Tensor? dgrad_out=None, Tensor? slot=None, "
-      "Tensor? source=None) -> Tensor");
+      "Tensor? source=None, str weight_shard=\"\") -> Tensor");
   m.def(
       "grouped_mlp_out(Tensor input, Tensor[] fc1_weight, Tensor[] fc2_weight, Tensor group_sizes, Tensor probs, "
       "Tensor(a!) out, Tensor? fc1_bias=None, Tensor? fc2_bias=None, str input_format=\"none\", "
@@ -317,7 +318,20 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "timeout_ms=-1) -> ()");
   m.def(
       "reduce_scatter_out(Tensor parts, Tensor(a!) out, bool accumulate=False, int num_ranks=1, str "
-      "group_name=\"\", int timeout_ms=-1) -> ()");
+      "group_name=\"\", int timeout_ms=-1, float factor=1.0) -> ()");
+
+  // sharded: weights whose first dimension is cut over ranks. `shard`, and `weight_shard` of layers: the key of such a weight
+  // (sharded/weight_shard.h). gather_weight: the tensors of one direction of the whole weight, from this rank's.
+  // configure_gathers: how many weights ahead of their use a group gathers, and whether in CUDA graphs, too. count_gathers:
+  // collectives, those begun early, uses of these, early ones that were dropped, bytes sent. note_weights_changed: nothing
+  // gathered before is used.
+  m.def(
+      "gather_weight(Tensor[] parts, str format, bool columnwise, bool backward, str shard) -> "
+      "(Tensor data, Tensor scale_inv, Tensor amax)");
+  m.def("configure_gathers(str group_name, int distance, bool in_graphs=False) -> ()");
+  m.def("clear_gathers(str group_name) -> ()");
+  m.def("count_gathers(str group_name) -> int[]");
+  m.def("note_weights_changed() -> ()");
 
   // all_gather_text: every rank's text, through the group's store, to compare configurations. compare_call raises if ranks
   // announce different calls. release_group frees the state of groups that have been destroyed.

@@ -44,6 +44,7 @@ def refresh_after(optimizer: Optimizer) -> RemovableHandle:
 
 def _refresh(optimizer: Optimizer, *_: Any) -> None:
     seen: set[int] = set()
+    parts: list[Any] = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if "quantized_copies" not in parameter.__dict__:
@@ -51,7 +52,14 @@ def _refresh(optimizer: Optimizer, *_: Any) -> None:
             for weight in copies_of(parameter):
                 if id(weight) not in seen:  # one copy may be of several parameters
                     seen.add(id(weight))
-                    weight.refresh()
+                    if weight.refreshes_itself:
+                        parts.append(weight)
+                    else:
+                        weight.refresh()
+    if parts:
+        from transformer_plugin.parallel._quantized_part import refresh_together
+
+        refresh_together(parts, None)
 
 
 class MasterWeights:

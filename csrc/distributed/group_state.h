@@ -64,6 +64,10 @@ struct GroupState {
   int64_t call_count = 0;
   std::vector<PlanRecord> plans;
 
+  // Of weights that are cut over the group's ranks (sharded/group_weights.h).
+  std::once_flag weights_once;
+  std::shared_ptr<void> weights;
+
   // Exchanges through the store.
   std::atomic<int64_t> text_sequence{0};
   std::mutex signature_mutex;

@@ -1,7 +1,7 @@
 // How far the collectives on a CUDA stream have come, in host memory. This header has no torch, for the CUDA
 // file.
 //
-// A kernel before each collective and one after it write to the stream's progress page. The watchdog thread
+// A kernel before each collective and one after it write to the group's progress page. The watchdog thread
 // reads the page as plain memory, so it sees progress inside a replayed CUDA graph too, and when a CUDA call
 // would block.
 #pragma once
@@ -12,8 +12,8 @@ namespace transformer_plugin::distributed {
 
 // Pinned host memory that the device writes, in the order phase_id, begun, then ended.
 struct ProgressPage {
-  volatile int64_t begun;     // number of collectives that the stream has reached
-  volatile int64_t ended;     // number of collectives that the stream has completed
+  volatile int64_t begun;     // number of collectives that the group's streams have reached
+  volatile int64_t ended;     // number of collectives that they have completed
   volatile int32_t phase_id;  // of the last one that has begun
   // A number that a kernel leaves for the host, which reads it in a later call
   // (RankGroup::take_device_report); 0: none.
@@ -31,7 +31,8 @@ StreamProgress allocate_progress();
 // Enqueue the kernel that belongs before a collective, and the one that belongs after it.
 void launch_begin_collective(const StreamProgress& progress, int32_t phase_id, void* stream);
 void launch_end_collective(const StreamProgress& progress, void* stream);
-// Whether a graph is being captured from the stream.
+// Whether a graph is being captured from the stream, and a number that differs between captures; 0: none.
 bool stream_is_captured(void* stream);
+uint64_t capture_of(void* stream);
 
 }  // namespace transformer_plugin::distributed

@@ -4,7 +4,8 @@
 // begin_collective_kernel: begun += 1 and phase_id = the collective's. end_collective_kernel: ended += 1.
 // Grid and block: one thread. The counts are kept in device memory, because a thread reads host memory
 // slowly; the host page gets copies. A system-wide fence after each write makes the host see the writes in
-// order.
+// order. Collectives of a group may be on several streams, so counts are added atomically, and a copy is written again until
+// it is that of the present count: otherwise a kernel that is late would leave an older one.
 #include <new>
 #include <stdexcept>
 #include <string>
@@ -15,20 +16,25 @@
 namespace transformer_plugin::distributed {
 namespace {
 
+__device__ void count(int64_t* counter, volatile int64_t* copy) {
+  atomicAdd(reinterpret_cast<unsigned long long*>(counter), 1ull);
+  const volatile int64_t* const current = counter;
+  int64_t written = 0;
+  do {
+    written = *current;
+    *copy = written;
+    __threadfence_system();
+  } while (*current != written);
+}
+
 __global__ void begin_collective_kernel(StreamProgress progress, int32_t phase_id) {
-  const int64_t sequence = progress.counters[0] + 1;
-  progress.counters[0] = sequence;
   progress.page->phase_id = phase_id;
   __threadfence_system();
-  progress.page->begun = sequence;
-  __threadfence_system();
+  count(&progress.counters[0], &progress.page->begun);
 }
 
 __global__ void end_collective_kernel(StreamProgress progress) {
-  const int64_t sequence = progress.counters[1] + 1;
-  progress.counters[1] = sequence;
-  progress.page->ended = sequence;
-  __threadfence_system();
+  count(&progress.counters[1], &progress.page->ended);
 }
 
 // Allows this thread to allocate while a graph is captured: the memory is not part of the graph.
@@ -77,6 +83,13 @@ void launch_begin_collective(const StreamProgress& progress, int32_t phase_id, v
 void launch_end_collective(const StreamProgress& progress, void* stream) {
   end_collective_kernel<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(progress);
   check_launch("end_collective_kernel");
+}
+
+uint64_t capture_of(void* stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long id = 0;
+  check(cudaStreamGetCaptureInfo(static_cast<cudaStream_t>(stream), &status, &id));
+  return status == cudaStreamCaptureStatusNone ? 0 : id + 1;
 }
 
 bool stream_is_captured(void* stream) {

@@ -41,6 +41,7 @@ class RankGroup {
   RankGroup(const RankGroup&) = delete;
   RankGroup& operator=(const RankGroup&) = delete;
 
+  GroupState& state() const { return *state_; }
   int64_t size() const { return state_->size; }
   int64_t rank() const { return state_->rank; }
 

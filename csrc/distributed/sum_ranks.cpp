@@ -10,7 +10,8 @@ using at::Tensor;
 namespace {
 
 // [ranks * n, W] into [rows, W].
-void run(const Tensor& received, int64_t ranks, int64_t rows, const Tensor& out, bool accumulate) {
+void run(const Tensor& received, int64_t ranks, int64_t rows, const Tensor& out, bool accumulate,
+         double factor) {
   const SumRanksArgs args{received.const_data_ptr(),
                           out.mutable_data_ptr(),
                           ranks,
@@ -19,7 +20,8 @@ void run(const Tensor& received, int64_t ranks, int64_t rows, const Tensor& out,
                           received.size(1),
                           to_dtype(received.scalar_type()),
                           to_dtype(out.scalar_type()),
-                          accumulate};
+                          accumulate,
+                          static_cast<float>(factor)};
   if (received.is_cpu()) return sum_ranks_cpu(args);
 #ifdef TRANSFORMER_PLUGIN_CUDA
   const CudaScope scope(received);
@@ -31,12 +33,13 @@ void run(const Tensor& received, int64_t ranks, int64_t rows, const Tensor& out,
 
 Tensor sum_ranks(const Tensor& received, int64_t ranks, int64_t rows) {
   const Tensor output = empty(received, {rows, received.size(1)}, received.scalar_type());
-  run(received, ranks, rows, output, false);
+  run(received, ranks, rows, output, false, 1);
   return output;
 }
 
-void sum_ranks_out(const Tensor& received, int64_t ranks, const Tensor& out, bool accumulate) {
-  run(received, ranks, received.size(0) / ranks, out, accumulate);
+void sum_ranks_out(const Tensor& received, int64_t ranks, const Tensor& out, bool accumulate,
+                   double factor) {
+  run(received, ranks, received.size(0) / ranks, out, accumulate, factor);
 }
 
 }  // namespace transformer_plugin::distributed

@@ -9,7 +9,7 @@
 namespace transformer_plugin::distributed {
 
 // output[t, h] = sum over ranks r = 0, 1, ... of parts[r, t, h], in FP32 (FP64 for float64), starting at
-// zero, rounded once. With `accumulate` the sum is added to output[t, h].
+// zero, times `factor`, rounded once. With `accumulate` that is added to output[t, h] before it is rounded.
 struct SumRanksArgs {
   const void* parts;  // [ranks, part_rows, width]
   void* output;       // [rows, width]
@@ -20,6 +20,7 @@ struct SumRanksArgs {
   DType dtype;      // of parts
   DType out_dtype;  // the same, or float32
   bool accumulate;
+  float factor = 1;
 };
 void sum_ranks_cpu(const SumRanksArgs& args);
 void launch_sum_ranks(const SumRanksArgs& args, void* stream);

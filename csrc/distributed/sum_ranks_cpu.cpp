@@ -11,8 +11,8 @@ namespace {
 constexpr int64_t kElementsPerTask = 16384;
 
 template <typename T, typename Out, typename Sum>
-TP_CPU_CLONES void sum_row(const T* first, int64_t rank_stride, int64_t ranks, bool accumulate, Out* output,
-                           int64_t width) {
+TP_CPU_CLONES void sum_row(const T* first, int64_t rank_stride, int64_t ranks, Sum factor, bool accumulate,
+                           Out* output, int64_t width) {
   constexpr int64_t kChunk = 512;
   Sum sums[kChunk];
   for (int64_t start = 0; start < width; start += kChunk) {
@@ -22,6 +22,7 @@ TP_CPU_CLONES void sum_row(const T* first, int64_t rank_stride, int64_t ranks, b
       const T* part = first + r * rank_stride + start;
       for (int64_t h = 0; h < count; ++h) sums[h] = sums[h] + static_cast<Sum>(part[h]);
     }
+    for (int64_t h = 0; h < count; ++h) sums[h] = sums[h] * factor;
     if (accumulate) {
       for (int64_t h = 0; h < count; ++h) sums[h] = static_cast<Sum>(output[start + h]) + sums[h];
     }
@@ -36,7 +37,8 @@ void sum_rows(const SumRanksArgs& args) {
   at::parallel_for(0, args.rows, rows_per_task, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
       sum_row<T, Out, Sum>(static_cast<const T*>(args.parts) + t * args.width, rank_stride, args.ranks,
-                           args.accumulate, static_cast<Out*>(args.output) + t * args.width, args.width);
+                           args.factor, args.accumulate, static_cast<Out*>(args.output) + t * args.width,
+                           args.width);
     }
   });
 }

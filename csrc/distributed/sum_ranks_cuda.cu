@@ -1,4 +1,4 @@
-// The sum over ranks (SumRanksArgs): output[t, h] = sum over r of parts[r, t, h].
+// The sum over ranks (SumRanksArgs): output[t, h] = factor * sum over r of parts[r, t, h].
 //
 // Grid-stride loop over the rows * width elements, 256 threads a block, one element a thread and step, no
 // shared memory. Each thread adds the ranks in ascending order in FP32 (FP64 for float64), then what the output holds if it
@@ -29,9 +29,11 @@ __global__ void sum_ranks_kernel(SumRanksArgs args) {
     }
     Out& out = static_cast<Out*>(args.output)[i];
     if constexpr (std::is_same_v<T, double>) {
-      out = args.accumulate ? out + sum : sum;
+      sum = __dmul_rn(sum, args.factor);
+      out = args.accumulate ? __dadd_rn(out, sum) : sum;
     } else {
-      out = from_float<Out>(args.accumulate ? to_float(out) + sum : sum);
+      sum = __fmul_rn(sum, args.factor);
+      out = from_float<Out>(args.accumulate ? __fadd_rn(to_float(out), sum) : sum);
     }
   }
 }

@@ -71,8 +71,11 @@ OperandFormats check_grouped_linear(const Call& call) {
   check_grouped_weight(weight, input);
   check_weight_size(weight, 2, call.input.sym_size(1), "the columns of 'input'");
   check_layer_widths(input, weight, formats);
-  check_groups({call.op, "group_sizes", *call.group_sizes}, input, weight.name, weight.groups());
-  if (call.bias) check_bias({call.op, "bias", *call.bias}, input, weight.groups(), weight.rows());
+  const c10::SymInt groups =
+      weight.is_list() ? weight.groups() : whole_size(weight.first(), call.main_grad);
+  check_groups({call.op, "group_sizes", *call.group_sizes}, input, weight.name, groups);
+  if (call.bias) check_bias({call.op, "bias", *call.bias}, input, groups, weight.rows());
+  check_weight_shard(weight, call.main_grad);
   if (call.bias_scale) {
     check_bias_scale({call.op, "bias_scale", *call.bias_scale}, call.bias.has_value(), input);
   }
@@ -100,8 +103,8 @@ Tensor native_product(const Call& call) {
 // Whether the call is one product, which checks its arguments itself.
 bool is_one_product(const Call& call) {
   if (!call.input.defined() || !call.group_sizes->defined() || call.weight.empty()) return false;
-  const auto& [buffers, accumulate, weight_grad, queue] = call.main_grad;
-  return call.input_format == "none" && call.weight_format == "none" && call.grad_format == "none" &&
+  const auto& [buffers, accumulate, weight_grad, queue, weight_shard] = call.main_grad;
+  return weight_shard.empty() && call.input_format == "none" && call.weight_format == "none" && call.grad_format == "none" &&
          !call.quantized_weight && !buffers && !queue && accumulate && weight_grad == "none" &&
          !call.buffers.given();
 }
@@ -127,7 +130,8 @@ Tensor grouped_linear(const Call& call) {
   const LinearArguments layer = call.layer();
   check_quantizable(call.op, layer, formats, false);
   const BelowAutograd guard;
-  return formats.native() ? native_product(call) : quantized_linear_forward(layer, formats);
+  const bool is_plain = formats.native() && call.main_grad.weight_shard.empty();
+  return is_plain ? native_product(call) : quantized_linear_forward(layer, formats);
 }
 
 // Calls the op below autograd.
@@ -135,14 +139,15 @@ Tensor redispatch(const Call& call) {
   using Signature =
       Tensor(const Tensor&, at::TensorList, const Tensor&, const OptionalTensor&, const OptionalTensor&,
              std::string_view, std::string_view, std::string_view, OptionalList, int64_t, int64_t,
-             OptionalList, bool, std::string_view, const OptionalTensor&, bool, const OptionalTensor&);
+             OptionalList, bool, std::string_view, const OptionalTensor&, bool, const OptionalTensor&,
+             std::string_view);
   using OutSignature =
       void(const Tensor&, at::TensorList, const Tensor&, const Tensor&, const OptionalTensor&,
            const OptionalTensor&, std::string_view, std::string_view, std::string_view, OptionalList, int64_t,
            int64_t, OptionalList, bool, std::string_view, const OptionalTensor&, bool, const OptionalTensor&);
   const BelowAutograd guard;
   const auto& [max_sms, expected_rows] = call.options;
-  const auto& [buffers, accumulate, weight_grad, queue] = call.main_grad;
+  const auto& [buffers, accumulate, weight_grad, queue, weight_shard] = call.main_grad;
   const auto& [out, dgrad_out] = call.buffers;
   if (out) {
     static const auto op = find_op<OutSignature>(kOutOp);
@@ -154,7 +159,7 @@ Tensor redispatch(const Call& call) {
   static const auto op = find_op<Signature>(kOp);
   return op.call(call.input, call.weight, *call.group_sizes, call.bias, call.bias_scale, call.input_format,
                  call.weight_format, call.grad_format, call.quantized_weight, max_sms, expected_rows, buffers,
-                 accumulate, weight_grad, queue, call.save_original_input, dgrad_out);
+                 accumulate, weight_grad, queue, call.save_original_input, dgrad_out, weight_shard);
 }
 
 Tensor grouped_linear_autograd(const Call& call) {
@@ -172,7 +177,7 @@ Tensor entry_of(const Tensor& input, at::TensorList weight, const Tensor& group_
                 std::string_view weight_format, std::string_view grad_format, OptionalList quantized_weight,
                 int64_t max_sms, int64_t expected_rows, OptionalList main_grad, bool accumulate,
                 std::string_view weight_grad, const OptionalTensor& wgrad_queue, bool save_original_input,
-                const OptionalTensor& dgrad_out) {
+                const OptionalTensor& dgrad_out, std::string_view weight_shard) {
   const GroupedWeight given(weight);
   return run({kOp,
               input,
@@ -185,7 +190,7 @@ Tensor entry_of(const Tensor& input, at::TensorList weight, const Tensor& group_
               grad_format,
               quantized_weight,
               {max_sms, expected_rows},
-              {main_grad, accumulate, weight_grad, wgrad_queue},
+              {main_grad, accumulate, weight_grad, wgrad_queue, weight_shard},
               {std::nullopt, dgrad_out},
               save_original_input});
 }

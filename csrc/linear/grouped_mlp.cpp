@@ -22,7 +22,8 @@ Tensor redispatch(const MlpArguments& mlp, const OperandFormats& formats) {
       const Tensor&, at::TensorList, at::TensorList, const Tensor&, const Tensor&, const OptionalTensor&,
       const OptionalTensor&, std::string_view, std::string_view, std::string_view, OptionalList, OptionalList,
       int64_t, int64_t, int64_t, OptionalList, OptionalList, bool, std::string_view, const OptionalTensor&,
-      const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&);
+      const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+      std::string_view);
   using OutSignature =
       void(const Tensor&, at::TensorList, at::TensorList, const Tensor&, const Tensor&, const Tensor&,
            const OptionalTensor&, const OptionalTensor&, std::string_view, std::string_view, std::string_view,
@@ -47,7 +48,7 @@ Tensor redispatch(const MlpArguments& mlp, const OperandFormats& formats) {
                  mlp.fc2_bias, formats.input_key, formats.weight_key, formats.grad_key, mlp.quantized_fc1,
                  mlp.quantized_fc2, mlp.interleave, mlp.options.max_sms, mlp.options.expected_rows,
                  main_grad.buffers, mlp.fc2_main_grad.buffers, main_grad.accumulate, main_grad.weight_grad,
-                 main_grad.queue, mlp.fc2_main_grad.queue, dgrad_out, slot, source);
+                 main_grad.queue, mlp.fc2_main_grad.queue, dgrad_out, slot, source, main_grad.weight_shard);
 }
 
 enum class Kernel { kCompute, kMeta, kAutograd };
@@ -77,7 +78,7 @@ Tensor grouped_mlp(const Tensor& input, at::TensorList fc1_weight, at::TensorLis
                    OptionalList fc1_main_grad, OptionalList fc2_main_grad, bool accumulate,
                    std::string_view weight_grad, const OptionalTensor& fc1_wgrad_queue,
                    const OptionalTensor& fc2_wgrad_queue, const OptionalTensor& dgrad_out,
-                   const OptionalTensor& slot, const OptionalTensor& source) {
+                   const OptionalTensor& slot, const OptionalTensor& source, std::string_view weight_shard) {
   const GroupedWeight fc1(fc1_weight), fc2(fc2_weight);
   return run<kernel>({kOp,
                       input,
@@ -91,8 +92,8 @@ Tensor grouped_mlp(const Tensor& input, at::TensorList fc1_weight, at::TensorLis
                       quantized_fc2,
                       interleave,
                       {max_sms, expected_rows},
-                      {fc1_main_grad, accumulate, weight_grad, fc1_wgrad_queue},
-                      {fc2_main_grad, accumulate, weight_grad, fc2_wgrad_queue},
+                      {fc1_main_grad, accumulate, weight_grad, fc1_wgrad_queue, weight_shard},
+                      {fc2_main_grad, accumulate, weight_grad, fc2_wgrad_queue, weight_shard},
                       {std::nullopt, dgrad_out},
                       {or_undefined(slot), or_undefined(source)}},
                      input_format, weight_format, grad_format);

@@ -76,14 +76,16 @@ OperandFormats check_grouped_mlp(const MlpArguments& mlp, std::string_view input
   check_weight_size(fc2_weight, 0, groups, "the groups of 'fc1_weight'");
   check_weight_size(fc2_weight, 1, mlp.input.sym_size(1), "the columns of 'input'");
   check_weight_size(fc2_weight, 2, linear / 2, "half the rows of 'fc1_weight' in a group");
-  check_groups({mlp.op, "group_sizes", mlp.group_sizes}, input, fc1_weight.name, groups);
+  const c10::SymInt all_groups =
+      fc1_weight.is_list() ? groups : whole_size(fc1_weight.first(), mlp.fc1_main_grad);
+  check_groups({mlp.op, "group_sizes", mlp.group_sizes}, input, fc1_weight.name, all_groups);
   check_dtype(probs, {at::kFloat});
   check_dim(probs, 1);
   check_size(probs, 0, mlp.sized_as_rows().sym_size(0),
              mlp.rows.given() ? "the entries of 'source'" : "the rows of 'input'");
   check_same_device(probs, input);
-  if (mlp.fc1_bias) check_bias({mlp.op, "fc1_bias", *mlp.fc1_bias}, input, groups, linear);
-  if (mlp.fc2_bias) check_bias({mlp.op, "fc2_bias", *mlp.fc2_bias}, input, groups, fc2_weight.rows());
+  if (mlp.fc1_bias) check_bias({mlp.op, "fc1_bias", *mlp.fc1_bias}, input, all_groups, linear);
+  if (mlp.fc2_bias) check_bias({mlp.op, "fc2_bias", *mlp.fc2_bias}, input, all_groups, fc2_weight.rows());
   check_interleave(mlp.op, mlp.interleave);
   const std::string fc1_name = fc1_weight.first_name(), fc2_name = fc2_weight.first_name();
   check_interleaved_columns({mlp.op, fc1_name.c_str(), fc1_weight.first()}, linear / 2, mlp.interleave);
@@ -93,6 +95,8 @@ OperandFormats check_grouped_mlp(const MlpArguments& mlp, std::string_view input
   check_quantized_weight("quantized_fc1_weight", mlp.quantized_fc1, fc1_weight, formats);
   check_quantized_weight("quantized_fc2_weight", mlp.quantized_fc2, fc2_weight, formats);
   check_main_grads(mlp, fc1_weight, fc2_weight);
+  check_weight_shard(fc1_weight, mlp.fc1_main_grad);
+  check_weight_shard(fc2_weight, mlp.fc2_main_grad);
   check_caller_buffers(input, mlp.input.sym_size(1), mlp.buffers);
   check_memory(mlp);
   return formats;

@@ -46,7 +46,8 @@ Tensor forward_of(const MlpArguments& mlp, const OperandFormats& formats, const 
   const BelowAutograd guard;
   QuantizedOperand input = rows_operand(mlp.input, mlp.rows, mlp.group_sizes, formats.input,
                                         formats.input_key, true, wanted.fc1_weight);
-  QuantizedWeight fc1 = weight_operand(mlp.fc1_weight, mlp.quantized_fc1, formats, wanted.input);
+  QuantizedWeight fc1 = gathered_operand(mlp.fc1_weight, mlp.quantized_fc1, formats, wanted.input,
+                                         mlp.fc1_main_grad.weight_shard);
   if (wanted.fc1_weight) kept.input = input.columnwise;
   kept.fc1 = fc1.backward;
   if (wanted.input) kept.fc1_matrices = fc1.matrices;
@@ -55,7 +56,8 @@ Tensor forward_of(const MlpArguments& mlp, const OperandFormats& formats, const 
   if (wanted.linear) kept.linear = hidden.linear;
   if (wanted.fc2_weight) kept.activation = hidden.activation.columnwise;
   hidden.linear.reset();
-  const QuantizedWeight fc2 = weight_operand(mlp.fc2_weight, mlp.quantized_fc2, formats, wanted.linear);
+  const QuantizedWeight fc2 = gathered_operand(mlp.fc2_weight, mlp.quantized_fc2, formats, wanted.linear,
+                                               mlp.fc2_main_grad.weight_shard);
   kept.fc2 = fc2.backward;
   if (wanted.linear) kept.fc2_matrices = fc2.matrices;
   const OptionalTensor bias_scale = mlp.fc2_bias ? OptionalTensor(mlp.probs) : std::nullopt;
@@ -83,7 +85,7 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
                         const MainGrad& fc2_main_grad, const CallerBuffers& buffers, const TokenRows& rows) {
     const MlpArguments mlp{kOp,      input,    fc1_weight,    fc2_weight,    group_sizes, probs,
                            fc1_bias, fc2_bias, quantized_fc1, quantized_fc2, interleave,  options,
-                           {},       {},       buffers,       rows};
+                           fc1_main_grad, fc2_main_grad, buffers, rows};
     const OperandFormats formats = operand_formats(kOp, input_key, weight_key, grad_key);
     NeedsGrad wanted{input.requires_grad(), wants_grad(fc1_weight), wants_grad(fc2_weight)};
     wanted.linear = wanted.input || wanted.fc1_weight || wants_grad(fc1_bias) || probs.requires_grad();
@@ -113,8 +115,9 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
     ctx->save_for_backward(std::move(saved));
     save_matrices(ctx, "fc1_matrices", fc1_weight.size(), kept.fc1_matrices.size());
     save_matrices(ctx, "fc2_matrices", fc2_weight.size(), kept.fc2_matrices.size());
-    if (wanted.fc1_weight) save_main_grad(ctx, kFc1MainGrad, fc1_main_grad);
-    if (wanted.fc2_weight) save_main_grad(ctx, kFc2MainGrad, fc2_main_grad);
+    if (wanted.fc1_weight) save_main_grad(ctx, kFc1MainGrad, fc1_main_grad, fc1_weight);
+    if (wanted.fc2_weight) save_main_grad(ctx, kFc2MainGrad, fc2_main_grad, fc2_weight);
+    save_weight_shard(ctx, fc1_main_grad);
     if (wanted.input) save_dgrad_out(ctx, buffers);
     ctx->saved_data["input_format"] = std::string(input_key);
     ctx->saved_data["weight_format"] = std::string(weight_key);
@@ -231,10 +234,12 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
         wants_fc2 && fc2_gradient.allocates() && grows(g.columnwise, kept.activation, group_sizes, dtype);
     if (!fc2_is_late) compute_fc2_wgrad();
     if (wants_linear) {
+      Quantized whole = whole_in_backward(ctx, kept.fc2, formats);
       HiddenGradient hidden = data_gradient_then_activation_backward(
-          std::move(g.rowwise), kept.fc2, kept.fc2_matrices, fc2_columns, kept.linear, group_sizes, probs,
+          std::move(g.rowwise), whole, kept.fc2_matrices, whole.transposed, kept.linear, group_sizes, probs,
           formats, {wants_input, wants_fc1, wants_fc1_bias},
           interleave == ctx->saved_data.end() ? 0 : interleave->second.toInt(), options);
+      whole = {};
       release(kept.linear);
       if (quantized_in_forward(ctx, kept.fc2, "fc2_given")) release(kept.fc2.data);
       linear = std::move(hidden.linear.values);
@@ -250,7 +255,8 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
     if (!fc1_is_late) compute_fc1_wgrad();
     if (wants_input) {
       const OptionalTensor out = saved_dgrad_out(ctx, kOp, grad);
-      grad_input = gemm_of(linear.rowwise, kept.fc1, group_sizes, std::nullopt, std::nullopt, fc1_columns,
+      const Quantized whole = whole_in_backward(ctx, kept.fc1, formats);
+      grad_input = gemm_of(linear.rowwise, whole, group_sizes, std::nullopt, std::nullopt, whole.transposed,
                            dtype, options, kept.fc1_matrices, rows.given() ? std::nullopt : out);
       linear.rowwise = {};
       if (rows.given()) grad_input = rows.sum(grad_input, out);

@@ -42,6 +42,7 @@ struct Call {
     return {rows,      weight,  kNoTensor,          bias, kNoTensor, quantized_weight, {},
             main_grad, buffers, save_original_input};
   }
+  c10::SymInt out_features() const { return whole_size(weight, main_grad); }
 };
 
 OperandFormats check_linear(const Call& call) {
@@ -54,12 +55,13 @@ OperandFormats check_linear(const Call& call) {
   check_pair(weight, input, 2);
   check_size(weight, 1, call.input.sym_size(-1), "the last dimension of 'input'");
   check_layer_widths(input, weights, formats);
-  if (call.bias) check_bias({call.op, "bias", *call.bias}, input, std::nullopt, call.weight.sym_size(0));
+  if (call.bias) check_bias({call.op, "bias", *call.bias}, input, std::nullopt, call.out_features());
+  check_weight_shard(weights, call.main_grad);
   check_quantized_weight("quantized_weight", call.quantized_weight, weights, formats);
   const MainGrad& main_grad = call.main_grad;
   check_weight_gradient(main_grad, weights, false, call.input);
   check_save_original_input(call.op, call.save_original_input, formats);
-  check_caller_buffers(input, call.weight.sym_size(0), call.buffers);
+  check_caller_buffers(input, call.out_features(), call.buffers);
   if (!main_grad.buffers && !call.buffers.given()) return formats;
   CallMemory memory(call.op);
   memory.written("main_grad", main_grad.buffers);
@@ -74,7 +76,7 @@ OperandFormats check_linear(const Call& call) {
 
 Tensor linear_meta(const Call& call) {
   check_linear(call);
-  return empty(call.input, with_columns(call.input, call.weight.sym_size(0)), call.input.scalar_type());
+  return empty(call.input, with_columns(call.input, call.out_features()), call.input.scalar_type());
 }
 
 // The product of unquantized operands, [..., N], in the buffer if there is one.
@@ -90,7 +92,8 @@ Tensor native_product(const Tensor& input, const Tensor& weight, const OptionalT
 Tensor linear(const Call& call) {
   const OperandFormats formats = check_linear(call);
   const BelowAutograd guard;
-  if (formats.native()) return native_product(call.input, call.weight, call.bias, call.buffers.out);
+  const bool is_plain = formats.native() && call.main_grad.weight_shard.empty();
+  if (is_plain) return native_product(call.input, call.weight, call.bias, call.buffers.out);
   const Tensor x = as_matrix(call.input);
   const LinearArguments layer = call.layer(x);
   check_quantizable(call.op, layer, formats, false);
@@ -102,7 +105,8 @@ Tensor linear(const Call& call) {
 Tensor redispatch(const Call& call) {
   using Signature = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view,
                            std::string_view, std::string_view, OptionalList, const OptionalTensor&, bool,
-                           std::string_view, const OptionalTensor&, bool, const OptionalTensor&);
+                           std::string_view, const OptionalTensor&, bool, const OptionalTensor&,
+                           std::string_view);
   using OutSignature =
       void(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, std::string_view,
            std::string_view, std::string_view, OptionalList, const OptionalTensor&, bool, std::string_view,
@@ -121,7 +125,7 @@ Tensor redispatch(const Call& call) {
   static const auto op = find_op<Signature>(kOp);
   return op.call(call.input, call.weight, call.bias, call.input_format, call.weight_format, call.grad_format,
                  call.quantized_weight, main_grad, call.main_grad.accumulate, call.main_grad.weight_grad,
-                 call.main_grad.queue, call.save_original_input, dgrad_out);
+                 call.main_grad.queue, call.save_original_input, dgrad_out, call.main_grad.weight_shard);
 }
 
 Tensor plain_forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
@@ -168,7 +172,7 @@ class LinearMainGradFunction : public DifferentiableOnce<LinearMainGradFunction<
                         const OptionalTensor& bias, const MainGrad& main_grad, const CallerBuffers& buffers) {
     const bool wants_weight = weight.requires_grad(), wants_input = input.requires_grad();
     ctx->save_for_backward({wants_weight ? input : Tensor(), wants_input ? weight : Tensor()});
-    if (wants_weight) save_main_grad(ctx, "main_grad", main_grad);
+    if (wants_weight) save_main_grad(ctx, "main_grad", main_grad, weight);
     if (wants_input) save_dgrad_out(ctx, buffers);
     return plain_forward(input, weight, bias, buffers.out);
   }
@@ -202,13 +206,14 @@ Tensor linear_autograd(const Call& call) {
                buffers, save_original_input] = call;
   if (!any_wants_grad(input, weight, bias)) return redispatch(call);
   const bool is_native = input_format == "none" && weight_format == "none" && grad_format == "none";
-  const bool is_plain = is_native && !quantized && main_grad.accumulate && main_grad.weight_grad == "none";
+  const bool is_cut = !main_grad.weight_shard.empty();
+  const bool is_plain = is_native && !is_cut && !quantized && main_grad.accumulate && main_grad.weight_grad == "none";
   if (is_plain && !main_grad.buffers && !main_grad.queue && !buffers.given()) {
     return bias ? LinearFunction<true>::apply(input, weight, bias)
                 : LinearFunction<false>::apply(input, weight, bias);
   }
   const OperandFormats formats = check_linear(call);
-  if (formats.native()) {
+  if (formats.native() && !is_cut) {
     return bias ? LinearMainGradFunction<true>::apply(input, weight, bias, main_grad, buffers)
                 : LinearMainGradFunction<false>::apply(input, weight, bias, main_grad, buffers);
   }
@@ -226,7 +231,7 @@ Tensor entry_of(const Tensor& input, const Tensor& weight, const OptionalTensor&
                 std::string_view input_format, std::string_view weight_format, std::string_view grad_format,
                 OptionalList quantized_weight, const OptionalTensor& main_grad, bool accumulate,
                 std::string_view weight_grad, const OptionalTensor& wgrad_queue, bool save_original_input,
-                const OptionalTensor& dgrad_out) {
+                const OptionalTensor& dgrad_out, std::string_view weight_shard) {
   const OptionalList buffers = main_grad ? OptionalList(at::TensorList(*main_grad)) : std::nullopt;
   return run({kOp,
               input,
@@ -236,7 +241,7 @@ Tensor entry_of(const Tensor& input, const Tensor& weight, const OptionalTensor&
               weight_format,
               grad_format,
               quantized_weight,
-              {buffers, accumulate, weight_grad, wgrad_queue},
+              {buffers, accumulate, weight_grad, wgrad_queue, weight_shard},
               {std::nullopt, dgrad_out},
               save_original_input});
 }

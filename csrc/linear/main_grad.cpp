@@ -10,6 +10,7 @@
 #include "gemm/dispatch/checks.h"
 #include "linear/deferred_wgrad.h"
 #include "linear/products.h"
+#include "sharded/reduce_gradient.h"
 
 namespace transformer_plugin::linear {
 
@@ -128,7 +129,32 @@ std::string queue_of(const char* name) { return std::string(name) + "_queue"; }
 
 }  // namespace
 
-void save_main_grad(AutogradContext* ctx, const char* name, const MainGrad& main_grad) {
+void check_weight_shard(const WeightArgument& weight, const MainGrad& main_grad) {
+  const sharded::WeightShard shard = sharded::parse_weight_shard(weight.op, main_grad.weight_shard);
+  if (!shard.is_cut()) return;
+  constexpr const char* name = "weight_shard";
+  TP_CHECK_VALUE(!weight.is_list(), weight.op, name, "'' for a weight of several tensors",
+                 "'" << main_grad.weight_shard << "'", "Pass the weight as one stack [G, N, K]");
+  const c10::SymInt held = weight.first().sym_size(0) * shard.ranks;
+  TP_CHECK_VALUE(held >= shard.rows, weight.op, weight.name,
+                 "a part of the " << shard.rows << " rows on each of " << shard.ranks << " ranks",
+                 describe(weight.first()), "Cut the weight as transformer_plugin.parallel.shard_ does");
+  TP_CHECK_VALUE(!main_grad.queue, weight.op, name, "'' with a queue of weight gradients",
+                 "'" << main_grad.weight_shard << "'", "Leave out the queue: ranks add gradients in the backward");
+  TP_CHECK_VALUE(!main_grad.buffers || main_grad.buffers->size() == 1, weight.op, "main_grad",
+                 "one buffer of the sizes of the weight", main_grad.buffers->size(), "Pass one tensor");
+}
+
+void save_weight_shard(AutogradContext* ctx, const MainGrad& main_grad) {
+  if (!main_grad.weight_shard.empty()) {
+    ctx->saved_data["weight_shard"] = std::string(main_grad.weight_shard);
+  }
+}
+
+void save_main_grad(AutogradContext* ctx, const char* name, const MainGrad& main_grad,
+                    at::TensorList weight) {
+  // Untracked: gradients of the part do not depend on its values.
+  if (!main_grad.weight_shard.empty()) ctx->saved_data[std::string(name) + "_weight"] = weight[0];
   if (main_grad.queue) ctx->saved_data[queue_of(name)] = *main_grad.queue;
   if (!main_grad.buffers) return;
   const at::TensorList buffers = *main_grad.buffers;
@@ -149,6 +175,10 @@ WeightGradient::WeightGradient(AutogradContext* ctx, const char* name, size_t pl
   }
   const auto queue = ctx->saved_data.find(queue_of(name));
   if (queue != ctx->saved_data.end()) queue_ = queue->second.toTensor();
+  const auto weight = ctx->saved_data.find(std::string(name) + "_weight");
+  if (weight == ctx->saved_data.end()) return;
+  weight_ = weight->second.toTensor();
+  shard_ = ctx->saved_data["weight_shard"].toStringRef();
 }
 
 // Those of matrices that want no gradient stay.
@@ -202,11 +232,33 @@ bool needs_temporaries(const std::vector<Tensor>& buffers) {
 
 }  // namespace
 
+// The gradient of the whole weight, of which each rank gets the sum over the ranks for its part.
+Tensor WeightGradient::reduced(const Quantized& grad, const Quantized& input,
+                               const std::optional<Tensor>& group_sizes, at::ScalarType dtype,
+                               const gemm::LaunchOptions& options) const {
+  const sharded::WeightShard shard = sharded::parse_weight_shard("linear", shard_);
+  const bool accumulates = ctx_->saved_data.find("overwrites") == ctx_->saved_data.end();
+  at::ScalarType part_dtype = buffers_.empty() ? dtype : buffers_[0].scalar_type();
+  if (shard.bfloat16_parts && part_dtype == at::kFloat) part_dtype = at::kBFloat16;
+  Tensor parts = sharded::gradient_parts(weight_, shard, part_dtype);
+  Tensor valid = parts.narrow(0, 0, shard.rows);
+  if (!is_grouped_ && group_sizes) valid = valid.unsqueeze(0);
+  wgrad_into(grad, input, group_sizes, valid, false, options);
+  sharded::GradientTarget target{weight_, std::nullopt, accumulates};
+  if (!buffers_.empty()) target.main_grad = buffers_[0];
+  return sharded::reduce_gradient(parts, shard, target);
+}
+
 variable_list WeightGradient::compute(const Quantized& grad, const Quantized& input,
                                       const std::optional<Tensor>& group_sizes, at::ScalarType dtype,
                                       const gemm::LaunchOptions& options) const {
   // The options of a node with two weights are those of the one that has buffers.
   const bool accumulates = buffers_.empty() || ctx_->saved_data.find("overwrites") == ctx_->saved_data.end();
+  if (is_cut()) {
+    Tensor own = reduced(grad, input, group_sizes, dtype, options);
+    if (own.defined()) return {std::move(own)};
+    return placeholders(dtype);
+  }
   if (queue_) {
     const auto rounded = buffers_.empty() ? std::optional(dtype) : std::nullopt;
     call_defer_wgrad(*queue_, grad, input, group_sizes, {rounded, accumulates, skipped(), options});

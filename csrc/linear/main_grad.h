@@ -22,9 +22,15 @@ void check_main_grad(const char* name, const MainGrad& main_grad, const WeightAr
 void check_weight_gradient(const MainGrad& main_grad, const WeightArgument& weight, bool is_grouped,
                            const at::Tensor& data);
 
+// What a weight that is cut over ranks may have: one tensor, whose part is large enough, one buffer and no queue.
+void check_weight_shard(const WeightArgument& weight, const MainGrad& main_grad);
+
 // In the forward: keeps the buffers and the queue for the backward, untracked, because two forwards may come
 // before two backwards. `name`: of the argument. Nothing without either.
-void save_main_grad(torch::autograd::AutogradContext* ctx, const char* name, const MainGrad& main_grad);
+void save_main_grad(torch::autograd::AutogradContext* ctx, const char* name, const MainGrad& main_grad,
+                    at::TensorList weight);
+// Always: what tells the backward that the weight is cut over ranks.
+void save_weight_shard(torch::autograd::AutogradContext* ctx, const MainGrad& main_grad);
 
 // In the backward: what becomes of the gradient of one weight.
 class WeightGradient {
@@ -37,7 +43,9 @@ class WeightGradient {
   // Whether compute() only keeps the operands in a queue.
   bool is_deferred() const { return queue_.has_value(); }
   // Whether compute() allocates a tensor of the weight's size.
-  bool allocates() const { return buffers_.empty() && !queue_; }
+  bool allocates() const { return (buffers_.empty() && !queue_) || is_cut(); }
+  // Whether each rank gets the gradient of its part.
+  bool is_cut() const { return !shard_.empty(); }
   // What autograd gets for each tensor of the weight, of `dtype`. With a queue nothing is computed. The gradients
   // of several matrices are views of one tensor. A dense layer may have group sizes, of one group of all its rows.
   torch::autograd::variable_list compute(const Quantized& grad, const Quantized& input,
@@ -49,12 +57,17 @@ class WeightGradient {
   std::vector<int64_t> skipped() const;
   void copy_to_buffers(const std::vector<at::Tensor>& results) const;
   torch::autograd::variable_list placeholders(at::ScalarType dtype) const;
+  at::Tensor reduced(const Quantized& grad, const Quantized& input,
+                     const std::optional<at::Tensor>& group_sizes, at::ScalarType dtype,
+                     const gemm::LaunchOptions& options) const;
 
   torch::autograd::AutogradContext* ctx_;
   size_t place_, count_;
   bool is_grouped_, is_wanted_ = false;
   std::vector<at::Tensor> buffers_;
   std::optional<at::Tensor> queue_;
+  std::string shard_;
+  at::Tensor weight_;  // of a cut weight
 };
 
 }  // namespace transformer_plugin::linear

@@ -55,7 +55,8 @@ void check_norm_linear(const NormLinear& layer, const OperandFormats& formats) {
   norm::check_norm(norm, "norm_weight", "norm_bias");
   check_pair(weight, input, 2);
   check_size(weight, 1, norm.input.sym_size(-1), "the last dimension of 'input'");
-  if (layer.bias) check_bias({kOp, "bias", *layer.bias}, input, std::nullopt, layer.weight.sym_size(0));
+  if (layer.bias) check_bias({kOp, "bias", *layer.bias}, input, std::nullopt, whole_size(layer.weight, layer.main_grad));
+  check_weight_shard(weights, layer.main_grad);
   check_layer_widths(input, weights, formats);
   check_quantized_weight("quantized_weight", layer.quantized_weight, weights, formats);
   check_weight_gradient(layer.main_grad, weights, false, norm.input);
@@ -141,7 +142,8 @@ Outputs forward_of(const NormLinear& layer, const OperandFormats& formats, const
   input.columnwise = {};
   if (!layer.return_normalized) normalized.reset();
   const QuantizedWeight weight =
-      weight_operand(layer.weight, layer.quantized_weight, formats, wanted.normalized);
+      gathered_operand(layer.weight, layer.quantized_weight, formats, wanted.normalized,
+                       layer.main_grad.weight_shard);
   kept.weight = weight.backward;
   return {
       gemm_of(input.rowwise, weight.forward, kNone, layer.bias, kNone, true, layer.norm.input.scalar_type()),
@@ -163,7 +165,7 @@ LayerGradients unquantized_gradients(const Tensor& grad, const NormCall& norm, c
   LayerGradients result;
   if (wanted.weight.is_wanted()) {
     const Tensor normalized = norm::call_norm(norm);
-    if (wanted.weight.allocates()) {
+    if (wanted.weight.allocates() && !wanted.weight.is_cut()) {
       result.weight = at::mm(grad.t(), normalized);
     } else {
       const Quantized g{grad, Tensor(), Tensor()}, x{normalized, Tensor(), Tensor()};
@@ -218,7 +220,8 @@ class NormLinearFunction : public DifferentiableOnce<NormLinearFunction> {
                            weight,
                            bias,
                            quantized_weight,
-                           return_normalized};
+                           return_normalized,
+                           main_grad};
     const OperandFormats formats = operand_formats(kOp, input_key, weight_key, grad_key);
     const NeedsGrad wanted{input.requires_grad() || wants_grad(norm_weight) || wants_grad(norm_bias),
                            weight.requires_grad()};
@@ -232,7 +235,8 @@ class NormLinearFunction : public DifferentiableOnce<NormLinearFunction> {
                             norms_again ? or_undefined(norm_bias) : Tensor(), kept.stats.mean,
                             kept.stats.rstd, kept.columns.data, kept.columns.scale, kept.columns.amax,
                             kept.weight.data, kept.weight.scale, kept.weight.amax});
-    if (wanted.weight) save_main_grad(ctx, "main_grad", main_grad);
+    if (wanted.weight) save_main_grad(ctx, "main_grad", main_grad, weight);
+    save_weight_shard(ctx, main_grad);
     ctx->saved_data["eps"] = eps;
     ctx->saved_data["centered"] = centered;
     ctx->saved_data["zero_centered"] = zero_centered;
@@ -308,11 +312,12 @@ class NormLinearFunction : public DifferentiableOnce<NormLinearFunction> {
     const std::string weight_key = ctx->saved_data["weight_format"].toStringRef();
     const std::string grad_key = ctx->saved_data["grad_format"].toStringRef();
     const OperandFormats formats = operand_formats(kOp, input_key, weight_key, grad_key);
-    if (formats.native()) return unquantized_gradients(grad, norm, saved[8], wanted);
-    const SavedTensors kept{{},
-                            {saved[5], saved[6], saved[7], formats.input, input_key, true},
-                            {saved[8], saved[9], saved[10], formats.weight, weight_key,
-                             ctx->saved_data["weight_columns"].toBool()}};
+    Quantized weight{saved[8], saved[9], saved[10], formats.weight, weight_key,
+                     ctx->saved_data["weight_columns"].toBool()};
+    if (wanted.input) weight = whole_in_backward(ctx, weight, formats);
+    if (formats.native()) return unquantized_gradients(grad, norm, weight.data, wanted);
+    const SavedTensors kept{
+        {}, {saved[5], saved[6], saved[7], formats.input, input_key, true}, std::move(weight)};
     return quantized_gradients(grad, norm, kept, formats, wanted);
   }
 };
@@ -330,7 +335,8 @@ Two redispatch(const NormLinear& layer, std::string_view normalization, std::str
   using Signature =
       Two(const Tensor&, const OptionalTensor&, const OptionalTensor&, const Tensor&, const OptionalTensor&,
           double, std::string_view, bool, bool, std::string_view, std::string_view, std::string_view,
-          OptionalList, const OptionalTensor&, bool, std::string_view, const OptionalTensor&);
+          OptionalList, const OptionalTensor&, bool, std::string_view, const OptionalTensor&,
+          std::string_view);
   static const auto op = find_op<Signature>(kOp);
   const BelowAutograd guard;
   const NormCall& norm = layer.norm;
@@ -339,7 +345,7 @@ Two redispatch(const NormLinear& layer, std::string_view normalization, std::str
                  norm.zero_centered, layer.return_normalized, input_format, weight_format, grad_format,
                  layer.quantized_weight,
                  main_grad.buffers ? OptionalTensor((*main_grad.buffers)[0]) : std::nullopt,
-                 main_grad.accumulate, main_grad.weight_grad, main_grad.queue);
+                 main_grad.accumulate, main_grad.weight_grad, main_grad.queue, main_grad.weight_shard);
 }
 
 enum class Kernel { kCompute, kMeta, kAutograd };
@@ -350,9 +356,9 @@ Two norm_linear(const Tensor& input, const OptionalTensor& norm_weight, const Op
                 bool zero_centered, bool return_normalized, std::string_view input_format,
                 std::string_view weight_format, std::string_view grad_format, OptionalList quantized_weight,
                 const OptionalTensor& main_grad, bool accumulate, std::string_view weight_grad,
-                const OptionalTensor& wgrad_queue) {
+                const OptionalTensor& wgrad_queue, std::string_view weight_shard) {
   const bool centered = is_centered(normalization);
-  MainGrad target{{}, accumulate, weight_grad, wgrad_queue};
+  MainGrad target{{}, accumulate, weight_grad, wgrad_queue, weight_shard};
   if (main_grad) target.buffers = at::TensorList(*main_grad);
   const auto layer_of = [&](const Tensor& x) {
     return NormLinear{{kOp, centered, x, norm_weight, norm_bias, eps, zero_centered},
@@ -369,7 +375,7 @@ Two norm_linear(const Tensor& input, const OptionalTensor& norm_weight, const Op
   const OperandFormats formats = operand_formats(kOp, input_format, weight_format, grad_format);
   check_norm_linear(layer_of(input), formats);
   if constexpr (kernel == Kernel::kMeta) {
-    return {empty(input, with_columns(input, weight.sym_size(0)), input.scalar_type()),
+    return {empty(input, with_columns(input, whole_size(weight, target)), input.scalar_type()),
             return_normalized ? empty(input, input.sym_sizes(), input.scalar_type())
                               : empty(input, {0}, input.scalar_type())};
   } else if constexpr (kernel == Kernel::kAutograd) {

@@ -69,7 +69,8 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
     const bool keeps_original = save_original_input && !formats.native();
     const QuantizedOperand x = quantize_operand(input, column_sizes, formats.input, input_key, true,
                                                 wants_weight && !keeps_original);
-    const QuantizedWeight w = weight_operand(weight, quantized_weight, formats, wants_input);
+    const QuantizedWeight w =
+        gathered_operand(weight, quantized_weight, formats, wants_input, main_grad.weight_shard);
     ctx->saved_data["weight_columns"] = w.backward.transposed;
     // The backward needs the columnwise input only.
     Quantized columns;
@@ -94,7 +95,8 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
     if (weight.size() > 1) ctx->saved_data["matrices"] = static_cast<int64_t>(weight.size());
     const LaunchOptions options{max_sms, expected_rows};
     save_options(ctx, options);
-    if (wants_weight) save_main_grad(ctx, kMainGrad, main_grad);
+    if (wants_weight) save_main_grad(ctx, kMainGrad, main_grad, weight);
+    save_weight_shard(ctx, main_grad);
     if (wants_input) save_dgrad_out(ctx, buffers);
     return forward_gemm({input, weight, group_sizes, bias, bias_scale, std::nullopt, options, {}, buffers},
                         formats, x, w);
@@ -125,8 +127,9 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
                                                wants_weight, wants_bias && !saved[8].defined());
       grad_bias = bias;
       if (wants_input) {
+        const Quantized whole = whole_in_backward(ctx, weight, formats);
         grad_input =
-            as_matrix(gemm_of(g.rowwise, weight, group_sizes, std::nullopt, std::nullopt, weight_columns,
+            as_matrix(gemm_of(g.rowwise, whole, group_sizes, std::nullopt, std::nullopt, whole.transposed,
                               grad.scalar_type(), options, at::TensorList(saved).slice(kSaved),
                               saved_dgrad_out(ctx, QuantizedLinearFunction::kName, grad)));
       }
@@ -265,7 +268,8 @@ Tensor quantized_linear_forward(const LinearArguments& layer, const OperandForma
   const QuantizedOperand input =
       quantize_operand(layer.input, layer.group_sizes, formats.input, formats.input_key, true, false);
   return forward_gemm(layer, formats, input,
-                      weight_operand(layer.weight, layer.quantized_weight, formats, false));
+                      gathered_operand(layer.weight, layer.quantized_weight, formats, false,
+                                       layer.main_grad.weight_shard));
 }
 
 template <bool is_grouped>

@@ -5,6 +5,7 @@
 #include "gemm/dispatch/checks.h"
 #include "gemm/dispatch/quantized_operands.h"
 #include "quantize/ops/checks.h"
+#include "sharded/gather_weight.h"
 
 namespace transformer_plugin::linear {
 
@@ -123,6 +124,30 @@ QuantizedWeight weight_operand(at::TensorList weight, const OptionalList& quanti
                                const OperandFormats& formats, bool backward) {
   return quantized ? as_quantized_weight(*quantized, formats, backward)
                    : quantize_weight_operand(weight, formats, backward);
+}
+
+// The ranks' quantized parts travel, or, where there are none, the values, which are quantized after the gather.
+QuantizedWeight gathered_operand(at::TensorList weight, const OptionalList& quantized,
+                                 const OperandFormats& formats, bool backward,
+                                 std::string_view weight_shard) {
+  if (weight_shard.empty()) return weight_operand(weight, quantized, formats, backward);
+  if (quantized || !formats.weight.is_quantized()) {
+    QuantizedWeight own = weight_operand(weight, quantized, formats, backward);
+    own.forward = sharded::gather_weight(own.forward, weight_shard, false);
+    return own;
+  }
+  const Quantized values{weight[0], Tensor(), Tensor()};
+  const Tensor whole = sharded::gather_weight(values, weight_shard, false).data;
+  return {quantize_weight_operand(whole, formats, false).forward, backward ? values : Quantized{}};
+}
+
+Quantized whole_in_backward(torch::autograd::AutogradContext* ctx, const Quantized& saved,
+                            const OperandFormats& formats) {
+  const auto shard = ctx->saved_data.find("weight_shard");
+  if (shard == ctx->saved_data.end()) return saved;
+  const Quantized whole = sharded::gather_weight(saved, shard->second.toStringRef(), true);
+  if (whole.scale.defined() || !formats.weight.is_quantized()) return whole;
+  return quantize_weight_operand(whole.data, formats, true).backward;
 }
 
 }  // namespace transformer_plugin::linear

@@ -2,6 +2,8 @@
 // of the columnwise one if the data gradient needs it (quantizes_weight_columnwise). bf16 has data only.
 #pragma once
 
+#include <torch/csrc/autograd/custom_function.h>
+
 #include <optional>
 #include <vector>
 
@@ -28,5 +30,13 @@ QuantizedWeight as_quantized_weight(at::TensorList list, const OperandFormats& f
 // The operand of a layer: the quantized weight if one is given, else the weight quantized now.
 QuantizedWeight weight_operand(at::TensorList weight, const OptionalList& quantized,
                                const OperandFormats& formats, bool backward);
+// The same of a weight that may be cut over ranks: the operand of the forward is then gathered, that of the backward is this
+// rank's part (whole_in_backward).
+QuantizedWeight gathered_operand(at::TensorList weight, const OptionalList& quantized,
+                                 const OperandFormats& formats, bool backward,
+                                 std::string_view weight_shard);
+// In the backward: the operand of the data gradient, gathered again where the weight is cut over ranks.
+Quantized whole_in_backward(torch::autograd::AutogradContext* ctx, const Quantized& saved,
+                            const OperandFormats& formats);
 
 }  // namespace transformer_plugin::linear

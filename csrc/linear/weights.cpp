@@ -1,5 +1,7 @@
 #include "linear/weights.h"
 
+#include "sharded/weight_shard.h"
+
 #include "gemm/dispatch/checks.h"
 
 namespace transformer_plugin::linear {
@@ -21,6 +23,11 @@ void check_weight_size(const WeightArgument& weight, int64_t dim, const c10::Sym
   }
   const std::string name = weight.first_name();
   check_size({weight.op, name.c_str(), weight.first()}, weight.is_list() ? dim - 1 : dim, expected, meaning);
+}
+
+c10::SymInt whole_size(const at::Tensor& weight, const MainGrad& gradient) {
+  if (gradient.weight_shard.empty()) return weight.sym_size(0);
+  return sharded::parse_weight_shard("linear", gradient.weight_shard).rows;
 }
 
 }  // namespace transformer_plugin::linear

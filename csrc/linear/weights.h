@@ -34,6 +34,8 @@ struct MainGrad {
   bool accumulate = true;                 // or write over what the buffers hold
   std::string_view weight_grad = "none";  // what autograd gets in place of the gradient
   std::optional<at::Tensor> queue = {};   // where the backward leaves the operands (linear/deferred_wgrad.h)
+  // Not "": the weight is this rank's part, and so are its gradient and the buffer (sharded/weight_shard.h).
+  std::string_view weight_shard = {};
 };
 
 // The weight of a grouped layer. A single matrix becomes a stack of one, so that several tensors are always a list.
@@ -53,6 +55,9 @@ class GroupedWeight {
   at::Tensor stack_;
   at::TensorList tensors_;
 };
+
+// The first dimension of a weight; of the whole one where it is cut over ranks.
+c10::SymInt whole_size(const at::Tensor& weight, const MainGrad& gradient);
 
 // Dtype, dimensions and device; of several matrices, that all are like the first.
 void check_grouped_weight(const WeightArgument& weight, const Argument& input);

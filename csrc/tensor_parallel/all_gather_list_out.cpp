@@ -39,32 +39,6 @@ void check_arguments(TensorList parts, TensorList out, int64_t num_ranks, int64_
   check_written(kOp, "out", out);
 }
 
-// FNV-1a over 64-bit numbers, without the sign bit.
-class Checksum {
- public:
-  void add(int64_t number) { value_ = (value_ ^ static_cast<uint64_t>(number)) * 1099511628211u; }
-  int64_t value() const { return static_cast<int64_t>(value_ >> 1); }
-
- private:
-  uint64_t value_ = 14695981039346656037u;
-};
-
-Call list_call(TensorList parts) {
-  Checksum shapes;
-  int64_t bytes = 0;
-  for (const Tensor& part : parts) {
-    bytes += static_cast<int64_t>(part.nbytes());
-    shapes.add(static_cast<int64_t>(part.scalar_type()));
-    shapes.add(part.dim());
-    for (const int64_t size : part.sizes()) shapes.add(size);
-  }
-  Call call(phases::kAllGatherList, fields::kAll);
-  call.set(fields::kTensors, static_cast<int64_t>(parts.size()), "parts")
-      .set(fields::kBytes, bytes, "parts")
-      .set(fields::kShapes, shapes.value(), "parts");
-  return call;
-}
-
 void all_gather_list_out(TensorList parts, TensorList out, int64_t num_ranks, std::string group_name,
                          int64_t timeout_ms) {
   check_arguments(parts, out, num_ranks, timeout_ms);
@@ -78,7 +52,7 @@ void all_gather_list_out(TensorList parts, TensorList out, int64_t num_ranks, st
   if (num_ranks == 1) {
     for (size_t i = 0; i < parts.size(); ++i) out[i].copy_(parts[i]);
   } else {
-    group.begin_call(list_call(parts), 1);
+    group.begin_call(list_call(phases::kAllGatherList, "parts", parts), 1);
     group.all_gather_list(parts, out, phases::kAllGatherList);
   }
   for (const Tensor& buffer : out) mark_written(buffer);

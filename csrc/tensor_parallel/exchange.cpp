@@ -70,6 +70,36 @@ Call exchange_call(const Phase& phase, const char* argument, const Tensor& tenso
   return call;
 }
 
+namespace {
+
+// FNV-1a over 64-bit numbers, without the sign bit.
+class Checksum {
+ public:
+  void add(int64_t number) { value_ = (value_ ^ static_cast<uint64_t>(number)) * 1099511628211u; }
+  int64_t value() const { return static_cast<int64_t>(value_ >> 1); }
+
+ private:
+  uint64_t value_ = 14695981039346656037u;
+};
+
+}  // namespace
+
+Call list_call(const Phase& phase, const char* argument, at::TensorList parts) {
+  Checksum shapes;
+  int64_t bytes = 0;
+  for (const Tensor& part : parts) {
+    bytes += static_cast<int64_t>(part.nbytes());
+    shapes.add(static_cast<int64_t>(part.scalar_type()));
+    shapes.add(part.dim());
+    for (const int64_t size : part.sizes()) shapes.add(size);
+  }
+  Call call(phase, fields::kAll);
+  call.set(fields::kTensors, static_cast<int64_t>(parts.size()), argument)
+      .set(fields::kBytes, bytes, argument)
+      .set(fields::kShapes, shapes.value(), argument);
+  return call;
+}
+
 Tensor call_all_gather(const Tensor& part, int64_t num_ranks, const std::string& group_name,
                        int64_t timeout_ms, int64_t wanted) {
   static const auto op = find_op<Signature>("all_gather");

@@ -26,6 +26,8 @@ at::Tensor exchanged_parts(const RankGroup& group, const at::Tensor& parts, cons
 int64_t width_of(const at::Tensor& tensor);
 // The header of a call. `wanted`: whether autograd will compute a gradient.
 Call exchange_call(const Phase& phase, const char* argument, const at::Tensor& tensor, bool wanted);
+// That of a call with several tensors.
+Call list_call(const Phase& phase, const char* argument, at::TensorList parts);
 
 // The two ops, through the dispatcher.
 at::Tensor call_all_gather(const at::Tensor& part, int64_t num_ranks, const std::string& group_name,

@@ -19,7 +19,10 @@ inline constexpr Phase kReduceScatter{201, "reduce_scatter", "parts"};
 inline constexpr Phase kAllGatherList{202, "all_gather_list_out", "parts"};
 inline constexpr Phase kReduceScatterOut{203, "reduce_scatter_out", "parts"};
 
-inline constexpr Phase kAll[] = {kAllGather, kReduceScatter, kAllGatherList, kReduceScatterOut};
+// of a weight that is cut over ranks
+inline constexpr Phase kGatherWeight{204, "gather_weight", "parts"};
+
+inline constexpr Phase kAll[] = {kAllGather, kReduceScatter, kAllGatherList, kReduceScatterOut, kGatherWeight};
 
 }  // namespace phases
 

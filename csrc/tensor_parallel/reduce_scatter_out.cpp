@@ -28,19 +28,19 @@ void check_arguments(const Tensor& parts, const Tensor& out, int64_t num_ranks, 
 }
 
 void reduce_scatter_out(const Tensor& parts, const Tensor& out, bool accumulate, int64_t num_ranks,
-                        std::string group_name, int64_t timeout_ms) {
+                        std::string group_name, int64_t timeout_ms, double factor) {
   check_arguments(parts, out, num_ranks, timeout_ms);
   check_apart(kOp, {{"out", out}}, {{"parts", parts}});
   RankGroup group(kOp, group_name, timeout_ms, parts);
   check_ranks(kOp, group, num_ranks);
   group.begin_call(exchange_call(phases::kReduceScatterOut, "parts", parts, false), 1);
   const Tensor received = exchanged_parts(group, parts, phases::kReduceScatterOut);
-  distributed::sum_ranks_out(received, num_ranks, out, accumulate);
+  distributed::sum_ranks_out(received, num_ranks, out, accumulate, factor);
   mark_written(out);
 }
 
 void reduce_scatter_out_meta(const Tensor& parts, const Tensor& out, bool, int64_t num_ranks, std::string,
-                             int64_t timeout_ms) {
+                             int64_t timeout_ms, double) {
   check_arguments(parts, out, num_ranks, timeout_ms);
 }
 

@@ -20,13 +20,16 @@ def buffer_of(out: Any) -> Any:
 
 
 def into_buffers(
-    layer: str, recipe: Recipe | None, out: Any, dgrad_out: Tensor | None
+    layer: str, recipe: Recipe | None, out: Any, dgrad_out: Tensor | None, weight_shard: str = ""
 ) -> tuple[Any, dict[str, Any]]:
     """What a layer passes to the form of its op with ``_out``: the tensor to write, or None, and other arguments."""
     given = "out" if out is not None else "dgrad_out"
     if isinstance(recipe, DelayedScaling):
         advice = "Use another recipe, for example Float8CurrentScaling()"
         refuse(layer, given, "None with DelayedScaling", "a tensor", advice)
+    if out is not None and weight_shard:
+        advice = "Copy the output into the buffer"
+        refuse(layer, "out", "None with a weight that is cut over ranks", "a tensor", advice)
     return buffer_of(out), {} if dgrad_out is None else {"dgrad_out": dgrad_out}
 
 

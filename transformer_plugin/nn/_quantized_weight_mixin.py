@@ -24,6 +24,11 @@ class QuantizedWeightMixin(ExpertShardMixin, PluginModule):
     _formats: tuple[str, str, str]
     #: The quantized copy that forwards read; None: each forward quantizes the weight.
     quantized_weight: QuantizedWeight | None = None
+    #: Whether the weight is cut over ranks, which exchange quantized parts (:func:`transformer_plugin.parallel.shard_`).
+    gathers_quantized: bool = False
+    weight_shard: str
+    #: What the weight is a part of, a ``WeightPart``; None if it is whole.
+    weight_part: Any = None
 
     def quantize_weights(self, first_micro_batch: bool | Tensor = True) -> None:
         """Quantizes the weight to the recipe's formats for every forward and backward until the next call.
@@ -52,6 +57,9 @@ class QuantizedWeightMixin(ExpertShardMixin, PluginModule):
         self._check_recipe()
         if is_quantized(self._source_weight()):
             return  # the parameter itself, which quantized_init made
+        if self.weight_shard:
+            self._quantized_part().refresh(first_micro_batch)
+            return
         weight, kept = self._source_weight(), self.quantized_weight
         if kept is not None and kept.is_like(weight, self._formats):
             if not torch.compiler.is_compiling():
@@ -70,7 +78,7 @@ class QuantizedWeightMixin(ExpertShardMixin, PluginModule):
 
     def _quantized_weight(self) -> list[Tensor] | None:
         """Returns the quantized weight for the ops of a forward, or None."""
-        kept = self.quantized_weight
+        kept = self._quantized_part() if self.gathers_quantized else self.quantized_weight
         if kept is None:
             weight = self._parameters.get("weight")
             if type(weight) is Parameter:  # the common case
@@ -80,6 +88,26 @@ class QuantizedWeightMixin(ExpertShardMixin, PluginModule):
         if not torch.compiler.is_compiling():  # checking in a graph would recompile for every version
             kept.check(self._source_weight(), type(self).__name__)
         return kept.op_tensors()
+
+    def _quantized_part(self) -> QuantizedWeight:
+        """The quantized copy of this rank's part, made when it is first needed."""
+        if not self.gathers_quantized:
+            raise ValueError(
+                f"transformer_plugin::{type(self).__name__}: argument 'weight': expected a weight whose ranks exchange "
+                "quantized parts, got one of shard_(..., format='none'), which is quantized after each gather. Leave out "
+                "quantize_weights(), or shard_ without 'format'."
+            )
+        if self.quantized_weight is None:
+            from transformer_plugin.parallel._quantized_part import QuantizedPart
+
+            part = self.weight_part
+            self.quantized_weight = QuantizedPart(self.weight, self._formats, part.group, part.layers)
+        return self.quantized_weight
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self.weight_part is not None:  # a copy of a parameter has no attributes
+            self.weight.weight_part = self.weight_part  # type: ignore[attr-defined]
 
     def _check_recipe(self) -> None:
         if self._formats[1] != "none" and not isinstance(self.recipe, DelayedScaling):

@@ -76,6 +76,8 @@ class RecipeModule(QuantizedWeightMixin, DelayedWgradMixin):
     save_original_input: bool = False
     #: whether the forward leaves out the bias and returns it.
     return_bias: bool = False
+    #: the key of a weight that is cut over ranks (:mod:`transformer_plugin.ops.sharded`); "" if it is whole.
+    weight_shard: str = ""
 
     @property
     def recipe(self) -> Recipe | None:
@@ -131,12 +133,19 @@ class RecipeModule(QuantizedWeightMixin, DelayedWgradMixin):
 
     def _weight_gradient(self) -> dict[str, Any]:
         """The arguments of a layer's op that say where and when the weight's gradient is computed."""
-        if not (self.fuse_wgrad_accumulation or self._delays_wgrad or self.save_original_input):
+        if not (
+            self.fuse_wgrad_accumulation
+            or self._delays_wgrad
+            or self.save_original_input
+            or self.weight_shard
+        ):
             return {}  # the common case, in every forward
         queue, names = self._wgrad_queue(), ("main_grad", "accumulate", "weight_grad")
         arguments: dict[str, Any] = dict(zip(names, self._main_grad(), strict=False))
         if self.save_original_input:
             arguments["save_original_input"] = self._saves_original_input()
+        if self.weight_shard:
+            arguments["weight_shard"] = self.weight_shard
         return arguments if queue is None else {**arguments, "wgrad_queue": queue}
 
     def _saves_original_input(self) -> bool:
@@ -157,6 +166,7 @@ class RecipeModule(QuantizedWeightMixin, DelayedWgradMixin):
         text = ", fuse_wgrad_accumulation=True" if self.fuse_wgrad_accumulation else ""
         text += ", delay_wgrad_compute=True" if self.delay_wgrad_compute else ""
         text += ", save_original_input=True" if self.save_original_input else ""
+        text += f", weight_shard={self.weight_shard!r}" if self.weight_shard else ""
         return text + (", return_bias=True" if self.return_bias else "")
 
     def _any_weight(self) -> Tensor:

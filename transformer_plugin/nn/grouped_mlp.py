@@ -12,7 +12,13 @@ from transformer_plugin import ops
 from transformer_plugin.launch import LaunchOptions, checked
 from transformer_plugin.nn._attributes import fixed, recipe_layers
 from transformer_plugin.nn._autocast import as_float32
-from transformer_plugin.nn._caller_buffers import buffer_of, check_buffer, copied_into, with_gradient_into
+from transformer_plugin.nn._caller_buffers import (
+    buffer_of,
+    check_buffer,
+    copied_into,
+    into_buffers,
+    with_gradient_into,
+)
 from transformer_plugin.nn._hooks import allow_one_op, call_forward_hooks, call_pre_hooks, have_hooks
 from transformer_plugin.nn._launched import LaunchedModule
 from transformer_plugin.nn._layouts import Layout
@@ -264,6 +270,8 @@ class GroupedMLP(LaunchedModule):
         if out is None:
             output = ops.grouped_mlp(*required, **options)
         else:
+            if "weight_shard" in options:
+                into_buffers(type(self).__name__, None, out, None, fc1.weight_shard)  # raises
             output = buffer_of(out)
             ops.grouped_mlp_out(*required, output, **options)
         if first:
@@ -286,6 +294,8 @@ class GroupedMLP(LaunchedModule):
             options.update(fc1._launch_options._asdict())
         if self.glu_interleave:
             options["interleave"] = self.glu_interleave
+        if fc1.weight_shard:
+            options["weight_shard"] = fc1.weight_shard
         return options
 
     @staticmethod
@@ -320,6 +330,7 @@ class GroupedMLP(LaunchedModule):
             and not fc1.scale_bias
             and fc2.scale_bias == fc2.has_bias
             and not (fc1.return_bias or fc2.return_bias)
+            and fc1.weight_shard == fc2.weight_shard
             and not (fc1.save_original_input or fc2.save_original_input)
             and fc1.fuse_wgrad_accumulation == fc2.fuse_wgrad_accumulation
         )

@@ -41,12 +41,17 @@ class QuantizedWeight:
         TypeError, ValueError: as :func:`transformer_plugin.ops.quantize_weight`.
     """
 
+    #: Whether a forward quantizes again where the weight has changed, in place of raising an error.
+    refreshes_itself = False
+    #: Whether the weight has changed without a change of its version.
+    outdated = False
+
     def __init__(self, weight: Tensor | Sequence[Tensor], formats: Formats) -> None:
         self.formats: Formats = (formats[0], formats[1], formats[2])
         self._take(weight)
         with torch.no_grad(), _outside_of_inference_mode():
             #: What the ops take: data, scales and, of ``nvfp4``, amaxes, along rows and, where needed, along columns.
-            self.tensors: list[Tensor] = ops.quantize_weight(self._values(), *self.formats)
+            self.tensors: list[Tensor] = self._quantize()
             self._bytes = _with_bytes(self.tensors)
         self._seen: list[_Seen] | None = [_Seen.of(source) for source in self._sources]
 
@@ -72,10 +77,21 @@ class QuantizedWeight:
         if isinstance(first_micro_batch, Tensor):
             noop = (first_micro_batch == 0).float().reshape(1)
         with torch.no_grad():
-            ops.quantize_weight_out(self._values(), *self.formats, self.op_tensors(), noop)
+            self._quantize_into(self.op_tensors(), noop)
+        self.note_refreshed()
+
+    def note_refreshed(self) -> None:
+        """The copy is that of the present weight."""
+        self.outdated = False
         # Compiled code cannot read versions: eager code then has nothing to compare with.
         compiling = torch.compiler.is_compiling()
         self._seen = None if compiling else [_Seen.of(source) for source in self._sources]
+
+    def _quantize(self) -> list[Tensor]:
+        return ops.quantize_weight(self._values(), *self.formats)
+
+    def _quantize_into(self, out: list[Tensor], noop: Tensor | None) -> None:
+        ops.quantize_weight_out(self._values(), *self.formats, out, noop)
 
     def op_tensors(self) -> list[Tensor]:
         """The tensors as the ops take them. In compiled code E8M0 scales are bytes: torch's compiler cannot trace an op
@@ -106,6 +122,9 @@ class QuantizedWeight:
             layer: the name for the error.
         """
         present = [weight] if isinstance(weight, Tensor) else list(weight)
+        if self.refreshes_itself:
+            self._follow_and_refresh(present)
+            return
         if any(a is not b for a, b in zip(present, self._sources, strict=True)):
             got = "another tensor"
         elif self._seen is None:
@@ -122,6 +141,9 @@ class QuantizedWeight:
             f"transformer_plugin::{layer}: argument 'weight': expected the weight that quantize_weights() quantized, "
             f"got {got}. Call quantize_weights() again after each change of the weight, or forget_quantized_weights()."
         )
+
+    def _follow_and_refresh(self, present: list[Tensor]) -> None:
+        raise NotImplementedError  # of a subclass that refreshes itself
 
     def is_like(self, weight: Tensor | Sequence[Tensor], formats: Formats) -> bool:
         """Whether a refresh can take a weight: of the same sizes, dtype, device and formats."""
@@ -238,6 +260,10 @@ class _Seen(NamedTuple):
         """Whether the tensor has other memory now, as after ``weight.data = other``."""
         part = _plain(weight)
         return self.address != part.data_ptr() or self.storage != StorageWeakRef(part.untyped_storage())
+
+    def is_outdated(self, weight: Tensor) -> bool:
+        """Whether the weight has changed, or has other memory."""
+        return self.version != version_of(weight) or self.has_new_memory(weight)
 
     def versions_behind(self, weight: Tensor) -> int:
         """By how many changes the copy is outdated; -1 with other memory."""

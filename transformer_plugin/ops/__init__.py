@@ -19,6 +19,7 @@ from transformer_plugin.ops import (
     quantize as _quantize,
     quantize_out as _quantize_out,
     routing as _routing,
+    sharded as _sharded,
     slots as _slots,
     tensor_parallel as _tensor_parallel,
 )
@@ -40,6 +41,7 @@ from transformer_plugin.ops.norm_linear import *
 from transformer_plugin.ops.quantize import *
 from transformer_plugin.ops.quantize_out import *
 from transformer_plugin.ops.routing import *
+from transformer_plugin.ops.sharded import *
 from transformer_plugin.ops.slots import *
 from transformer_plugin.ops.tensor_parallel import *
 
@@ -63,5 +65,6 @@ __all__ += _norm_linear.__all__
 __all__ += _quantize.__all__
 __all__ += _quantize_out.__all__
 __all__ += _routing.__all__
+__all__ += _sharded.__all__
 __all__ += _slots.__all__
 __all__ += _tensor_parallel.__all__

@@ -68,6 +68,7 @@ def grouped_mlp(
     dgrad_out: Tensor | None = None,
     slot: Tensor | None = None,
     source: Tensor | None = None,
+    weight_shard: str = "",
 ) -> Tensor:
     """``fc2(swiglu(fc1(input)) * probs)`` for each group of rows with the group's own weights and biases.
 
@@ -87,6 +88,8 @@ def grouped_mlp(
         fc1_wgrad_queue, fc2_wgrad_queue, dgrad_out: likewise. With ``slot`` the gradient is copied into ``dgrad_out``.
         slot, source: int32 ``[tokens, K]`` and ``[T]``, from :func:`~transformer_plugin.ops.assign_weighted_slots`, or
             neither. ``input`` then is ``[tokens, H]``; T is the capacity.
+        weight_shard: the key of a weight that is cut over ranks (:mod:`transformer_plugin.ops.sharded`); of both
+            weights, which are then this rank's parts ``[n, 2F, H]`` and ``[n, H, F]`` of the stacks.
 
     Returns:
         ``[T, H]``, or ``[tokens, H]``, like ``input``; tail rows zero. Differentiable in input, weights, probs, biases.
@@ -101,5 +104,5 @@ def grouped_mlp(
     options = (quantized_fc1_weight, quantized_fc2_weight, interleave, max_sms, expected_rows)
     named = (("fc1_main_grad", fc1_main_grad), ("fc2_main_grad", fc2_main_grad))
     main_grads = [listed_or_none(buffers, op, name) for name, buffers in named]
-    into = (*main_grads, accumulate, weight_grad, fc1_wgrad_queue, fc2_wgrad_queue, dgrad_out, slot, source)
+    into = (*main_grads, accumulate, weight_grad, fc1_wgrad_queue, fc2_wgrad_queue, dgrad_out, slot, source, weight_shard)
     return _ops.grouped_mlp.default(input, *weights, group_sizes, probs, *biases, *formats, *options, *into)

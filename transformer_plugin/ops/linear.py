@@ -62,6 +62,7 @@ def linear(
     wgrad_queue: Tensor | None = None,
     save_original_input: bool = False,
     dgrad_out: Tensor | None = None,
+    weight_shard: str = "",
 ) -> Tensor:
     """``input @ weight.T + bias`` with operands in the given formats; ``torch.nn.functional.linear`` by default.
 
@@ -87,6 +88,8 @@ def linear(
         dgrad_out: where the backward writes the gradient of ``input``, contiguous, of its sizes and dtype; the gradient
             that autograd gets is that memory. It must not be read or written between the backward and the use of that
             gradient. Not written where ``input`` needs no gradient.
+        weight_shard: the key of a weight that is cut over ranks (:mod:`transformer_plugin.ops.sharded`); ``weight``,
+            ``quantized_weight`` and ``main_grad`` are then this rank's part ``[n, K]``. Not with ``wgrad_queue``.
 
     Returns:
         ``[..., N]`` in the dtype of ``input``. Differentiable in ``input``, ``weight`` and ``bias``.
@@ -96,10 +99,10 @@ def linear(
         formats of different families, a quantized weight that does not fit the weight and the formats; a buffer
         that does not fit, shares memory with an argument or requires a gradient; options of one that is missing.
     """
-    gradient = (main_grad, accumulate, weight_grad, wgrad_queue, save_original_input, dgrad_out)
+    gradient = (main_grad, accumulate, weight_grad, wgrad_queue, save_original_input, dgrad_out, weight_shard)
     is_plain = input_format == weight_format == grad_format == "none" and quantized_weight is None
     no_buffers = main_grad is None and wgrad_queue is None and dgrad_out is None
-    if is_plain and no_buffers and accumulate and weight_grad == "none":
+    if is_plain and no_buffers and accumulate and weight_grad == "none" and not weight_shard:
         # Strings that are not passed need not be parsed: 0.5 us.
         return _ops.linear.default(input, weight, bias)
     formats = layer_keys("linear", input_format, weight_format, grad_format)
@@ -124,6 +127,7 @@ def grouped_linear(
     wgrad_queue: Tensor | None = None,
     save_original_input: bool = False,
     dgrad_out: Tensor | None = None,
+    weight_shard: str = "",
 ) -> Tensor:
     """:func:`linear` for each group of rows with the group's own weight and bias.
 
@@ -140,6 +144,8 @@ def grouped_linear(
         main_grad, accumulate, weight_grad: see above; ``[G, N, K]`` or G matrices.
         wgrad_queue, save_original_input, dgrad_out: as for :func:`linear`; rows of ``dgrad_out`` past the last group
             become zero.
+        weight_shard: the key of a weight that is cut over ranks (:mod:`transformer_plugin.ops.sharded`); ``weight``
+            is then this rank's part ``[n, N, K]`` of the stack.
 
     On Hopper pass :func:`transformer_plugin.formats.resolve` of the formats of input and gradient: weight gradients of
     groups that begin at any row then need no copy.
@@ -158,10 +164,10 @@ def grouped_linear(
     formats = layer_keys("grouped_linear", input_format, weight_format, grad_format)
     is_plain = formats == _NO_FORMATS and quantized_weight is None and (max_sms, expected_rows) == (0, -1)
     no_buffers = main_grad is None and wgrad_queue is None and dgrad_out is None
-    if is_plain and no_buffers and accumulate and weight_grad == "none":
+    if is_plain and no_buffers and accumulate and weight_grad == "none" and not weight_shard:
         return _ops.grouped_linear.default(*required)  # what is not passed need not be parsed
     options = (quantized_weight, max_sms, expected_rows)
-    others = (wgrad_queue, save_original_input, dgrad_out)
+    others = (wgrad_queue, save_original_input, dgrad_out, weight_shard)
     return _ops.grouped_linear.default(*required, *formats, *options, *gradient, *others)
 
 

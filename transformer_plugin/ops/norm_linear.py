@@ -39,6 +39,7 @@ def norm_linear(
     accumulate: bool = True,
     weight_grad: str = "none",
     wgrad_queue: Tensor | None = None,
+    weight_shard: str = "",
 ) -> tuple[Tensor, Tensor]:
     """:func:`~transformer_plugin.ops.linear` of a norm of the input, bit for bit those two ops.
 
@@ -62,7 +63,7 @@ def norm_linear(
         return_normalized: whether to return the norm too, for example for a residual connection after it.
         input_format, weight_format, grad_format, quantized_weight: as for :func:`~transformer_plugin.ops.linear`; the
             input's format is that of the norm.
-        main_grad, accumulate, weight_grad, wgrad_queue: where the gradient of ``weight`` goes, as for
+        main_grad, accumulate, weight_grad, wgrad_queue, weight_shard: where ``weight`` is and its gradient goes, as for
             :func:`~transformer_plugin.ops.linear`.
 
     Returns:
@@ -76,5 +77,5 @@ def norm_linear(
     formats = layer_keys("norm_linear", input_format, weight_format, grad_format)
     parameters = (norm_weight, norm_bias, weight, bias)
     options = (eps, normalization, zero_centered, return_normalized, *formats)
-    gradient = (main_grad, accumulate, weight_grad, wgrad_queue)
+    gradient = (main_grad, accumulate, weight_grad, wgrad_queue, weight_shard)
     return _ops.norm_linear.default(input, *parameters, *options, quantized_weight, *gradient)

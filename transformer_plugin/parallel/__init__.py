@@ -1,6 +1,7 @@
-"""Expert parallelism over a group of ranks, and data parallelism around it."""
+"""Expert parallelism over a group of ranks, weights that are cut over ranks, and data parallelism around both."""
 
 from transformer_plugin.parallel._quantized_gather import quantize_all_gather
+from transformer_plugin.parallel._weight_shard import WeightShard
 from transformer_plugin.parallel.clip import clip_grad_norm_
 from transformer_plugin.parallel.data import ExpertDataParallel, data_parallel, fully_shard
 from transformer_plugin.parallel.expert import EpConfig, EpContext, EpPlan
@@ -13,6 +14,7 @@ from transformer_plugin.parallel.facade import (
     ep_prepare,
     is_ep_bootstrapped,
 )
+from transformer_plugin.parallel.sharded import shard_, whole_weight
 
 __all__ = [
     "EpBuffer",
@@ -20,6 +22,7 @@ __all__ = [
     "EpContext",
     "EpPlan",
     "ExpertDataParallel",
+    "WeightShard",
     "clip_grad_norm_",
     "data_parallel",
     "ep_bootstrap",
@@ -30,4 +33,6 @@ __all__ = [
     "fully_shard",
     "is_ep_bootstrapped",
     "quantize_all_gather",
+    "shard_",
+    "whole_weight",
 ]

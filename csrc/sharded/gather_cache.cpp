@@ -1,0 +1,225 @@
+// Gathers of weights that are begun before they are needed (sharded/gather_cache.h).
+#include "sharded/gather_cache.h"
+
+#include <ATen/ops/empty.h>
+
+#include <atomic>
+
+#include "common/autograd.h"
+#include "tensor_parallel/exchange.h"
+
+namespace transformer_plugin::sharded {
+namespace {
+
+using at::Tensor;
+namespace phases = tensor_parallel::phases;
+
+constexpr const char* kOp = "gather_weight";
+
+std::atomic<int64_t> announced_changes{0};
+
+}  // namespace
+
+void note_weights_changed() { ++announced_changes; }
+
+GatherCache::PartRef::PartRef(const Tensor& part)
+    : storage(part.storage().getWeakStorageImpl()),
+      version(part.is_inference() ? c10::VariableVersion() : part.unsafeGetTensorImpl()->version_counter()),
+      sizes(part.sizes().vec()),
+      offset(part.storage_offset()),
+      dtype(part.scalar_type()) {}
+
+Tensor GatherCache::PartRef::lock(c10::Device device) const {
+  const auto memory = storage.lock();
+  if (!memory) return {};
+  Tensor part = at::empty({0}, at::TensorOptions().dtype(dtype).device(device));
+  part.set_(c10::Storage(memory), offset, sizes);
+  return part;
+}
+
+void GatherCache::configure(int64_t distance, bool in_graphs) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  distance_ = distance;
+  in_graphs_ = in_graphs;
+}
+
+void GatherCache::clear() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  while (!early_.empty()) drop(early_.begin()->first);
+  ids_.clear();
+  sources_.clear();
+  next_.clear();
+  last_ = last_but_one_ = -1;
+}
+
+GatherCounts GatherCache::counts() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return counts_;
+}
+
+void GatherCache::forget_dead_sources() {
+  std::erase_if(ids_, [&](const auto& item) {
+    const auto source = sources_.find(item.second);
+    if (!source->second.parts[0].storage.expired()) return false;
+    sources_.erase(source);
+    std::erase_if(next_, [&](const auto& pair) { return pair.second == item.second; });
+    return true;
+  });
+}
+
+// Numbers are given in the order of first use, which is that of the program, and never again.
+int64_t GatherCache::identify(const Gather& gather) {
+  const Tensor& first = gather.parts[0];
+  const std::pair<const void*, bool> key(first.const_data_ptr(), gather.backward);
+  const auto found = ids_.find(key);
+  if (found != ids_.end()) {
+    const Source& known = sources_.at(found->second);
+    const auto memory = known.parts[0].storage.lock();
+    if (memory && memory.get() == first.storage().unsafeGetStorageImpl() &&
+        known.columnwise == gather.columnwise && known.parts.size() == gather.parts.size()) {
+      return found->second;
+    }
+    drop(found->second);
+    sources_.erase(found->second);
+    ids_.erase(found);
+  }
+  const int64_t id = sources_made_++;
+  if ((id & 255) == 255) forget_dead_sources();
+  std::vector<PartRef> parts(gather.parts.begin(), gather.parts.end());
+  ids_[key] = id;
+  sources_.emplace(
+      id, Source{std::move(parts), gather.format, gather.columnwise, gather.backward, gather.shard});
+  return id;
+}
+
+// Versions only grow, so the sum changes with each of them.
+int64_t GatherCache::stamp_of(const Source& source) const {
+  int64_t stamp = announced_changes.load();
+  for (const PartRef& part : source.parts) {
+    if (part.version.enabled()) stamp += part.version.current_version();
+  }
+  return stamp;
+}
+
+// Allocates, on the current stream.
+Gathered GatherCache::prepare(const Gather& gather, std::vector<Plane>& planes) const {
+  const int64_t ranks = gather.shard.ranks;
+  planes = planes_of(gather.parts[0], gather.parts.size(), gather.format, gather.columnwise,
+                     gather.shard.rows, ranks);
+  Gathered into;
+  for (size_t i = 0; i < planes.size(); ++i) {
+    const Plane& plane = planes[i];
+    const Tensor& part = gather.parts[i];
+    if (!plane.is_gathered()) {
+      into.received.emplace_back();
+      into.whole.push_back(part);
+      continue;
+    }
+    std::vector<int64_t> sizes = plane.part;
+    sizes[0] *= ranks;
+    const Tensor received = at::empty(sizes, part.options());
+    into.received.push_back(received);
+    if (!plane.is_joined()) {
+      into.whole.push_back(at::empty(plane.whole, part.options()));
+    } else {
+      into.whole.push_back(plane.whole[0] == sizes[0] ? received : received.narrow(0, 0, plane.whole[0]));
+    }
+  }
+  return into;
+}
+
+// The collective and what follows it, on the current stream.
+void GatherCache::collect(const Gather& gather, const std::vector<Plane>& planes, Gathered& into) {
+  const WeightShard& shard = gather.shard;
+  std::vector<Tensor> parts, received;
+  for (size_t i = 0; i < planes.size(); ++i) {
+    if (!planes[i].is_gathered()) continue;
+    parts.push_back(gather.parts[i]);
+    received.push_back(into.received[i]);
+    counts_.bytes_sent += static_cast<int64_t>(gather.parts[i].nbytes()) * (shard.ranks - 1);
+  }
+  ++counts_.gathers;
+  distributed::RankGroup group(kOp, shard.group, shard.timeout_ms, parts[0]);
+  tensor_parallel::check_ranks(kOp, group, shard.ranks);
+  group.begin_call(tensor_parallel::list_call(phases::kGatherWeight, "parts", parts), 1);
+  group.all_gather_list(parts, received, phases::kGatherWeight);
+  for (size_t i = 0; i < planes.size(); ++i) {
+    if (planes[i].is_gathered() && !planes[i].is_joined()) {
+      assemble(planes[i], into.received[i], shard.ranks, into.whole[i]);
+    }
+  }
+}
+
+// The memory is freed on the current stream, which therefore waits.
+void GatherCache::drop(int64_t id) {
+  const auto early = early_.find(id);
+  if (early == early_.end()) return;
+  early->second.done.wait();
+  early_.erase(early);
+  ++counts_.dropped;
+}
+
+std::vector<Tensor> GatherCache::take(Gather gather) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const BelowAutograd guard;
+  const c10::Device device = gather.parts[0].device();
+  const int64_t id = identify(gather);
+  ++uses_;
+  std::vector<Tensor> whole;
+  const auto early = early_.find(id);
+  if (early != early_.end() && early->second.stamp == stamp_of(sources_.at(id)) &&
+      early->second.place == current_place(device)) {
+    early->second.done.wait();
+    whole = std::move(early->second.gathered.whole);
+    early_.erase(early);
+    ++counts_.hits;
+  } else {
+    drop(id);
+    std::vector<Plane> planes;
+    Gathered into = prepare(gather, planes);
+    collect(gather, planes, into);
+    whole = std::move(into.whole);
+  }
+  next_[Pair(last_but_one_, last_)] = id;
+  last_but_one_ = last_;
+  last_ = id;
+  gather_ahead(id, device);
+  return whole;
+}
+
+// A backward is followed by a change of the weights, so nothing is gathered across its end.
+void GatherCache::gather_ahead(int64_t id, c10::Device device) {
+  const Place place = current_place(device);
+  std::vector<int64_t> outdated;
+  for (const auto& [other, early] : early_) {
+    if (early.issued_at + distance_ + 1 < uses_) outdated.push_back(other);
+  }
+  for (const int64_t other : outdated) drop(other);
+  if (place.capture != 0 && !in_graphs_) return;
+  Pair pair(last_but_one_, id);
+  for (int64_t step = 0; step < distance_; ++step) {
+    const auto found = next_.find(pair);
+    if (found == next_.end()) return;
+    const int64_t next = found->second;
+    const auto known = sources_.find(next);
+    if (known == sources_.end() || next == id) return;
+    const Source& source = known->second;
+    if (sources_.at(pair.second).backward && !source.backward) return;
+    pair = Pair(pair.second, next);
+    if (early_.count(next) > 0) continue;
+    Gather gather{{}, source.format, source.columnwise, source.backward, source.shard};
+    for (const PartRef& part : source.parts) {
+      if (!part.version.enabled()) return;
+      gather.parts.push_back(part.lock(device));
+      if (!gather.parts.back().defined()) return;
+    }
+    std::vector<Plane> planes;
+    Early early{prepare(gather, planes), {}, stamp_of(source), place, uses_};
+    early.done = stream_.run(device, [&] { collect(gather, planes, early.gathered); });
+    // What is not gathered is the part itself.
+    ++counts_.early;
+    early_.emplace(next, std::move(early));
+  }
+}
+
+}  // namespace transformer_plugin::sharded

@@ -1,0 +1,113 @@
+// Gathers of weights that are cut over ranks, begun before they are needed.
+//
+// The weights of a model are used in the same order in each step. So each group remembers which weight was used after which
+// two, and while the product of one weight runs, the next one is gathered on a side stream. What was gathered early is used
+// only if it is what an own gather would give now: the same weight and direction, unchanged since, on the same stream. If not,
+// it is dropped and the weight is gathered again. So the order of use decides about time and never about values.
+//
+// Every rank must decide alike, because a gather needs all of them. Decisions depend only on the calls a program makes, on the
+// versions that torch counts, and on announced changes (note_weights_changed): never on time, addresses or values.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "common/format.h"
+#include "distributed/rank_group.h"
+#include "sharded/planes.h"
+#include "sharded/side_stream.h"
+#include "sharded/weight_shard.h"
+
+namespace transformer_plugin::sharded {
+
+// What is gathered: the tensors of one direction of a weight.
+struct Gather {
+  std::vector<at::Tensor> parts;  // of this rank: data, scales, amaxes
+  Format format;
+  bool columnwise;
+  bool backward;  // what for
+  WeightShard shard;
+};
+
+// The whole tensors; memory that is freed only after the work that writes it.
+struct Gathered {
+  std::vector<at::Tensor> whole;
+  std::vector<at::Tensor> received;
+};
+
+struct GatherCounts {
+  int64_t gathers = 0;    // collectives
+  int64_t early = 0;      // of them begun early
+  int64_t hits = 0;       // uses of those
+  int64_t dropped = 0;    // early gathers that were not used
+  int64_t bytes_sent = 0;
+};
+
+// A change of weights that versions do not show, such as a step of a fused optimizer: nothing gathered before it is used.
+void note_weights_changed();
+
+class GatherCache {
+ public:
+  // `distance`: how many weights ahead; 0: none. `in_graphs`: also while a CUDA graph is captured, which must then contain the
+  // use of every weight that is gathered early, as it does if it holds a whole step.
+  void configure(int64_t distance, bool in_graphs);
+  // The whole tensors of a weight, which the caller owns.
+  std::vector<at::Tensor> take(Gather gather);
+  // Frees what was gathered early, and forgets the order.
+  void clear();
+  GatherCounts counts() const;
+
+ private:
+  // A tensor without a reference to its memory.
+  struct PartRef {
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+    c10::VariableVersion version;
+    std::vector<int64_t> sizes;
+    int64_t offset;
+    at::ScalarType dtype;
+
+    explicit PartRef(const at::Tensor& part);
+    at::Tensor lock(c10::Device device) const;  // undefined if the memory is gone
+  };
+  struct Source {
+    std::vector<PartRef> parts;
+    Format format;
+    bool columnwise, backward;
+    WeightShard shard;
+  };
+  struct Early {
+    Gathered gathered;
+    Done done;
+    int64_t stamp;
+    Place place;
+    int64_t issued_at;  // in numbers of uses
+  };
+  using Pair = std::pair<int64_t, int64_t>;
+
+  int64_t identify(const Gather& gather);
+  int64_t stamp_of(const Source& source) const;
+  Gathered prepare(const Gather& gather, std::vector<Plane>& planes) const;
+  void collect(const Gather& gather, const std::vector<Plane>& planes, Gathered& into);
+  void drop(int64_t id);
+  void gather_ahead(int64_t id, c10::Device device);
+  void forget_dead_sources();
+
+  mutable std::mutex mutex_;
+  int64_t distance_ = 1;
+  bool in_graphs_ = false;
+  std::map<std::pair<const void*, bool>, int64_t> ids_;  // of the data of a part, and of its direction
+  std::map<int64_t, Source> sources_;
+  std::map<int64_t, Early> early_;
+  std::map<Pair, int64_t> next_;  // what was used after the two
+  int64_t last_ = -1, last_but_one_ = -1;
+  int64_t sources_made_ = 0, uses_ = 0;
+  SideStream stream_;
+  GatherCounts counts_;
+};
+
+}  // namespace transformer_plugin::sharded

@@ -1,0 +1,164 @@
+// gather_weight: the tensors of one direction of a weight, from those that each rank quantized from its rows.
+#include "sharded/gather_weight.h"
+
+#include <ATen/ops/empty.h>
+
+#include "common/buffers.h"
+#include "common/register.h"
+#include "common/tensor.h"
+#include "gemm/dispatch/quantized_operands.h"
+#include "sharded/group_weights.h"
+#include "tensor_parallel/exchange.h"
+
+namespace transformer_plugin::sharded {
+namespace {
+
+using at::Tensor;
+using Three = std::tuple<Tensor, Tensor, Tensor>;
+
+constexpr const char* kOp = "gather_weight";
+
+size_t tensors_of(const Format& format) { return format.is_nv() ? 3 : (format.is_quantized() ? 2 : 1); }
+
+void check_format(const Format& format, std::string_view key) {
+  TP_CHECK_VALUE(!format.tiled_scales && !format.row_scaled, kOp, "format",
+                 "a format without 'tiled' and 'row_scaled', whose scales do not follow the rows",
+                 "'" << key << "'", "Quantize the weight to another format");
+}
+
+Gather checked(at::TensorList parts, std::string_view format_key, bool columnwise, bool backward,
+               std::string_view shard_key) {
+  Gather gather{parts.vec(), parse_format(kOp, "format", format_key), columnwise, backward,
+                parse_weight_shard(kOp, shard_key)};
+  const size_t count = tensors_of(gather.format);
+  TP_CHECK_VALUE(gather.shard.is_cut(), kOp, "shard", "the key of a weight that is cut over ranks", "''",
+                 "Read a whole weight as it is");
+  TP_CHECK_VALUE(parts.size() == count, kOp, "parts", count << " tensors of '" << format_key << "'",
+                 parts.size(), "Pass data, scales and, of nvfp4, amaxes of one direction");
+  check_format(gather.format, format_key);
+  for (size_t i = 0; i < count; ++i) {
+    const std::string name = entry("parts", i);
+    const Argument part{kOp, name.c_str(), parts[i]};
+    tensor_parallel::check_exchange(part, gather.shard.ranks, gather.shard.timeout_ms);
+    check_contiguous(part);
+    check_same_device(part, {kOp, "parts[0]", parts[0]});
+    check_no_gradient(part, "Detach it: the layer that reads the weight has the gradient");
+  }
+  const int64_t dim = parts[0].dim();
+  TP_CHECK_VALUE(dim == 2 || dim == 3, kOp, "parts[0]", "a matrix, or a stack of matrices",
+                 describe(parts[0]), "Pass this rank's part of a weight");
+  const auto planes = planes_of(parts[0], count, gather.format, columnwise, gather.shard.rows,
+                                gather.shard.ranks);
+  for (size_t i = 0; i < count; ++i) {
+    TP_CHECK_VALUE(parts[i].sizes() == at::IntArrayRef(planes[i].part), kOp, entry("parts", i),
+                   "the sizes " << at::IntArrayRef(planes[i].part) << " beside 'parts[0]'", describe(parts[i]),
+                   "Pass the tensors that quantizing this rank's part gave");
+  }
+  const int64_t rows = dim == 3 || !columnwise ? parts[0].size(0)
+                                               : parts[0].size(1) * gather.format.packing();
+  TP_CHECK_VALUE(rows * gather.shard.ranks >= gather.shard.rows, kOp, "parts[0]",
+                 "at least " << (gather.shard.rows + gather.shard.ranks - 1) / gather.shard.ranks << " of the "
+                             << gather.shard.rows << " rows",
+                 describe(parts[0]), "Cut the weight with zero rows after it");
+  const int64_t block = gather.format.family == FormatFamily::kFp8Block ? 128 : gather.format.block_size();
+  TP_CHECK_VALUE(dim == 3 || rows % block == 0 || !(columnwise || gather.format.square_blocks), kOp,
+                 "parts[0]", "a multiple of " << block << " rows, the block of the format", rows,
+                 "Cut the weight in steps of blocks");
+  return gather;
+}
+
+Three as_three(std::vector<Tensor> tensors, const Tensor& like) {
+  const auto at = [&](size_t i) {
+    return tensors.size() > i ? tensors[i] : at::empty({0}, like.options().dtype(at::kFloat));
+  };
+  return {at(0), at(1), at(2)};
+}
+
+// Without other ranks: what is left when the padding is cut off.
+std::vector<Tensor> stripped(const Gather& gather) {
+  std::vector<Tensor> whole;
+  const auto planes = planes_of(gather.parts[0], gather.parts.size(), gather.format, gather.columnwise,
+                                gather.shard.rows, 1);
+  for (size_t i = 0; i < planes.size(); ++i) {
+    const Tensor& part = gather.parts[i];
+    if (!planes[i].is_gathered() || planes[i].is_joined()) {
+      whole.push_back(planes[i].is_gathered() ? part.narrow(0, 0, planes[i].whole[0]) : part);
+    } else {
+      whole.push_back(at::empty(planes[i].whole, part.options()));
+      assemble(planes[i], part, 1, whole[i]);
+    }
+  }
+  return whole;
+}
+
+Three gather_weight_kernel(at::TensorList parts, std::string_view format, bool columnwise, bool backward,
+                           std::string_view shard) {
+  Gather gather = checked(parts, format, columnwise, backward, shard);
+  const BelowAutograd guard;
+  std::vector<Tensor> whole;
+  if (gather.shard.ranks == 1) {
+    whole = stripped(gather);
+  } else {
+    distributed::RankGroup group(kOp, gather.shard.group, gather.shard.timeout_ms, parts[0]);
+    whole = GroupWeights::of(group.state()).gathers.take(std::move(gather));
+  }
+  for (size_t i = 0; i < whole.size(); ++i) {  // an op does not return its argument
+    if (whole[i].is_alias_of(parts[i])) whole[i] = whole[i].clone(at::MemoryFormat::Contiguous);
+  }
+  return as_three(std::move(whole), parts[0]);
+}
+
+Three gather_weight_meta(at::TensorList parts, std::string_view format, bool columnwise, bool backward,
+                         std::string_view shard) {
+  const Gather gather = checked(parts, format, columnwise, backward, shard);
+  std::vector<Tensor> whole;
+  const auto planes =
+      planes_of(parts[0], parts.size(), gather.format, columnwise, gather.shard.rows, gather.shard.ranks);
+  for (size_t i = 0; i < planes.size(); ++i) {
+    whole.push_back(at::empty(planes[i].is_gathered() ? planes[i].whole : planes[i].part, parts[i].options()));
+  }
+  return as_three(std::move(whole), parts[0]);
+}
+
+void configure_gathers(std::string group_name, int64_t distance, bool in_graphs) {
+  TP_CHECK_VALUE(distance >= 0, "configure_gathers", "distance", "at least 0", distance,
+                 "Pass how many weights ahead are gathered");
+  distributed::RankGroup group("configure_gathers", group_name, -1, Tensor());
+  GroupWeights::of(group.state()).gathers.configure(distance, in_graphs);
+}
+
+void clear_gathers(std::string group_name) {
+  distributed::RankGroup group("clear_gathers", group_name, -1, Tensor());
+  GroupWeights::of(group.state()).gathers.clear();
+}
+
+std::vector<int64_t> count_gathers(std::string group_name) {
+  distributed::RankGroup group("count_gathers", group_name, -1, Tensor());
+  const GatherCounts counts = GroupWeights::of(group.state()).gathers.counts();
+  return {counts.gathers, counts.early, counts.hits, counts.dropped, counts.bytes_sent};
+}
+
+}  // namespace
+
+Quantized gather_weight(const Quantized& part, std::string_view shard_key, bool backward) {
+  using Signature = Three(at::TensorList, std::string_view, bool, bool, std::string_view);
+  static const auto op = find_op<Signature>(kOp);
+  std::vector<Tensor> parts{part.data};
+  if (part.scale.defined()) parts.push_back(part.scale);
+  if (part.amax.defined()) parts.push_back(part.amax);
+  const std::string_view key = part.scale.defined() ? part.key : std::string_view("none");
+  auto [data, scale, amax] = op.call(parts, key, part.transposed, backward, shard_key);
+  Quantized whole = part;
+  whole.data = data;
+  if (part.scale.defined()) whole.scale = gemm::typed_scale(scale, part.format);
+  if (part.amax.defined()) whole.amax = amax;
+  return whole;
+}
+
+TP_IMPL_NO_GRADIENT(kOp, gather_weight_kernel, gather_weight_meta);
+TP_IMPL_FOR(CompositeExplicitAutograd, "configure_gathers", configure_gathers);
+TP_IMPL_FOR(CompositeExplicitAutograd, "clear_gathers", clear_gathers);
+TP_IMPL_FOR(CompositeExplicitAutograd, "count_gathers", count_gathers);
+TP_IMPL_FOR(CompositeExplicitAutograd, "note_weights_changed", note_weights_changed);
+
+}  // namespace transformer_plugin::sharded

@@ -1,0 +1,12 @@
+// The whole weight of a layer, from the parts that ranks have.
+#pragma once
+
+#include "linear/operands.h"
+#include "sharded/weight_shard.h"
+
+namespace transformer_plugin::sharded {
+
+// The op gather_weight. `part`: one direction of this rank's part, or unquantized values.
+Quantized gather_weight(const Quantized& part, std::string_view shard_key, bool backward);
+
+}  // namespace transformer_plugin::sharded

@@ -1,0 +1,108 @@
+// Planes of a weight that is cut over ranks (sharded/planes.h).
+#include "sharded/planes.h"
+
+#include <algorithm>
+
+#include "quantize/ops/matrix_shape.h"
+
+namespace transformer_plugin::sharded {
+namespace {
+
+using at::Tensor;
+using quantize::MatrixShape;
+using quantize::SymSizes;
+using Sizes = std::vector<int64_t>;
+
+constexpr int64_t kBlockRows = 128;
+
+Sizes as_ints(const SymSizes& sizes) {
+  Sizes result;
+  for (const c10::SymInt& size : sizes) result.push_back(size.guard_int(__FILE__, __LINE__));
+  return result;
+}
+
+// The rows of a matrix that one entry of its scales covers: in the direction of the scales' blocks, or across it.
+int64_t rows_of_scale(const Format& format, bool columnwise) {
+  if (columnwise) return format.family == FormatFamily::kFp8Block ? kBlockRows : format.block_size();
+  return format.family == FormatFamily::kFp8Block && format.square_blocks ? kBlockRows : 1;
+}
+
+enum class Kind { kData, kScale, kAmax };
+
+struct Place {
+  int64_t axis;
+  int64_t rows;  // of the matrix, in one entry
+};
+
+// Where the rows of a matrix lie in a tensor. 1x128 blocks have their scales transposed (quantize/ops/matrix_shape.cpp).
+Place place_of(const Format& format, bool columnwise, Kind kind) {
+  if (kind == Kind::kAmax) return {-1, 1};
+  if (kind == Kind::kData) return columnwise ? Place{1, format.packing()} : Place{0, 1};
+  if (format.family == FormatFamily::kFp8Tensor) return {-1, 1};
+  if (format.traits().has_row_scales) return {columnwise ? -1 : 0, 1};
+  const bool scales_are_transposed = format.family == FormatFamily::kFp8Block && !format.square_blocks;
+  return {columnwise != scales_are_transposed ? 1 : 0, rows_of_scale(format, columnwise)};
+}
+
+Plane plane_of(const Format& format, bool columnwise, Kind kind, const MatrixShape& whole,
+               const MatrixShape& part) {
+  const auto sizes = [&](const MatrixShape& shape) {
+    if (format.family == FormatFamily::kNone || format.family == FormatFamily::kBFloat16)
+      return as_ints(shape.value_sizes());
+    if (kind == Kind::kData) return as_ints(shape.data_sizes(format, columnwise));
+    if (kind == Kind::kScale) return as_ints(shape.scale_sizes(format, columnwise));
+    return as_ints(shape.amax_sizes(format, columnwise));
+  };
+  Plane plane{sizes(whole), sizes(part)};
+  if (whole.matrices) {  // ranks have whole matrices
+    plane.used = plane.part[0];
+    plane.valid = plane.whole[0];
+    return plane;
+  }
+  const Place place = place_of(format, columnwise, kind);
+  plane.axis = place.axis;
+  if (!plane.is_gathered()) return plane;
+  plane.used = part.rows.guard_int(__FILE__, __LINE__) / place.rows;
+  plane.valid = (whole.rows.guard_int(__FILE__, __LINE__) + place.rows - 1) / place.rows;
+  return plane;
+}
+
+// A tensor whose dtype every kernel of torch copies.
+Tensor plain(const Tensor& tensor) {
+  return tensor.element_size() == 1 ? tensor.view(at::kByte) : tensor;
+}
+
+}  // namespace
+
+std::vector<Plane> planes_of(const Tensor& data, size_t count, const Format& format, bool columnwise,
+                             int64_t rows, int64_t ranks) {
+  const MatrixShape part = format.is_quantized() ? quantize::shape_of_data(data, format, columnwise, nullptr)
+                                                 : quantize::matrix_shape(data, columnwise, nullptr);
+  MatrixShape whole = part;
+  (whole.matrices ? *whole.matrices : whole.rows) = rows;
+  std::vector<Plane> planes;
+  for (size_t i = 0; i < count; ++i) {
+    planes.push_back(plane_of(format, columnwise, static_cast<Kind>(i), whole, part));
+  }
+  return planes;
+}
+
+void assemble(const Plane& plane, const Tensor& gathered, int64_t ranks, const Tensor& out) {
+  const int64_t axis = plane.axis, length = plane.whole[static_cast<size_t>(axis)];
+  Sizes sizes{ranks};
+  sizes.insert(sizes.end(), plane.part.begin(), plane.part.end());
+  const Tensor parts = plain(gathered).view(sizes).narrow(1 + axis, 0, plane.used), to = plain(out);
+  const int64_t held = std::min(plane.valid, ranks * plane.used);
+  if (held < length) to.narrow(axis, held, length - held).zero_();
+  // Whole parts by one copy, then what is left of the next.
+  const int64_t full = plane.used == 0 ? 0 : held / plane.used, rest = held - full * plane.used;
+  if (full > 0) {
+    const Tensor source = parts.narrow(0, 0, full);
+    to.narrow(axis, 0, full * plane.used)
+        .unflatten(axis, at::IntArrayRef{full, plane.used})
+        .copy_(axis == 0 ? source : source.transpose(0, 1));
+  }
+  if (rest > 0) to.narrow(axis, full * plane.used, rest).copy_(parts[full].narrow(axis, 0, rest));
+}
+
+}  // namespace transformer_plugin::sharded

@@ -1,0 +1,28 @@
+// The gradient of a weight that is cut over ranks.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <string_view>
+
+#include "sharded/weight_shard.h"
+
+namespace transformer_plugin::sharded {
+
+// Where the sum of the ranks' gradients goes.
+struct GradientTarget {
+  at::Tensor weight;                      // this rank's part, which the gradient belongs to
+  std::optional<at::Tensor> main_grad;    // the buffer to write; otherwise the gradient is returned
+  bool accumulate = true;                 // or write over what the buffer holds
+};
+
+// A buffer for the gradient of the whole weight as this rank computes it, with rows of zeros after it, which reduce_gradient
+// takes: [ranks * n, ...] for a part [n, ...].
+at::Tensor gradient_parts(const at::Tensor& weight, const WeightShard& shard, at::ScalarType dtype);
+
+// Adds the ranks' gradients, each rank those of its rows. Undefined if they went into a buffer, or will be in `weight.grad` at
+// the end of the backward: on a GPU they travel on a side stream while the backward goes on.
+at::Tensor reduce_gradient(const at::Tensor& parts, const WeightShard& shard, const GradientTarget& target);
+
+}  // namespace transformer_plugin::sharded

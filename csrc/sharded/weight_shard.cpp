@@ -1,0 +1,62 @@
+// The key of a weight that is cut over ranks (sharded/weight_shard.h).
+#include "sharded/weight_shard.h"
+
+#include <charconv>
+
+#include "common/check.h"
+
+namespace transformer_plugin::sharded {
+namespace {
+
+// Reads a key from the left.
+class Reader {
+ public:
+  explicit Reader(std::string_view text) : rest_(text) {}
+
+  // Takes `word` if it is next.
+  bool take(std::string_view word) {
+    if (rest_.substr(0, word.size()) != word) return false;
+    rest_.remove_prefix(word.size());
+    return true;
+  }
+  // Takes "<name><number>,".
+  bool take_number(std::string_view name, int64_t& number) {
+    if (!take(name)) return false;
+    const auto [end, error] = std::from_chars(rest_.data(), rest_.data() + rest_.size(), number);
+    if (error != std::errc()) return false;
+    rest_.remove_prefix(static_cast<size_t>(end - rest_.data()));
+    return take(",");
+  }
+  std::string_view rest() const { return rest_; }
+
+ private:
+  std::string_view rest_;
+};
+
+bool parse(std::string_view key, WeightShard& shard) {
+  Reader reader(key);
+  if (!reader.take_number("rows=", shard.rows) || !reader.take_number("ranks=", shard.ranks)) return false;
+  shard.mean = reader.take("mean,");
+  shard.bfloat16_parts = reader.take("parts=bf16,");
+  shard.late = reader.take("late,");
+  if (reader.rest().substr(0, 11) == "timeout_ms=" && !reader.take_number("timeout_ms=", shard.timeout_ms)) {
+    return false;
+  }
+  if (!reader.take("group=")) return false;
+  shard.group = std::string(reader.rest());
+  return shard.rows >= 0 && shard.ranks >= 1;
+}
+
+}  // namespace
+
+WeightShard parse_weight_shard(const char* op, std::string_view key) {
+  WeightShard shard;
+  if (key.empty()) return shard;
+  TP_CHECK_VALUE(parse(key, shard), op, "weight_shard",
+                 "'', or a key such as 'rows=1024,ranks=4,mean,group=0' with options in the order rows, ranks, mean, "
+                 "parts=bf16, late, timeout_ms, group",
+                 "'" << key << "'", "Make it with transformer_plugin.parallel.WeightShard");
+  return shard;
+}
+
+}  // namespace transformer_plugin::sharded

@@ -1,0 +1,37 @@
+// A weight whose first dimension is cut over the ranks of a group, as the ops of layers take it: `weight` is then this rank's
+// part, and a key says how the whole is cut:
+//
+//   rows=<n>        rows of the whole weight [n, K]; of a stack [n, N, K] its matrices
+//   ranks=<n>       size of the group
+//   mean            the gradient is the mean over the ranks; otherwise their sum
+//   parts=bf16      gradients travel in bfloat16 also where they are added to float32; the sums are in float32
+//   late            gradients are in `weight.grad` or in `main_grad` at the end of the backward, and not before
+//   timeout_ms=<n>  for waits on other ranks; default: the timeout of the group
+//   group=<name>    name of the c10d group; it is last, because it may have any characters
+//
+// in this order, with commas between: "rows=28672,ranks=4,mean,group=0". "" is a weight that is whole. Every rank has
+// ceil(rows / ranks) rows or more; those past the last row of the whole weight are zeros.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+namespace transformer_plugin::sharded {
+
+struct WeightShard {
+  int64_t rows = 0;
+  int64_t ranks = 0;  // 0: the weight is whole
+  bool mean = false;
+  bool bfloat16_parts = false;
+  bool late = false;
+  int64_t timeout_ms = -1;
+  std::string group = {};
+
+  bool is_cut() const { return ranks > 0; }
+};
+
+// Raises a four-part ValueError if `key` is not one.
+WeightShard parse_weight_shard(const char* op, std::string_view key);
+
+}  // namespace transformer_plugin::sharded

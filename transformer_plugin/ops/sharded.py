@@ -1,0 +1,135 @@
+"""Weights whose first dimension is cut over the ranks of a group.
+
+Each rank keeps a part of the rows; layers gather the whole weight for a product, and gather it again for the backward.
+``weight_shard`` of :func:`~transformer_plugin.ops.linear`, :func:`~transformer_plugin.ops.norm_linear`,
+:func:`~transformer_plugin.ops.grouped_linear` and :func:`~transformer_plugin.ops.grouped_mlp`, and ``shard`` here, is a
+key, a constant under ``torch.compile``: ``"rows=1000,ranks=4,mean,group=0"``, of these options in this order:
+
+- ``rows``: rows of the whole weight ``[rows, K]``; of a stack ``[rows, N, K]`` its matrices.
+- ``ranks``: the size of the group. Every rank has equally many rows, at least ``rows / ranks``; those past the last row
+  of the whole weight are zeros.
+- ``mean``: the gradient is the mean over the ranks, in place of the sum. Both are made in float32 in ascending order of
+  ranks, and rounded once.
+- ``parts=bf16``: gradients travel in bfloat16 also where the buffer they are added to is float32.
+- ``late``: on CUDA the gradient travels on a side stream while the backward goes on. It is in ``weight.grad``, or in
+  ``main_grad``, at the end of the backward. Where a hook of the weight waits for its gradient, or
+  ``torch.autograd.grad`` asks for it, it is not late.
+- ``timeout_ms``: for waits on other ranks; without it the timeout of the group.
+- ``group``: the ``group_name`` of a c10d group. It is last, and may have any characters.
+
+:class:`transformer_plugin.parallel.WeightShard` makes keys. In the call of a layer ``weight`` is this rank's part, and
+so are its gradient, ``main_grad`` and ``quantized_weight``. With ``quantized_weight`` the ranks exchange quantized
+data: scales and amaxes that belong to the whole weight must be the same on all ranks. Without it they exchange the
+values, which each rank quantizes after the gather. All ranks make the same calls in the same order.
+
+Weights are gathered before they are needed: a group remembers in which order its weights are used, and gathers the next
+one on a side stream while the product of this one runs. It is used only if neither it nor its place in the program has
+changed; otherwise it is gathered again. So the order of use decides about time, never about values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from transformer_plugin.errors import peer_timeout
+from transformer_plugin.formats import Format
+
+__all__ = [
+    "GatherCounts",
+    "clear_gathers",
+    "configure_gathers",
+    "count_gathers",
+    "gather_weight",
+    "note_weights_changed",
+]
+
+_ops = torch.ops.transformer_plugin
+
+
+class GatherCounts(NamedTuple):
+    """What a group has gathered since it was first used."""
+
+    #: Collectives.
+    gathers: int
+    #: Of them those that were begun before the weight was needed.
+    early: int
+    #: Of those, how many were used.
+    hits: int
+    #: And how many were not, because another weight was needed, or the weight had changed.
+    dropped: int
+    #: Bytes that this rank sent.
+    bytes_sent: int
+
+
+def gather_weight(
+    parts: Sequence[Tensor], format: str | Format, columnwise: bool, backward: bool, shard: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the tensors of one direction of the whole weight, from this rank's.
+
+    Args:
+        parts: data, ``scale_inv`` and, of ``nvfp4``, amax of this rank's rows, as :func:`~transformer_plugin.ops.quantize`
+            gives them along one direction; or the values alone. Contiguous. Scales that cover the whole weight, as that
+            of ``fp8_tensor``, and amaxes are the same on all ranks and do not travel.
+        format: the key of the format, ``"none"`` for values. Not with ``tiled`` or ``row_scaled``.
+        columnwise: whether ``parts`` are columnwise, so that data are transposed.
+        backward: what the weight is needed for; each purpose has its own place in the order of use.
+        shard: the key of the weight, see above. Blocks of a format do not cross ranks: a part has a multiple of their
+            rows.
+
+    Returns:
+        ``data``, ``scale_inv`` and ``amax``, those that do not exist with no elements: bit for bit what quantizing the
+        whole weight gives, without the rows of padding. Fresh. ``data``, and scales that follow the rows, may lie in
+        memory of the padded size.
+
+    Not differentiable: layers have the gradient.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit each other, or differ between ranks.
+        PeerTimeoutError: a rank did not take part in time.
+    """
+    try:
+        key = format.key if isinstance(format, Format) else format
+        result: tuple[Tensor, Tensor, Tensor] = _ops.gather_weight.default(
+            parts, key, columnwise, backward, shard
+        )
+        return result
+    except RuntimeError as error:
+        raise peer_timeout(error) or error from None
+
+
+def configure_gathers(group_name: str, distance: int, in_graphs: bool = False) -> None:
+    """Say how many weights ahead of their use a group gathers. All ranks must say the same.
+
+    Args:
+        group_name: of the group.
+        distance: 0 gathers each weight when it is needed; 1, the default, the next one, too.
+        in_graphs: also while a CUDA graph is captured. The capture must then contain the use of what it gathers, as that
+            of a whole forward and backward does.
+
+    Raises:
+        ValueError: a negative distance, or no such group.
+    """
+    _ops.configure_gathers.default(group_name, distance, in_graphs)
+
+
+def clear_gathers(group_name: str) -> None:
+    """Free what a group has gathered early, and forget the order of use."""
+    _ops.clear_gathers.default(group_name)
+
+
+def count_gathers(group_name: str) -> GatherCounts:
+    """Return what a group has gathered in this process."""
+    return GatherCounts(*_ops.count_gathers.default(group_name))
+
+
+def note_weights_changed() -> None:
+    """Announce a change of weights that torch does not count, so that nothing gathered before is used.
+
+    Steps of torch's optimizers are noticed. Call it after others that write through pointers or ``.data``. All ranks
+    must call it at the same place.
+    """
+    _ops.note_weights_changed.default()

@@ -1,0 +1,137 @@
+"""The quantized copies of this rank's parts of weights."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from transformer_plugin import ops
+from transformer_plugin.formats import Format
+from transformer_plugin.nn.quantized_weight import Formats, QuantizedWeight
+from transformer_plugin.parallel._gather_layout import Shards, columns_of, plain, quantize_shard
+
+_NAMES = ("rowwise_data", "scale_inv", "amax", "columnwise_data", "columnwise_scale_inv", "columnwise_amax")
+
+
+class QuantizedPart(QuantizedWeight):
+    """A :class:`~transformer_plugin.nn.QuantizedWeight` of this rank's part, which has the bytes that the whole weight
+    has there: amaxes of the whole weight are those of all ranks.
+
+    A forward quantizes again when the part has changed, and with it the other parts of the model that have: what is
+    gathered ahead is then up to date, and one reduction finds the amaxes of all. All ranks do this at the same place,
+    as they change their parts together.
+
+    Args:
+        part: this rank's part.
+        formats: as for the base class.
+        group: the ranks.
+        siblings: the layers whose parts are quantized together, this one's included.
+    """
+
+    refreshes_itself = True
+
+    def __init__(
+        self, part: Tensor, formats: Formats, group: Any, siblings: Sequence[weakref.ref[Any]] = ()
+    ) -> None:
+        format = Format.parse(formats[1])
+        #: the scale of the whole matrix is that of its largest element, on any rank.
+        self.reduces_amax = part.dim() == 2 and (format.needs_amax or format.family == "fp8_tensor")
+        self._reduces_rows = part.dim() == 2 and format.block is None and not self.reduces_amax
+        self._group, self._siblings = group, siblings
+        super().__init__(part, formats)
+
+    def refresh(self, first_micro_batch: bool | Tensor = True) -> None:
+        """As in the base class. The ranks call it together."""
+        if first_micro_batch is not False:
+            noop = None
+            if isinstance(first_micro_batch, Tensor):
+                noop = (first_micro_batch == 0).float().reshape(1)
+            refresh_together([self], noop)
+
+    def _follow_and_refresh(self, present: list[Tensor]) -> None:
+        if not self._is_outdated(present[0]):
+            return
+        outdated = {id(self): self}
+        self._take(present[0])
+        for ref in self._siblings:
+            layer = ref()
+            copy = None if layer is None else layer.quantized_weight
+            if isinstance(copy, QuantizedPart) and copy._is_outdated(layer.weight):
+                copy._take(layer.weight)
+                outdated[id(copy)] = copy
+        refresh_together(outdated.values(), None)
+
+    def _is_outdated(self, present: Tensor) -> bool:
+        if self.outdated or present is not self._sources[0]:
+            return True
+        return self._seen is not None and self._seen[0].is_outdated(present)
+
+    def _quantize(self) -> list[Tensor]:
+        if not (self.reduces_amax or self._reduces_rows):
+            return super()._quantize()
+        part, key = self._sources[0].detach(), self.formats[1]
+        columns: Any = "none" if columns_of(self.formats, part.device) == "none" else "gathered"
+        ranks = self._group.size()
+        shards = Shards(key, (part.shape[0] * ranks, part.shape[1]), ranks, columns)
+        made = quantize_shard(shards, part, self._group)
+        return [made[name].contiguous() for name in _NAMES if name in made]
+
+    def _quantize_into(self, out: list[Tensor], noop: Tensor | None) -> None:
+        if not self._reduces_rows:
+            super()._quantize_into(out, noop)
+            return
+        for buffer, value in zip(out, self._quantize(), strict=True):
+            _copy(buffer, value, noop)
+
+    def _quantize_with(self, amax: Tensor, noop: Tensor | None) -> None:
+        """With an amax ``[1]`` of the whole weight."""
+        part, format = self._sources[0].detach(), Format.parse(self.formats[1])
+        each = 3 if format.needs_amax else 2
+        columns = len(self.tensors) > each
+        tensors = self.op_tensors()
+        out = [t for i, t in enumerate(tensors) if i % each != 2]
+        amax_t = amax if columns and format.needs_amax else None
+        ops.quantize_out(part, self.formats[1], out, None, amax, amax_t, None, noop, True, columns)
+        if format.needs_amax:
+            for buffer in tensors[2::3]:
+                _copy(buffer, amax, noop)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of a layer makes its own at its first use."""
+        return None
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "transformer_plugin::QuantizedPart: expected a model without quantized parts to pickle, got one that has "
+            "computed with them. Save its state_dict(), or call forget_quantized_weights() of its layers first."
+        )
+
+
+def refresh_together(parts: Iterable[QuantizedPart], noop: Tensor | None) -> None:
+    """Quantizes parts again into their memory, with one reduction of all amaxes for each format and dtype."""
+    with torch.no_grad():
+        kinds: dict[Any, list[QuantizedPart]] = {}
+        for part in parts:
+            if part.reduces_amax:
+                kinds.setdefault((id(part._group), part.formats[1], part._sources[0].dtype), []).append(part)
+            else:
+                part._quantize_into(part.op_tensors(), noop)
+            part.note_refreshed()
+        for (_, key, _), some in kinds.items():
+            device = some[0]._sources[0].device
+            amaxes = torch.zeros(len(some), dtype=torch.float32, device=device)
+            ops.amax_list_out([part._sources[0].detach() for part in some], key, amaxes)
+            dist.all_reduce(amaxes, dist.ReduceOp.MAX, some[0]._group)
+            for i, part in enumerate(some):
+                part._quantize_with(amaxes[i : i + 1], noop)
+
+
+def _copy(buffer: Tensor, value: Tensor, noop: Tensor | None) -> None:
+    """Nothing with ``noop`` = 1."""
+    to, source = plain(buffer), plain(value)
+    to.copy_(source if noop is None else torch.where(noop == 1, to, source))

@@ -1,0 +1,50 @@
+"""What a parameter says of the whole weight that it is a part of."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from transformer_plugin.parallel._row_shard import RowShard
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+#: The attribute of such a parameter.
+WEIGHT_PART = "weight_part"
+
+
+@dataclass(frozen=True)
+class WeightPart:
+    """A part of a weight whose first dimension is cut over the ranks of a group."""
+
+    #: Of the parameter in the module that was sharded.
+    name: str
+    rows: RowShard
+    #: This rank in the group, and the global ranks of the group.
+    rank: int
+    ranks: tuple[int, ...]
+    group: ProcessGroup
+    #: The layers that were sharded together.
+    layers: tuple[weakref.ref[Any], ...] = ()
+
+    @property
+    def first_row(self) -> int:
+        """The first row of this part."""
+        return self.rows.offset(self.rank)
+
+    @property
+    def valid_rows(self) -> int:
+        """How many rows of this part are rows of the weight; the others are zeros."""
+        return self.rows.valid_rows(self.rank)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WeightPart:
+        return self
+
+
+def part_of(parameter: Tensor) -> WeightPart | None:
+    """What a parameter is a part of; None for a whole parameter."""
+    return parameter.__dict__.get(WEIGHT_PART) if hasattr(parameter, "__dict__") else None

@@ -1,0 +1,38 @@
+"""The key that tells ops how a weight is cut over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class WeightShard:
+    """How the first dimension of a weight is cut over the ranks of a group, see :mod:`transformer_plugin.ops.sharded`.
+
+    ``str()`` of it is the argument ``weight_shard`` of the ops of layers, and ``shard`` of
+    :func:`~transformer_plugin.ops.gather_weight`.
+    """
+
+    #: Rows of the whole weight, or matrices of a stack.
+    rows: int
+    #: Size of the group.
+    ranks: int
+    #: ``group_name`` of the c10d group.
+    group_name: str
+    #: Whether the gradient is the mean over the ranks, or their sum.
+    mean: bool = True
+    #: Whether gradients travel in bfloat16 where they are added to float32.
+    bfloat16_parts: bool = False
+    #: Whether, on CUDA, gradients are complete at the end of the backward, and not before.
+    late: bool = False
+    #: For each wait on other ranks; None: the timeout of the group.
+    timeout_ms: int | None = None
+
+    def __str__(self) -> str:
+        options = ["mean"] if self.mean else []
+        options += ["parts=bf16"] if self.bfloat16_parts else []
+        options += ["late"] if self.late else []
+        options += [] if self.timeout_ms is None else [f"timeout_ms={self.timeout_ms}"]
+        return ",".join(
+            [f"rows={self.rows}", f"ranks={self.ranks}", *options, f"group={self.group_name}"]
+        )

@@ -1,0 +1,308 @@
+"""Weights that are cut over ranks: each rank keeps a part, and layers gather the whole for a product."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from transformer_plugin import ops
+from transformer_plugin.formats import Format
+from transformer_plugin.parallel._row_shard import RowShard
+from transformer_plugin.parallel._weight_part import WEIGHT_PART, WeightPart, part_of
+from transformer_plugin.parallel._weight_shard import WeightShard
+from transformer_plugin.parallel._wrapping import install_wrapper_checks
+from transformer_plugin.recipes import DelayedScaling
+from transformer_plugin.tensor._layout import message
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+#: Set on the whole parameter that a part has replaced.
+_REPLACED = "replaced_by_part"
+_OP = "shard_"
+
+
+class _Target(NamedTuple):
+    name: str
+    module: Any
+    weight: Parameter
+
+    @property
+    def full_name(self) -> str:
+        return f"{self.name}.weight" if self.name else "weight"
+
+
+class _Options(NamedTuple):
+    format: str | None
+    mean: bool
+    bfloat16_parts: bool
+    timeout_ms: int | None
+
+
+def shard_(
+    module: torch.nn.Module,
+    group: ProcessGroup | None,
+    *,
+    format: str | Format | None = None,
+    gradient: Literal["mean", "sum"] = "mean",
+    gradient_dtype: torch.dtype | None = None,
+    ahead: int = 1,
+    timeout_ms: int | None = None,
+    filter: Callable[[str, torch.nn.Module], bool] | None = None,
+) -> torch.nn.Module:
+    """Cuts the weights of a module's layers over the ranks of a group.
+
+    Each weight ``[N, K]`` becomes a parameter ``[S, K]``, this rank's rows, and each ``[G, N, K]`` a parameter
+    ``[S, N, K]``, this rank's experts: a plain tensor, of which optimizers keep their state. Zero rows are appended
+    until all ranks have equally many; they stay zero. Biases, norms and everything else stay whole.
+
+    A forward gathers the whole weight just before its product and frees it afterwards; a backward gathers it again, adds
+    the gradients of all ranks, and gives each rank those of its rows. The next weight in the order of use is gathered
+    while the product of this one runs, and gradients travel while the backward goes on. Ranks of the group compute on
+    different inputs. Results and gradients are those of the layer with the whole weight: of its mean (or sum) over the
+    ranks' inputs. Make the optimizer afterwards.
+
+    Layers are :class:`~transformer_plugin.nn.Linear`, :class:`~transformer_plugin.nn.LayerNormLinear`,
+    :class:`~transformer_plugin.nn.GroupedLinear` with packed parameters, also those of
+    :class:`~transformer_plugin.nn.GroupedMLP` and :class:`~transformer_plugin.nn.MoE`.
+
+    Args:
+        module: changed in place. All ranks call this with the same model; each keeps its rows of its own values.
+        group: the ranks. None, or a group of one, changes nothing.
+        format: what travels. None: quantized weights where the recipe quantizes them, 8 or 4 bits in place of 16, with
+            amaxes of all ranks, otherwise the values. ``"none"``: the values, which each rank quantizes after each
+            gather. A format must be that of the recipes. Quantized parts are made at the first use after a change of
+            the weight, as an optimizer makes it.
+        gradient: whether the gradient of a part is the mean over the ranks or their sum.
+        gradient_dtype: ``torch.bfloat16``: gradients travel in it also where ``main_grad`` is float32. None: in the dtype
+            of the buffer. Sums are made in float32 in either case.
+        ahead: how many weights are gathered ahead of their use; 0: none.
+        timeout_ms: for each wait on other ranks; None: the timeout of the group.
+        filter: layers to cut, by name and module; None: all.
+
+    Returns:
+        The module.
+
+    Raises:
+        ValueError: a weight that is cut already, is wrapped by FSDP2, is shared by two layers, or has experts cut over
+            ranks of the same group; a recipe with delayed scaling or another format; parameters in a list; ranks with
+            different models or options. Nothing is changed then.
+        PeerTimeoutError: a rank does not call this.
+
+    What it does not replace: parameters that are not cut have gradients of this rank's inputs, see
+    :func:`~transformer_plugin.parallel.data_parallel`.
+    """
+    if group is None or group.size() == 1:
+        return module
+    if gradient not in ("mean", "sum"):
+        _refuse("gradient", "'mean' or 'sum'", repr(gradient), "Use one of the two")
+    if gradient_dtype not in (None, torch.bfloat16):
+        _refuse("gradient_dtype", "None or torch.bfloat16", str(gradient_dtype), "Use one of the two")
+    if ahead < 0:
+        _refuse("ahead", "at least 0", str(ahead), "Pass how many weights are gathered ahead")
+    key = format.key if isinstance(format, Format) else format
+    options = _Options(key, gradient == "mean", gradient_dtype is not None, timeout_ms)
+    ranks = tuple(dist.get_process_group_ranks(group))
+    targets = list(_targets(module, filter))
+    _check_shared(module, targets)
+    for target in targets:
+        _check(target, ranks, options)
+    _compare_ranks(targets, group, options, ahead)
+    layers = tuple(weakref.ref(target.module) for target in targets)
+    for target in targets:
+        _cut(target, group, ranks, options, layers)
+    ops.configure_gathers(group.group_name, ahead)
+    _watch_optimizers()
+    install_wrapper_checks()
+    return module
+
+
+def _targets(
+    module: torch.nn.Module, filter: Callable[[str, torch.nn.Module], bool] | None
+) -> Iterator[_Target]:
+    # Not at the top: modules of nn import this package.
+    from transformer_plugin.nn._recipe import RecipeModule
+    from transformer_plugin.nn.grouped_linear import GroupedLinear
+
+    for name, layer in module.named_modules():
+        if not isinstance(layer, RecipeModule) or (filter is not None and not filter(name, layer)):
+            continue
+        if isinstance(layer, GroupedLinear) and layer.parameter_layout != "packed":
+            got = f"parameters={layer.parameter_layout!r} in '{name}'"
+            _refuse("module", "layers with parameters='packed'", got, "Make the layer with packed parameters")
+        weight = layer._parameters.get("weight")
+        if weight is None:
+            advice = "Remove the parametrization, or leave the layer out with 'filter'"
+            _refuse("module", "weights that are parameters", f"'{name}.weight', which is computed", advice)
+        yield _Target(name, layer, weight)
+
+
+def _check_shared(module: torch.nn.Module, targets: list[_Target]) -> None:
+    owners: dict[int, list[str]] = {}
+    for name, layer in module.named_modules():
+        for key, parameter in layer._parameters.items():
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append(f"{name}.{key}" if name else key)
+    for target in targets:
+        names = owners[id(target.weight)]
+        if len(names) > 1:
+            advice = "Give each layer its own weight, or leave them out with 'filter'"
+            _refuse("module", "a weight for each layer", f"one that {names} share", advice)
+
+
+def _check(target: _Target, ranks: tuple[int, ...], options: _Options) -> None:
+    name, layer, weight = target.full_name, target.module, target.weight
+    part = part_of(weight)
+    if part is not None:
+        got = f"'{name}', which is cut over the ranks {list(part.ranks)} already"
+        _refuse("module", "whole weights", got, "Call shard_ once, or choose layers with 'filter'")
+    if hasattr(weight, "to_local") or type(weight) is not Parameter:
+        got = f"'{name}', a {type(weight).__name__}, which another wrapper has cut or quantized"
+        advice = (
+            "Call shard_ before fully_shard, with other ranks; experts of a MoE need dtensor=False, and quantized_init "
+            "makes parameters that cannot be cut"
+        )
+        _refuse("module", "plain parameters", got, advice)
+    experts = getattr(layer, "_expert_ranks", None)
+    shared = sorted(set(ranks) & set(experts.ranks)) if experts is not None else []
+    if len(shared) > 1:
+        got = f"the ranks {shared}, which hold different experts of '{name}'"
+        _refuse("group", "ranks with the same weights", got, "Pass the group of ranks with the same experts")
+    if isinstance(layer.recipe, DelayedScaling):
+        advice = "Use another recipe, for example Float8CurrentScaling()"
+        _refuse("module", "recipes without delayed scaling", f"{layer.recipe} in '{target.name}'", advice)
+    if layer._delays_wgrad:
+        advice = "Leave out delay_wgrad_compute: ranks add gradients in the backward"
+        _refuse("module", "weight gradients in the backward", f"delay_wgrad_compute in '{target.name}'", advice)
+    _check_format(target, options)
+
+
+def _check_format(target: _Target, options: _Options) -> None:
+    key, given = target.module._formats[1], options.format
+    if given in (None, "none") and not (key != "none" and "tiled" in key):
+        return
+    wanted, own = Format.parse(given or "none"), Format.parse(key)
+    if "tiled" in key or "row_scaled" in key:
+        advice = "Use a recipe whose weights have plain scales"
+        _refuse("module", "weights whose scales follow the rows", f"'{key}' in '{target.name}'", advice)
+    if wanted.family != own.family and not (wanted.family == "bf16" and own.family == "none"):
+        got = f"'{given}' for '{target.name}', whose recipe quantizes weights to '{key}'"
+        _refuse("format", "None, 'none', or the format of the recipe", got, "Leave it out")
+
+
+def _compare_ranks(targets: list[_Target], group: ProcessGroup, options: _Options, ahead: int) -> None:
+    """Raises on all ranks if they do not cut the same weights in the same way."""
+    lines = [f"{t.full_name} {list(t.weight.shape)} {t.weight.dtype} {t.module._formats}" for t in targets]
+    mine = "\n".join([f"{options} ahead={ahead}", *lines])
+    every = torch.ops.transformer_plugin.all_gather_text.default(group.group_name, mine, -1)
+    for rank, other in enumerate(every):
+        if other == every[0]:
+            continue
+        pairs = zip(every[0].split("\n") + [""], other.split("\n") + [""], strict=False)
+        first, here = next((a, b) for a, b in pairs if a != b)
+        got = f"'{first}' on rank 0 and '{here}' on rank {rank}"
+        _refuse("module", "the same weights, formats and options on all ranks", got, "Make the same model everywhere")
+
+
+def _align_of(key: str) -> int:
+    """The rows of a weight in a format that must be on one rank."""
+    block = Format.parse(key).block
+    return 1 if block is None else max(block)
+
+
+def _cut(
+    target: _Target,
+    group: ProcessGroup,
+    ranks: tuple[int, ...],
+    options: _Options,
+    layers: tuple[weakref.ref[Any], ...],
+) -> None:
+    layer, whole = target.module, target.weight
+    key = layer._formats[1]
+    quantizes = options.format != "none" and Format.parse(key).is_quantized
+    align = _align_of(key) if quantizes and whole.dim() == 2 else 1
+    rows = RowShard(whole.shape[0], len(ranks), align)
+    part = Parameter(rows.cut(whole, group.rank()), whole.requires_grad)
+    for name, value in whole.__dict__.items():
+        setattr(part, name, value)
+    layer.weight_part = WeightPart(target.full_name, rows, group.rank(), ranks, group, layers)
+    setattr(part, WEIGHT_PART, layer.weight_part)
+    setattr(whole, _REPLACED, target.full_name)
+    layer.register_parameter("weight", part)
+    layer.weight_shard = str(
+        WeightShard(
+            rows=rows.rows,
+            ranks=rows.ranks,
+            group_name=group.group_name,
+            mean=options.mean,
+            bfloat16_parts=options.bfloat16_parts,
+            late=True,
+            timeout_ms=options.timeout_ms,
+        )
+    )
+    layer.forget_quantized_weights()
+    layer.gathers_quantized = quantizes
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """Once per process: steps of torch's optimizers change weights, and one of whole weights has no effect."""
+    from torch.optim.optimizer import (
+        register_optimizer_step_post_hook,
+        register_optimizer_step_pre_hook,
+    )
+
+    register_optimizer_step_pre_hook(_check_parameters)
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _check_parameters(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for settings in optimizer.param_groups:
+        for parameter in settings["params"]:
+            if _REPLACED in parameter.__dict__:
+                name = parameter.__dict__[_REPLACED]
+                advice = "Make the optimizer after shard_"
+                _refuse("optimizer", "parameters of the model", f"the whole '{name}', which shard_ replaced", advice)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    changed = False
+    for settings in optimizer.param_groups:
+        for parameter in settings["params"]:
+            if WEIGHT_PART in parameter.__dict__:
+                _note_changed(parameter)
+                changed = True
+    if changed:
+        ops.note_weights_changed()
+
+
+def _note_changed(parameter: Tensor) -> None:
+    """The parameter's quantized parts are out of date, also where torch has not counted the change."""
+    for copy in parameter.__dict__.get("quantized_copies", ()):
+        if copy.refreshes_itself:
+            copy.outdated = True
+
+
+def _refuse(argument: str, expected: str, got: str, advice: str) -> NoReturn:
+    raise ValueError(message(_OP, argument, expected, got, advice))
+
+
+def whole_weight(parameter: Tensor) -> Tensor:
+    """The whole weight ``[N, ...]`` of a part, without padding, on every rank: a copy without a gradient.
+
+    All ranks of the part's group call it. A parameter that is not a part is returned as a copy.
+    """
+    part = part_of(parameter)
+    if part is None:
+        return parameter.detach().clone()
+    gathered = ops.all_gather(parameter.detach(), part.rows.ranks, part.group.group_name)
+    return part.rows.strip(gathered)
