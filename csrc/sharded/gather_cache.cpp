@@ -16,6 +16,8 @@ namespace phases = tensor_parallel::phases;
 
 constexpr const char* kOp = "gather_weight";
 
+constexpr int64_t kAny = -2;  // in place of the use before the last one
+
 std::atomic<int64_t> announced_changes{0};
 
 }  // namespace
@@ -180,7 +182,7 @@ std::vector<Tensor> GatherCache::take(Gather gather) {
     collect(gather, planes, into);
     whole = std::move(into.whole);
   }
-  next_[Pair(last_but_one_, last_)] = id;
+  next_[Pair(last_but_one_, last_)] = next_[Pair(kAny, last_)] = id;
   last_but_one_ = last_;
   last_ = id;
   gather_ahead(id, device);
@@ -198,7 +200,8 @@ void GatherCache::gather_ahead(int64_t id, c10::Device device) {
   if (place.capture != 0 && !in_graphs_) return;
   Pair pair(last_but_one_, id);
   for (int64_t step = 0; step < distance_; ++step) {
-    const auto found = next_.find(pair);
+    auto found = next_.find(pair);
+    if (found == next_.end()) found = next_.find(Pair(kAny, pair.second));
     if (found == next_.end()) return;
     const int64_t next = found->second;
     const auto known = sources_.find(next);

@@ -103,7 +103,7 @@ class GatherCache {
   std::map<std::pair<const void*, bool>, int64_t> ids_;  // of the data of a part, and of its direction
   std::map<int64_t, Source> sources_;
   std::map<int64_t, Early> early_;
-  std::map<Pair, int64_t> next_;  // what was used after the two
+  std::map<Pair, int64_t> next_;  // what was used after the two, and after the second of them
   int64_t last_ = -1, last_but_one_ = -1;
   int64_t sources_made_ = 0, uses_ = 0;
   SideStream stream_;

@@ -97,6 +97,11 @@ class QuantizedWeightMixin(ExpertShardMixin, PluginModule):
                 "quantized parts, got one of shard_(..., format='none'), which is quantized after each gather. Leave out "
                 "quantize_weights(), or shard_ without 'format'."
             )
+        if self.quantized_weight is None and torch.compiler.is_compiling():
+            raise ValueError(
+                f"transformer_plugin::{type(self).__name__}: argument 'weight': expected a quantized part that exists "
+                "before a compiled forward, got none. Call quantize_weights() first, for example after .to()."
+            )
         if self.quantized_weight is None:
             from transformer_plugin.parallel._quantized_part import QuantizedPart
 

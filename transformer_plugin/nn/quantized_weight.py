@@ -43,8 +43,6 @@ class QuantizedWeight:
 
     #: Whether a forward quantizes again where the weight has changed, in place of raising an error.
     refreshes_itself = False
-    #: Whether the weight has changed without a change of its version.
-    outdated = False
 
     def __init__(self, weight: Tensor | Sequence[Tensor], formats: Formats) -> None:
         self.formats: Formats = (formats[0], formats[1], formats[2])
@@ -82,7 +80,6 @@ class QuantizedWeight:
 
     def note_refreshed(self) -> None:
         """The copy is that of the present weight."""
-        self.outdated = False
         # Compiled code cannot read versions: eager code then has nothing to compare with.
         compiling = torch.compiler.is_compiling()
         self._seen = None if compiling else [_Seen.of(source) for source in self._sources]

@@ -67,7 +67,7 @@ class QuantizedPart(QuantizedWeight):
         refresh_together(outdated.values(), None)
 
     def _is_outdated(self, present: Tensor) -> bool:
-        if self.outdated or present is not self._sources[0]:
+        if present is not self._sources[0]:
             return True
         return self._seen is not None and self._seen[0].is_outdated(present)
 

@@ -78,8 +78,9 @@ def shard_(
         group: the ranks. None, or a group of one, changes nothing.
         format: what travels. None: quantized weights where the recipe quantizes them, 8 or 4 bits in place of 16, with
             amaxes of all ranks, otherwise the values. ``"none"``: the values, which each rank quantizes after each
-            gather. A format must be that of the recipes. Quantized parts are made at the first use after a change of
-            the weight, as an optimizer makes it.
+            gather. A format must be that of the recipes. Parts are quantized again after each step of a torch
+            optimizer, and by eager forwards after other changes that torch counts; call ``quantize_weights()`` of the
+            layers after those that it does not count.
         gradient: whether the gradient of a part is the mean over the ranks or their sum.
         gradient_dtype: ``torch.bfloat16``: gradients travel in it also where ``main_grad`` is float32. None: in the dtype
             of the buffer. Sums are made in float32 in either case.
@@ -118,6 +119,9 @@ def shard_(
     layers = tuple(weakref.ref(target.module) for target in targets)
     for target in targets:
         _cut(target, group, ranks, options, layers)
+    for target in targets:
+        if target.module.gathers_quantized and not target.module.weight.is_meta:
+            target.module._quantized_part()  # compiled code cannot make it
     ops.configure_gathers(group.group_name, ahead)
     _watch_optimizers()
     install_wrapper_checks()
@@ -273,23 +277,17 @@ def _check_parameters(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    from transformer_plugin.parallel._quantized_part import refresh_together
+
     if torch.compiler.is_compiling():
         return
-    changed = False
-    for settings in optimizer.param_groups:
-        for parameter in settings["params"]:
-            if WEIGHT_PART in parameter.__dict__:
-                _note_changed(parameter)
-                changed = True
-    if changed:
-        ops.note_weights_changed()
-
-
-def _note_changed(parameter: Tensor) -> None:
-    """The parameter's quantized parts are out of date, also where torch has not counted the change."""
-    for copy in parameter.__dict__.get("quantized_copies", ()):
-        if copy.refreshes_itself:
-            copy.outdated = True
+    parameters = [p for settings in optimizer.param_groups for p in settings["params"]]
+    parts = [parameter for parameter in parameters if WEIGHT_PART in parameter.__dict__]
+    if not parts:
+        return
+    ops.note_weights_changed()
+    copies = {id(c): c for part in parts for c in part.__dict__.get("quantized_copies", ())}
+    refresh_together([copy for copy in copies.values() if copy.refreshes_itself], None)
 
 
 def _refuse(argument: str, expected: str, got: str, advice: str) -> NoReturn:

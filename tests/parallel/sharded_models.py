@@ -1,0 +1,129 @@
+"""Models with whole weights and with weights that are cut over ranks, and what both compute for the inputs of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from transformer_plugin import nn as tnn
+from transformer_plugin import recipes
+from transformer_plugin.parallel import shard_
+from transformer_plugin.parallel._weight_part import part_of
+from transformer_plugin.testing.distributed import Rank
+
+RECIPES: dict[str, Callable[[], Any]] = {
+    "bf16": lambda: None,
+    "fp8_block": recipes.Float8BlockScaling,
+    "fp8_tensor": recipes.Float8CurrentScaling,
+    "mxfp8": recipes.MXFP8BlockScaling,
+    "nvfp4": recipes.NVFP4BlockScaling,
+}
+TOKENS = 64
+
+
+def dense(recipe: Any, device: torch.device, **options: Any) -> torch.nn.Module:
+    """Three layers; 192 and 64 rows are no multiples of the 128 rows of a block."""
+    options = {"recipe": recipe, "device": device, "dtype": torch.bfloat16, **options}
+    return torch.nn.Sequential(
+        tnn.Linear(128, 256, **options),
+        tnn.LayerNormLinear(256, 192, **options),
+        tnn.Linear(192, 64, bias=False, **options),
+    )
+
+
+class Experts(torch.nn.Module):
+    """Experts, with sizes of groups that are other ones for each input."""
+
+    def __init__(self, recipe: Any, device: torch.device, experts: int, bias: bool = False) -> None:
+        super().__init__()
+        options = {"recipe": recipe, "device": device, "dtype": torch.bfloat16}
+        self.mlp = tnn.GroupedMLP(experts, 128, 96, bias, **options)
+        self.last = tnn.GroupedLinear(experts, 128, 64, **options)
+
+    def forward(self, input: Tensor, sizes: Tensor, probs: Tensor) -> Tensor:
+        return self.last(self.mlp(input, sizes, probs), sizes)
+
+
+class Batch(NamedTuple):
+    """What one rank computes on."""
+
+    arguments: tuple[Tensor, ...]
+    seed: int
+
+
+def dense_batch(rank: int, step: int, device: torch.device) -> Batch:
+    """Other numbers for each rank and step."""
+    seed = 1000 * step + rank
+    input = torch.randn(TOKENS, 128, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    return Batch((input.to(device),), seed)
+
+
+def expert_batch(rank: int, step: int, device: torch.device, experts: int) -> Batch:
+    """Sizes of multiples of 16, some of them zero; the last rows belong to no group."""
+    seed = 1000 * step + rank
+    generator = torch.Generator().manual_seed(seed)
+    input = torch.randn(128, 128, generator=generator).bfloat16()
+    sizes = torch.bincount(torch.randint(experts, (7,), generator=generator), minlength=experts) * 16
+    probs = torch.rand(128, generator=generator)
+    return Batch((input.to(device), sizes.to(device), probs.to(device)), seed)
+
+
+class Results(NamedTuple):
+    """Of one forward and backward."""
+
+    output: Tensor
+    grad_input: Tensor
+    grads: dict[str, Tensor]
+
+
+def computed(model: torch.nn.Module, batch: Batch) -> Results:
+    """Runs a model forward and backward, with fresh gradients and torch's generator at the batch's seed."""
+    for parameter in model.parameters():
+        parameter.grad = None
+    input, *others = batch.arguments
+    input = input.clone().requires_grad_()
+    torch.manual_seed(batch.seed)
+    output = model(input, *others)
+    output.float().square().mean().backward()
+    assert input.grad is not None
+    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return Results(output.detach(), input.grad, grads)
+
+
+def expected_grad(whole: list[Tensor], parameter: Tensor, mean: bool) -> Tensor:
+    """A part of the sum of the ranks' gradients, made in float32 in ascending order and rounded once."""
+    total = torch.zeros_like(whole[0], dtype=torch.float32)
+    for each in whole:
+        total = total + each.float()
+    part = part_of(parameter)
+    assert part is not None
+    if mean:
+        total = total * (1 / len(whole))
+    return part.rows.cut(total, part.rank).to(whole[0].dtype)
+
+
+def twins(
+    rank: Rank, make: Callable[[], torch.nn.Module], **options: Any
+) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """The same model twice: whole, and cut over the ranks."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(make())
+    shard_(models[1], rank.group, **options)
+    return models[0], models[1]
+
+
+def change(whole: torch.nn.Module, cut: torch.nn.Module, seed: int) -> None:
+    """Adds the same numbers to both, as an optimizer would."""
+    pairs = zip(whole.parameters(), cut.parameters(), strict=True)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for one, other in pairs:
+            step = (0.01 * torch.randn(one.shape, generator=generator)).to(one)
+            one.add_(step)
+            part = part_of(other)
+            other.add_(step if part is None else part.rows.cut(step, part.rank))

@@ -1,0 +1,118 @@
+"""Weights that are cut over ranks: outputs and gradients of the layer with the whole weight, bit for bit, with other
+inputs on each rank."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parallel.sharded_models import (
+    RECIPES,
+    Experts,
+    change,
+    computed,
+    dense,
+    dense_batch,
+    expected_grad,
+    expert_batch,
+    twins,
+)
+from transformer_plugin import ops
+from transformer_plugin.parallel import whole_weight
+from transformer_plugin.parallel._weight_part import part_of
+from transformer_plugin.testing.distributed import Rank, RankPool
+from transformer_plugin.testing.numerics import assert_same_bits
+
+
+def compare(rank: Rank, whole: Any, cut: Any, batch: Any, step: int, mean: bool = True) -> None:
+    """This rank's results of the cut model with those of the whole model, whose gradients are added over ranks."""
+    each = [computed(whole, batch(r, step, rank.device)) for r in range(rank.size)]
+    mine, own = each[rank.rank], computed(cut, batch(rank.rank, step, rank.device))
+    assert_same_bits(own.output, mine.output)
+    assert_same_bits(own.grad_input, mine.grad_input)
+    for name, parameter in cut.named_parameters():
+        if part_of(parameter) is None:
+            assert_same_bits(own.grads[name], mine.grads[name], name)
+            continue
+        want = expected_grad([results.grads[name] for results in each], parameter, mean)
+        assert_same_bits(own.grads[name], want, name)
+        assert_same_bits(whole_weight(parameter), whole.get_parameter(name).detach(), name)
+
+
+def check_dense(rank: Rank, key: str, options: dict[str, Any]) -> None:
+    whole, cut = twins(rank, lambda: dense(RECIPES[key](), rank.device), **options)
+    for step in range(3):
+        compare(rank, whole, cut, dense_batch, step, options.get("gradient") != "sum")
+        change(whole, cut, step)
+
+
+@pytest.mark.parametrize("key", RECIPES)
+def test_dense_layers(ranks: RankPool, key: str) -> None:
+    ranks.run(check_dense, key, {})
+
+
+@pytest.mark.parametrize("key", RECIPES)
+def test_three_ranks(make_pool: Any, key: str) -> None:
+    """Rows that do not divide by the ranks, and a mean that no power of two divides."""
+    make_pool(3).run(check_dense, key, {})
+
+
+@pytest.mark.parametrize("options", [{"gradient": "sum"}, {"format": "none"}, {"ahead": 0}, {"ahead": 3}], ids=str)
+def test_options(pair: RankPool, options: dict[str, Any]) -> None:
+    for key in ("bf16", "fp8_tensor"):
+        pair.run(check_dense, key, options)
+
+
+def check_experts(rank: Rank, key: str, experts: int, bias: bool) -> None:
+    whole, cut = twins(rank, lambda: Experts(RECIPES[key](), rank.device, experts, bias))
+    for step in range(3):
+        compare(rank, whole, cut, partial(expert_batch, experts=experts), step)
+        change(whole, cut, step)
+
+
+@pytest.mark.parametrize("key", RECIPES)
+def test_experts(ranks: RankPool, key: str) -> None:
+    """Five experts: some ranks have one less, and of four ranks one has none."""
+    ranks.run(check_experts, key, 5, False)
+    ranks.run(check_experts, key, 4, True)
+
+
+def check_order_of_use(rank: Rank) -> None:
+    """From the third step on each gather but the first is begun early, and none in vain."""
+    _, cut = twins(rank, lambda: dense(RECIPES["fp8_block"](), rank.device))
+    before = None
+    for step in range(5):
+        computed(cut, dense_batch(rank.rank, step, rank.device))
+        counts = ops.count_gathers(rank.group_name)
+        if before is not None and step >= 2:
+            made = [now - then for now, then in zip(counts, before, strict=True)]
+            assert made[:4] == [6, 5, 5, 0], made
+        before = counts
+
+
+def test_the_order_of_use_is_learned(ranks: RankPool) -> None:
+    ranks.run(check_order_of_use)
+
+
+def check_compiled(rank: Rank, key: str, backend: str) -> None:
+    torch._dynamo.reset()
+    _, eager = twins(rank, lambda: dense(RECIPES[key](), rank.device))
+    _, cut = twins(rank, lambda: dense(RECIPES[key](), rank.device))
+    compiled: Any = torch.compile(cut, fullgraph=True, backend=backend)
+    for step in range(3):
+        batch = dense_batch(rank.rank, step, rank.device)
+        want = computed(eager, batch)
+        got = computed(compiled, batch)
+        assert_same_bits(got.output, want.output)
+        assert_same_bits(got.grad_input, want.grad_input)
+        for name, grad in want.grads.items():
+            assert_same_bits(got.grads[f"_orig_mod.{name}"], grad, name)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("key", ["bf16", "fp8_block", "mxfp8"])
+def test_compiled(pair: RankPool, key: str, backend: str) -> None:
+    pair.run(check_compiled, key, backend, timeout=400)
