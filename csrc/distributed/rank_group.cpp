@@ -193,6 +193,7 @@ PendingCollective RankGroup::run(const Phase& phase, const Tensor& output, Start
   watch_group(state_);
   void* stream = scope.stream();
   launch_begin_collective(progress, phase.id, stream);
+  if (on_begin_) on_begin_();
   const int64_t sequence = ++state_->host_sequence;
   state_->host_phase_id = phase.id;
   state_->host_begin_ms = steady_now_ms();
@@ -271,6 +272,30 @@ PendingCollective RankGroup::start_all_to_all(const Tensor& parts, const Phase& 
                ? connection_->group->alltoall_base(to, from, equal_splits, equal_splits, options)
                : state_->cpu_backend->alltoall_base(to, from, equal_splits, equal_splits, options);
   });
+}
+
+Tensor RankGroup::exchange_with_others(const Tensor& parts, const Phase& phase) const {
+  TORCH_INTERNAL_ASSERT(connection_->on_cuda);  // Gloo has no exchange of lists
+  std::vector<c10::SymInt> sizes(parts.sym_sizes().begin(), parts.sym_sizes().end());
+  sizes[0] = parts.size(0) / size() * (size() - 1);
+  const Tensor output = empty(parts, sizes, parts.scalar_type());
+  if (output.numel() == 0) return output;
+  return run(phase, output, [&] {
+           const Tensor from = as_bytes(parts), to = as_bytes(output);
+           const int64_t bytes = from.size(0) / size();
+           std::vector<Tensor> sent, received;
+           for (int64_t r = 0, place = 0; r < size(); ++r) {
+             const int64_t moved = r == rank() ? 0 : bytes;
+             sent.push_back(from.narrow(0, r * bytes, moved));
+             received.push_back(to.narrow(0, place, moved));
+             place += moved;
+           }
+           c10d::AllToAllOptions options;
+           options.timeout = connection_->timeout;
+           options.asyncOp = false;
+           return connection_->group->alltoall(received, sent, options);
+         })
+      .wait();
 }
 
 std::vector<std::string> RankGroup::all_gather_text(const std::string& text) const {

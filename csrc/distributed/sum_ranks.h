@@ -12,5 +12,8 @@ at::Tensor sum_ranks(const at::Tensor& received, int64_t ranks, int64_t rows);
 // added to what the buffer holds.
 void sum_ranks_out(const at::Tensor& received, int64_t ranks, const at::Tensor& out, bool accumulate,
                    double factor = 1);
+// The same with the part of rank `own_rank` elsewhere, [n, W]; `received` has those of the others.
+void sum_ranks_out(const at::Tensor& received, const at::Tensor& own, int64_t own_rank, int64_t ranks,
+                   const at::Tensor& out, bool accumulate, double factor);
 
 }  // namespace transformer_plugin::distributed

@@ -2,6 +2,7 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
+#include <vector>
 
 #include "distributed/sum_ranks_args.h"
 
@@ -11,7 +12,7 @@ namespace {
 constexpr int64_t kElementsPerTask = 16384;
 
 template <typename T, typename Out, typename Sum>
-TP_CPU_CLONES void sum_row(const T* first, int64_t rank_stride, int64_t ranks, Sum factor, bool accumulate,
+TP_CPU_CLONES void sum_row(const T* const* parts, int64_t first, int64_t ranks, Sum factor, bool accumulate,
                            Out* output, int64_t width) {
   constexpr int64_t kChunk = 512;
   Sum sums[kChunk];
@@ -19,7 +20,7 @@ TP_CPU_CLONES void sum_row(const T* first, int64_t rank_stride, int64_t ranks, S
     const int64_t count = width - start < kChunk ? width - start : kChunk;
     for (int64_t h = 0; h < count; ++h) sums[h] = 0;
     for (int64_t r = 0; r < ranks; ++r) {
-      const T* part = first + r * rank_stride + start;
+      const T* part = parts[r] + first + start;
       for (int64_t h = 0; h < count; ++h) sums[h] = sums[h] + static_cast<Sum>(part[h]);
     }
     for (int64_t h = 0; h < count; ++h) sums[h] = sums[h] * factor;
@@ -32,11 +33,12 @@ TP_CPU_CLONES void sum_row(const T* first, int64_t rank_stride, int64_t ranks, S
 
 template <typename T, typename Out, typename Sum>
 void sum_rows(const SumRanksArgs& args) {
-  const int64_t rank_stride = args.part_rows * args.width;
+  std::vector<const T*> parts;
+  for (int64_t r = 0; r < args.ranks; ++r) parts.push_back(args.part<T>(r));
   const int64_t rows_per_task = std::max<int64_t>(1, kElementsPerTask / std::max<int64_t>(1, args.width));
   at::parallel_for(0, args.rows, rows_per_task, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
-      sum_row<T, Out, Sum>(static_cast<const T*>(args.parts) + t * args.width, rank_stride, args.ranks,
+      sum_row<T, Out, Sum>(parts.data(), t * args.width, args.ranks,
                            args.factor, args.accumulate, static_cast<Out*>(args.output) + t * args.width,
                            args.width);
     }

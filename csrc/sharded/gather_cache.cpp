@@ -131,7 +131,8 @@ Gathered GatherCache::prepare(const Gather& gather, std::vector<Plane>& planes) 
 }
 
 // The collective and what follows it, on the current stream.
-void GatherCache::collect(const Gather& gather, const std::vector<Plane>& planes, Gathered& into) {
+void GatherCache::collect(const Gather& gather, const std::vector<Plane>& planes, Gathered& into,
+                          std::function<void()> on_begin) {
   const WeightShard& shard = gather.shard;
   std::vector<Tensor> parts, received;
   for (size_t i = 0; i < planes.size(); ++i) {
@@ -143,6 +144,7 @@ void GatherCache::collect(const Gather& gather, const std::vector<Plane>& planes
   ++counts_.gathers;
   distributed::RankGroup group(kOp, shard.group, shard.timeout_ms, parts[0]);
   tensor_parallel::check_ranks(kOp, group, shard.ranks);
+  group.set_on_begin(std::move(on_begin));
   group.begin_call(tensor_parallel::list_call(phases::kGatherWeight, "parts", parts), 1);
   group.all_gather_list(parts, received, phases::kGatherWeight);
   for (size_t i = 0; i < planes.size(); ++i) {
@@ -218,7 +220,8 @@ void GatherCache::gather_ahead(int64_t id, c10::Device device) {
     }
     std::vector<Plane> planes;
     Early early{prepare(gather, planes), {}, stamp_of(source), place, uses_};
-    early.done = stream_.run(device, [&] { collect(gather, planes, early.gathered); });
+    early.done = stream_.run(
+        device, [&](auto&& on_begin) { collect(gather, planes, early.gathered, on_begin); });
     // What is not gathered is the part itself.
     ++counts_.early;
     early_.emplace(next, std::move(early));

@@ -72,6 +72,22 @@ Tensor plain(const Tensor& tensor) {
   return tensor.element_size() == 1 ? tensor.view(at::kByte) : tensor;
 }
 
+// Whether rows may be copied eight bytes at a time, eight times as fast as single ones.
+bool has_words(const Plane& plane, const Tensor& gathered, int64_t rest) {
+  constexpr int64_t kWord = 8;
+  const int64_t lengths[] = {plane.part.back(), plane.whole.back(), plane.used, plane.valid, rest};
+  return plane.axis == 1 && plane.part.size() == 2 && gathered.element_size() == 1 &&
+         std::all_of(std::begin(lengths), std::end(lengths), [](int64_t n) { return n % kWord == 0; });
+}
+
+Plane in_words(Plane plane) {
+  plane.part.back() /= 8;
+  plane.whole.back() /= 8;
+  plane.used /= 8;
+  plane.valid /= 8;
+  return plane;
+}
+
 }  // namespace
 
 std::vector<Plane> planes_of(const Tensor& data, size_t count, const Format& format, bool columnwise,
@@ -88,6 +104,10 @@ std::vector<Plane> planes_of(const Tensor& data, size_t count, const Format& for
 }
 
 void assemble(const Plane& plane, const Tensor& gathered, int64_t ranks, const Tensor& out) {
+  if (has_words(plane, gathered, std::min(plane.valid, ranks * plane.used))) {
+    return assemble(in_words(plane), gathered.view(at::kByte).view(at::kLong), ranks,
+                    out.view(at::kByte).view(at::kLong));
+  }
   const int64_t axis = plane.axis, length = plane.whole[static_cast<size_t>(axis)];
   Sizes sizes{ranks};
   sizes.insert(sizes.end(), plane.part.begin(), plane.part.end());

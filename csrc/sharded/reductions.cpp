@@ -15,7 +15,7 @@ constexpr size_t kMostRunning = 2;
 void Reductions::submit(const at::Tensor& parts, const at::Tensor& out, const std::function<void()>& sum) {
   const std::lock_guard<std::mutex> lock(mutex_);
   while (running_.size() >= kMostRunning) finish_oldest();
-  Done done = stream_.run(parts.device(), sum);
+  Done done = stream_.run(parts.device(), [&](auto&&) { sum(); });
   running_.push_back({parts, out, std::move(done)});
   const int backward = torch::autograd::get_current_graph_task_id();
   if (backward == backward_) return;

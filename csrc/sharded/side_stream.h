@@ -31,12 +31,14 @@ class Done {
 // runs at once.
 class SideStream {
  public:
-  // Runs `work` on the stream, after everything that the current stream has.
+  // Runs `work` on the stream, after everything that the current stream has. `work` gets a function to call when it is about to
+  // enqueue a collective. The current stream waits for that point, so that the collective gets multiprocessors before a product
+  // that fills the GPU for its whole duration.
   template <typename Work>
   Done run(c10::Device device, Work&& work) {
     Done done;
     if (device.is_cpu()) {
-      std::forward<Work>(work)();
+      std::forward<Work>(work)([] {});
       return done;
     }
     const c10::impl::VirtualGuardImpl streams(device.type());
@@ -46,9 +48,14 @@ class SideStream {
     c10::Event before(device.type());
     before.record(streams.getStream(device));
     before.block(*stream_);
+    const c10::Stream caller = streams.getStream(device), side = *stream_;
     {
-      const c10::StreamGuard guard(*stream_);
-      std::forward<Work>(work)();
+      const c10::StreamGuard guard(side);
+      std::forward<Work>(work)([&] {
+        c10::Event begun(device.type());
+        begun.record(side);
+        begun.block(caller);
+      });
     }
     done.event_ = std::make_shared<c10::Event>(device.type());
     done.event_->record(*stream_);

@@ -34,8 +34,16 @@ void reduce_scatter_out(const Tensor& parts, const Tensor& out, bool accumulate,
   RankGroup group(kOp, group_name, timeout_ms, parts);
   check_ranks(kOp, group, num_ranks);
   group.begin_call(exchange_call(phases::kReduceScatterOut, "parts", parts, false), 1);
-  const Tensor received = exchanged_parts(group, parts, phases::kReduceScatterOut);
-  distributed::sum_ranks_out(received, num_ranks, out, accumulate, factor);
+  if (parts.is_cuda() && num_ranks > 1) {  // this rank's part stays where it is
+    const Tensor all = parts.contiguous().view({parts.size(0), width_of(parts)});
+    const Tensor received = group.exchange_with_others(all, phases::kReduceScatterOut);
+    const int64_t rows = all.size(0) / num_ranks;
+    const Tensor own = all.narrow(0, group.rank() * rows, rows);
+    distributed::sum_ranks_out(received, own, group.rank(), num_ranks, out, accumulate, factor);
+  } else {
+    const Tensor received = exchanged_parts(group, parts, phases::kReduceScatterOut);
+    distributed::sum_ranks_out(received, num_ranks, out, accumulate, factor);
+  }
   mark_written(out);
 }
 

@@ -1,0 +1,62 @@
+"""How much of the communication of a step no computation hides, from a trace of its kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+Span = tuple[float, float]
+
+
+def merged(spans: Iterable[Span]) -> list[Span]:
+    """The union of spans, in order."""
+    result: list[Span] = []
+    for begin, end in sorted(spans):
+        if result and begin <= result[-1][1]:
+            result[-1] = (result[-1][0], max(end, result[-1][1]))
+        else:
+            result.append((begin, end))
+    return result
+
+
+def length(spans: Iterable[Span]) -> float:
+    """The sum of their lengths."""
+    return sum(end - begin for begin, end in spans)
+
+
+def kernels_of(call: Callable[[], Any]) -> list[tuple[str, float, float]]:
+    """Name, begin and end in microseconds of the kernels and copies of one call on this GPU."""
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        call()
+        torch.cuda.synchronize()
+    return [
+        (event.name, event.time_range.start, event.time_range.end)
+        for event in trace.events() or ()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+
+
+def is_exchange(name: str) -> bool:
+    """Whether a kernel moves data between GPUs, or marks the begin and end of that."""
+    return "nccl" in name.lower() or "collective_kernel" in name
+
+
+def exposed(call: Callable[[], Any]) -> dict[str, float]:
+    """Of one call: milliseconds from its first kernel to its last; of them with computation, with an exchange, with an
+    exchange and nothing else; and the part of the whole that the last is."""
+    kernels = kernels_of(call)
+    exchange = merged((begin, end) for name, begin, end in kernels if is_exchange(name))
+    compute = merged((begin, end) for name, begin, end in kernels if not is_exchange(name))
+    both = merged([*exchange, *compute])
+    whole = both[-1][1] - both[0][0]
+    alone = length(both) - length(compute)
+    return {
+        "step_ms": round(whole / 1e3, 3),
+        "compute_ms": round(length(compute) / 1e3, 3),
+        "exchange_ms": round(length(exchange) / 1e3, 3),
+        "exposed_ms": round(alone / 1e3, 3),
+        "exposed_part": round(alone / whole, 4),
+    }

@@ -1,0 +1,187 @@
+"""Layers whose weights are cut over ranks, forward and backward, compared with FSDP2 around the same layers.
+
+Each rank has other tokens. Competitors: the whole weights on every rank without any exchange, which bounds what sharding
+can reach; FSDP2, which gathers the weights of a layer in bfloat16 and reduces gradients in bfloat16; and
+``parallel.shard_`` in bfloat16 and in FP8 with blocks. FP8 quantizes its weights again in each step. Outputs and
+gradients are first compared with those of the whole weights. Competitors alternate in one run. Needs two GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from benchmarks.common import rested_times, write
+from benchmarks.exposed import exposed
+from transformer_plugin import functional, recipes
+from transformer_plugin import nn as tnn
+from transformer_plugin.parallel import shard_
+from transformer_plugin.parallel._weight_part import part_of
+from transformer_plugin.testing.distributed import Rank, RankPool
+
+DENSE = {"layers": 8, "hidden": 8192, "ffn": 28672, "tokens": 4096}
+EXPERTS = {"layers": 4, "hidden": 2048, "ffn": 768, "experts": 128, "topk": 8, "tokens": 32768}
+SMALL = {"layers": 2, "hidden": 256, "ffn": 512, "experts": 8, "topk": 2, "tokens": 256}
+#: Of a gradient, relative to its largest element: each rank rounds its own to bfloat16, then the mean.
+BOUND = 2**-7
+
+
+class Dense(torch.nn.Module):
+    """A norm, two products with SwiGLU between them, and the input added."""
+
+    def __init__(self, sizes: dict[str, int], recipe: Any) -> None:
+        super().__init__()
+        hidden, ffn = sizes["hidden"], sizes["ffn"]
+        options: dict[str, Any] = {"bias": False, "device": "cuda", "dtype": torch.bfloat16, "recipe": recipe}
+        self.up = tnn.LayerNormLinear(hidden, 2 * ffn, normalization="RMSNorm", **options)
+        self.down = tnn.Linear(ffn, hidden, **options)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input + self.down(functional.swiglu(self.up(input)))
+
+
+class Experts(torch.nn.Module):
+    """A layer of experts, and the input added."""
+
+    def __init__(self, sizes: dict[str, int], recipe: Any) -> None:
+        super().__init__()
+        options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "recipe": recipe}
+        self.moe = tnn.MoE(sizes["hidden"], sizes["ffn"], sizes["experts"], sizes["topk"], **options)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input + self.moe(input)[0]
+
+
+def model_of(kind: str, sizes: dict[str, int], recipe: Any) -> torch.nn.Sequential:
+    """The same values on every rank."""
+    torch.manual_seed(0)
+    layer = Dense if kind == "dense" else Experts
+    return torch.nn.Sequential(*[layer(sizes, recipe) for _ in range(sizes["layers"])])
+
+
+def competitors(kind: str, sizes: dict[str, int], rank: Rank) -> dict[str, torch.nn.Module]:
+    """The models by name."""
+    block = recipes.Float8BlockScaling()
+    whole, sharded, in_fp8, by_fsdp = (model_of(kind, sizes, r) for r in (None, None, block, None))
+    shard_(sharded, rank.group)
+    shard_(in_fp8, rank.group)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    for layer in by_fsdp:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(by_fsdp, mp_policy=policy)
+    return {"whole bf16": whole, "fsdp2 bf16": by_fsdp, "sharded bf16": sharded, "sharded fp8_block": in_fp8}
+
+
+def step_of(model: torch.nn.Module, input: Tensor, grad: Tensor) -> Callable[[], Tensor]:
+    """A forward and backward with fresh gradients."""
+    quantized = [m for m in model.modules() if getattr(m, "gathers_quantized", False)]
+
+    def step() -> Tensor:
+        for parameter in model.parameters():
+            parameter.grad = None
+        for layer in quantized:
+            layer.quantize_weights()
+        output: Tensor = model(input)
+        output.backward(grad)
+        return output
+
+    return step
+
+
+def check(models: dict[str, torch.nn.Module], steps: dict[str, Callable[[], Tensor]]) -> dict[str, float]:
+    """Compares bfloat16 bit for bit, and gradients with the mean of the ranks' gradients."""
+    whole = models["whole bf16"]
+    output = steps["whole bf16"]()
+    errors: dict[str, float] = {}
+    for name in ("sharded bf16", "sharded fp8_block"):
+        got = steps[name]()
+        same = torch.equal(got, output)
+        assert same or "fp8" in name, name
+        worst = 0.0
+        for (key, parameter), other in zip(models[name].named_parameters(), whole.parameters(), strict=True):
+            part = part_of(parameter)
+            if part is None:
+                continue
+            assert other.grad is not None and parameter.grad is not None
+            mean = other.grad.float()
+            dist.all_reduce(mean)
+            want = part.rows.cut(mean / part.rows.ranks, part.rank)
+            worst = max(worst, float((parameter.grad.float() - want).norm() / want.norm()))
+            assert worst < (0.1 if "fp8" in name else BOUND), (name, key, worst)
+        errors[name] = worst
+    return errors
+
+
+def measure(rank: Rank, kind: str, sizes: dict[str, int], rounds: int) -> list[dict[str, Any]]:
+    """One row for each competitor."""
+    torch.manual_seed(100 + rank.rank)
+    input = torch.randn(sizes["tokens"], sizes["hidden"], device=rank.device).bfloat16().requires_grad_()
+    grad = torch.randn_like(input)
+    models = competitors(kind, sizes, rank)
+    steps = {name: step_of(model, input, grad) for name, model in models.items()}
+    errors = check(models, steps)
+    peaks, hosts = {}, {}
+    for name, step in steps.items():
+        step()
+        for parameter in models[name].parameters():
+            parameter.grad = None
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        begin = time.perf_counter()
+        step()
+        hosts[name] = (time.perf_counter() - begin) * 1e3
+        torch.cuda.synchronize()
+        peaks[name] = (torch.cuda.max_memory_allocated() - held) / 2**30
+    times = rested_times(steps, 1, rounds, ready=dist.barrier)
+    traces = {name: exposed(step) for name, step in steps.items()}
+    peer = times["fsdp2 bf16"].median
+    return [
+        {
+            "layers": kind,
+            **sizes,
+            "ranks": rank.size,
+            "competitor": name,
+            "step_us": value,
+            "of_fsdp2": round(value.median / peer, 3),
+            "of_whole": round(value.median / times["whole bf16"].median, 3),
+            "peak_gib_above_weights": round(peaks[name], 3),
+            "host_ms": round(hosts[name], 2),
+            "trace": traces[name],
+            "relative_error_of_gradients": errors.get(name),
+        }
+        for name, value in times.items()
+    ]
+
+
+def main() -> None:
+    """Measures on all GPUs of this machine."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kinds", nargs="*", help="dense, experts; default: both")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--small", action="store_true", help="small layers, to try it out; nothing is written")
+    arguments = parser.parse_args()
+    ranks = torch.cuda.device_count()
+    if ranks < 2:
+        print("two GPUs or more are needed")
+        return
+    rows = []
+    with RankPool(ranks, "nccl") as pool:
+        for kind in arguments.kinds or ("dense", "experts"):
+            sizes = SMALL if arguments.small else (DENSE if kind == "dense" else EXPERTS)
+            rows += pool.run(measure, kind, sizes, arguments.rounds, timeout=400.0)[0]
+    for row in rows:
+        print(row)
+    if not arguments.small:
+        write("sharded_layers", torch.device("cuda"), rows)
+
+
+if __name__ == "__main__":
+    main()
