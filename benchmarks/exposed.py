@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 Span = tuple[float, float]
@@ -28,15 +29,23 @@ def length(spans: Iterable[Span]) -> float:
 
 
 def kernels_of(call: Callable[[], Any]) -> list[tuple[str, float, float]]:
-    """Name, begin and end in microseconds of the kernels and copies of one call on this GPU."""
+    """Name, begin and end in microseconds of the kernels and copies of one call on this GPU.
+
+    It is the second of two calls after a barrier: ranks start their profilers at other times.
+    """
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         call()
+        dist.barrier()
         torch.cuda.synchronize()
-    return [
+        call()
+        torch.cuda.synchronize()
+    kernels = [
         (event.name, event.time_range.start, event.time_range.end)
         for event in trace.events() or ()
         if event.device_type == torch.autograd.DeviceType.CUDA
     ]
+    barrier = max(end for name, _, end in kernels if "AllReduce" in name)
+    return [kernel for kernel in kernels if kernel[1] >= barrier]
 
 
 def is_exchange(name: str) -> bool:

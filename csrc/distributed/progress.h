@@ -31,6 +31,8 @@ StreamProgress allocate_progress();
 // Enqueue the kernel that belongs before a collective, and the one that belongs after it.
 void launch_begin_collective(const StreamProgress& progress, int32_t phase_id, void* stream);
 void launch_end_collective(const StreamProgress& progress, void* stream);
+// Occupies the stream for a time.
+void launch_hold(void* stream, int64_t nanoseconds);
 // Whether a graph is being captured from the stream, and a number that differs between captures; 0: none.
 bool stream_is_captured(void* stream);
 uint64_t capture_of(void* stream);

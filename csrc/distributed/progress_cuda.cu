@@ -37,6 +37,15 @@ __global__ void end_collective_kernel(StreamProgress progress) {
   count(&progress.counters[1], &progress.page->ended);
 }
 
+__global__ void hold_kernel(int64_t nanoseconds) {
+  uint64_t begin = 0, now = 0;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begin));
+  do {
+    __nanosleep(500);
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  } while (now - begin < static_cast<uint64_t>(nanoseconds));
+}
+
 // Allows this thread to allocate while a graph is captured: the memory is not part of the graph.
 class RelaxedCaptureMode {
  public:
@@ -83,6 +92,11 @@ void launch_begin_collective(const StreamProgress& progress, int32_t phase_id, v
 void launch_end_collective(const StreamProgress& progress, void* stream) {
   end_collective_kernel<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(progress);
   check_launch("end_collective_kernel");
+}
+
+void launch_hold(void* stream, int64_t nanoseconds) {
+  hold_kernel<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(nanoseconds);
+  check_launch("hold_kernel");
 }
 
 uint64_t capture_of(void* stream) {

@@ -193,7 +193,6 @@ PendingCollective RankGroup::run(const Phase& phase, const Tensor& output, Start
   watch_group(state_);
   void* stream = scope.stream();
   launch_begin_collective(progress, phase.id, stream);
-  if (on_begin_) on_begin_();
   const int64_t sequence = ++state_->host_sequence;
   state_->host_phase_id = phase.id;
   state_->host_begin_ms = steady_now_ms();

@@ -64,8 +64,6 @@ class RankGroup {
   // [size * n, ...], of which the r-th n rows go to rank r -> [(size - 1) * n, ...], those that come from the other ranks, in
   // ascending order. This rank's part does not move. Of contiguous parts; on CUDA only.
   at::Tensor exchange_with_others(const at::Tensor& parts, const Phase& phase) const;
-  // On CUDA: is called when a collective is about to be enqueued behind the kernel that marks its begin.
-  void set_on_begin(std::function<void()> on_begin) { on_begin_ = std::move(on_begin); }
   // [size * n, ...], of which the r-th n rows go to rank r -> [size * n, ...], of which the r-th n rows come
   // from rank r.
   PendingCollective start_all_to_all(const at::Tensor& parts, const Phase& phase) const;
@@ -88,7 +86,6 @@ class RankGroup {
 
   std::shared_ptr<GroupState> state_;
   std::shared_ptr<Connection> connection_;
-  std::function<void()> on_begin_;
   std::unique_lock<std::mutex> call_lock_;  // held on a CPU from begin_call() on
 };
 

@@ -170,7 +170,8 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
             saved[12],       std::move(fc1), std::move(fc2)};
   }
 
-  // Lowers the peak of memory: a weight gradient that is larger than the tensors freed after it is computed late. That of fc2
+  // The gradient of a weight that is cut over ranks is computed first: while it travels, the data gradient is computed.
+  // Otherwise lowers the peak of memory: a weight gradient that is larger than the tensors freed after it is computed late. That of fc2
   // then follows the activation's backward, and that of fc1 follows the data gradient.
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
@@ -231,7 +232,7 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
       if (kept.input.scale.defined()) release(kept.input.data);
     };
     const bool fc2_is_late =
-        wants_fc2 && fc2_gradient.allocates() && grows(g.columnwise, kept.activation, group_sizes, dtype);
+        wants_fc2 && fc2_gradient.allocates() && !fc2_gradient.is_cut() && grows(g.columnwise, kept.activation, group_sizes, dtype);
     if (!fc2_is_late) compute_fc2_wgrad();
     if (wants_linear) {
       Quantized whole = whole_in_backward(ctx, kept.fc2, formats);
@@ -249,7 +250,7 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
       }
     }
     if (fc2_is_late) compute_fc2_wgrad();
-    const bool fc1_is_late = wants_fc1 && fc1_gradient.allocates() &&
+    const bool fc1_is_late = wants_fc1 && fc1_gradient.allocates() && !fc1_gradient.is_cut() &&
                              quantized_in_forward(ctx, kept.fc1, "fc1_given") &&
                              grows(linear.columnwise, kept.input, group_sizes, dtype);
     if (!fc1_is_late) compute_fc1_wgrad();

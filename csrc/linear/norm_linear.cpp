@@ -4,6 +4,8 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 
+#include <functional>
+
 #include "common/autograd.h"
 #include "common/register.h"
 #include "common/tensor.h"
@@ -160,7 +162,10 @@ struct LayerGradients {
   Tensor input, weight, bias;
 };
 
-LayerGradients unquantized_gradients(const Tensor& grad, const NormCall& norm, const Tensor& weight,
+// The weight as the data gradient reads it.
+using WholeWeight = std::function<Quantized()>;
+
+LayerGradients unquantized_gradients(const Tensor& grad, const NormCall& norm, const WholeWeight& weight,
                                      const LayerNeedsGrad& wanted) {
   LayerGradients result;
   if (wanted.weight.is_wanted()) {
@@ -172,14 +177,15 @@ LayerGradients unquantized_gradients(const Tensor& grad, const NormCall& norm, c
       result.weight = wanted.weight.compute(g, x, std::nullopt, grad.scalar_type())[0];
     }
   }
-  if (wanted.input) result.input = at::mm(grad, weight);
+  if (wanted.input) result.input = at::mm(grad, weight().data);
   if (wanted.bias) result.bias = call_bias_backward(grad);
   return result;
 }
 
 // The weight gradient first, whose operands are then freed.
 LayerGradients quantized_gradients(const Tensor& grad, const NormCall& norm, SavedTensors kept,
-                                   const OperandFormats& formats, const LayerNeedsGrad& wanted) {
+                                   const WholeWeight& weight, const OperandFormats& formats,
+                                   const LayerNeedsGrad& wanted) {
   LayerGradients result;
   if (wanted.input || wanted.weight.is_wanted()) {
     const bool wants_weight = wanted.weight.is_wanted();
@@ -195,8 +201,8 @@ LayerGradients quantized_gradients(const Tensor& grad, const NormCall& norm, Sav
       g.values.columnwise = kept.columns = {};
     }
     if (wanted.input) {
-      result.input = gemm_of(g.values.rowwise, kept.weight, kNone, kNone, kNone, kept.weight.transposed,
-                             grad.scalar_type());
+      const Quantized whole = weight();
+      result.input = gemm_of(g.values.rowwise, whole, kNone, kNone, kNone, whole.transposed, grad.scalar_type());
     }
     if (sizes && result.bias.defined()) result.bias = result.bias.squeeze(0);
   }
@@ -312,13 +318,12 @@ class NormLinearFunction : public DifferentiableOnce<NormLinearFunction> {
     const std::string weight_key = ctx->saved_data["weight_format"].toStringRef();
     const std::string grad_key = ctx->saved_data["grad_format"].toStringRef();
     const OperandFormats formats = operand_formats(kOp, input_key, weight_key, grad_key);
-    Quantized weight{saved[8], saved[9], saved[10], formats.weight, weight_key,
-                     ctx->saved_data["weight_columns"].toBool()};
-    if (wanted.input) weight = whole_in_backward(ctx, weight, formats);
-    if (formats.native()) return unquantized_gradients(grad, norm, weight.data, wanted);
-    const SavedTensors kept{
-        {}, {saved[5], saved[6], saved[7], formats.input, input_key, true}, std::move(weight)};
-    return quantized_gradients(grad, norm, kept, formats, wanted);
+    const Quantized weight{saved[8], saved[9], saved[10], formats.weight, weight_key,
+                           ctx->saved_data["weight_columns"].toBool()};
+    const auto whole = [&] { return whole_in_backward(ctx, weight, formats); };
+    if (formats.native()) return unquantized_gradients(grad, norm, whole, wanted);
+    const SavedTensors kept{{}, {saved[5], saved[6], saved[7], formats.input, input_key, true}, {}};
+    return quantized_gradients(grad, norm, kept, whole, formats, wanted);
   }
 };
 

@@ -126,6 +126,12 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
       const auto [g, bias] = quantize_gradient(grad, column_sizes, formats.grad, grad_key, wants_input,
                                                wants_weight, wants_bias && !saved[8].defined());
       grad_bias = bias;
+      const auto compute_weight = [&] {
+        grad_weight = weight_gradient.compute(g.columnwise, columnwise_input(ctx, input, column_sizes),
+                                              column_sizes, grad.scalar_type(), options);
+      };
+      // Of a weight that is cut over ranks first: while it travels, the data gradient is computed.
+      if (wants_weight && weight_gradient.is_cut()) compute_weight();
       if (wants_input) {
         const Quantized whole = whole_in_backward(ctx, weight, formats);
         grad_input =
@@ -133,10 +139,7 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
                               grad.scalar_type(), options, at::TensorList(saved).slice(kSaved),
                               saved_dgrad_out(ctx, QuantizedLinearFunction::kName, grad)));
       }
-      if (wants_weight) {
-        grad_weight = weight_gradient.compute(g.columnwise, columnwise_input(ctx, input, column_sizes),
-                                              column_sizes, grad.scalar_type(), options);
-      }
+      if (wants_weight && !weight_gradient.is_cut()) compute_weight();
       if (grad_bias.defined() && column_sizes && !group_sizes) grad_bias = grad_bias.squeeze(0);
     }
     if (!grad_bias.defined()) {

@@ -11,7 +11,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -93,8 +92,7 @@ class GatherCache {
   int64_t identify(const Gather& gather);
   int64_t stamp_of(const Source& source) const;
   Gathered prepare(const Gather& gather, std::vector<Plane>& planes) const;
-  void collect(const Gather& gather, const std::vector<Plane>& planes, Gathered& into,
-               std::function<void()> on_begin = {});
+  void collect(const Gather& gather, const std::vector<Plane>& planes, Gathered& into);
   void drop(int64_t id);
   void gather_ahead(int64_t id, c10::Device device);
   void forget_dead_sources();

@@ -100,7 +100,9 @@ Three gather_weight_kernel(at::TensorList parts, std::string_view format, bool c
     whole = stripped(gather);
   } else {
     distributed::RankGroup group(kOp, gather.shard.group, gather.shard.timeout_ms, parts[0]);
-    whole = GroupWeights::of(group.state()).gathers.take(std::move(gather));
+    GroupWeights& weights = GroupWeights::of(group.state());
+    whole = weights.gathers.take(std::move(gather));
+    weights.reductions.enqueue();
   }
   for (size_t i = 0; i < whole.size(); ++i) {  // an op does not return its argument
     if (whole[i].is_alias_of(parts[i])) whole[i] = whole[i].clone(at::MemoryFormat::Contiguous);

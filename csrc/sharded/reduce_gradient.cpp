@@ -46,7 +46,7 @@ bool is_observed(const Tensor& weight) {
 void submit(const Tensor& parts, const Tensor& out, bool accumulate, const WeightShard& shard) {
   distributed::RankGroup group(kOp, shard.group, shard.timeout_ms, parts);
   GroupWeights::of(group.state()).reductions.submit(
-      parts, out, [&] { call_reduce_scatter_out(parts, out, accumulate, shard); });
+      parts, out, [=] { call_reduce_scatter_out(parts, out, accumulate, shard); });
 }
 
 // Into `weight.grad`, as autograd would: a new tensor, or added to the one that is there.
@@ -58,7 +58,7 @@ void accumulate_late(const Tensor& parts, const WeightShard& shard, const Tensor
 }
 
 bool can_be_late(const WeightShard& shard, const Tensor& parts, const GradientTarget& target) {
-  if (!shard.late || !parts.is_cuda() || is_traced(parts) || is_observed(target.weight)) return false;
+  if (!shard.late || is_traced(parts) || is_observed(target.weight)) return false;
   const Tensor& grad = target.weight.grad();
   if (target.main_grad || !grad.defined()) return true;
   return grad.layout() == at::kStrided && grad.is_contiguous() && grad.sizes() == target.weight.sizes() &&

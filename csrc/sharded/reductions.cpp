@@ -4,6 +4,8 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include "common/autograd.h"
+
 namespace transformer_plugin::sharded {
 
 namespace {
@@ -12,15 +14,28 @@ constexpr size_t kMostRunning = 2;
 
 }  // namespace
 
-void Reductions::submit(const at::Tensor& parts, const at::Tensor& out, const std::function<void()>& sum) {
+void Reductions::submit(const at::Tensor& parts, const at::Tensor& out, std::function<void()> sum) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  enqueue_locked();
   while (running_.size() >= kMostRunning) finish_oldest();
-  Done done = stream_.run(parts.device(), [&](auto&&) { sum(); });
-  running_.push_back({parts, out, std::move(done)});
+  running_.push_back({parts, out, std::move(sum), Ready(parts.device()), {}});
   const int backward = torch::autograd::get_current_graph_task_id();
   if (backward == backward_) return;
   backward_ = backward;
   torch::autograd::Engine::get_default_engine().queue_callback([this] { finish(); });
+}
+
+void Reductions::enqueue() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  enqueue_locked();
+}
+
+void Reductions::enqueue_locked() {
+  if (running_.empty() || !running_.back().sum) return;
+  const BelowAutograd guard;
+  Running& next = running_.back();
+  next.done = stream_.run_after(next.ready, [&] { next.sum(); });
+  next.sum = nullptr;
 }
 
 void Reductions::finish_oldest() {
@@ -30,6 +45,7 @@ void Reductions::finish_oldest() {
 
 void Reductions::finish() {
   const std::lock_guard<std::mutex> lock(mutex_);
+  enqueue_locked();
   while (!running_.empty()) finish_oldest();
 }
 

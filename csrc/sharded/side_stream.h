@@ -14,10 +14,25 @@
 
 namespace transformer_plugin::sharded {
 
+// A point that the current stream reaches; on a CPU, now.
+class Ready {
+ public:
+  explicit Ready(c10::Device device) : device_(device) {
+    if (device.is_cpu()) return;
+    event_ = std::make_shared<c10::Event>(device.type());
+    event_->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+  }
+
+ private:
+  friend class SideStream;
+  c10::Device device_;
+  std::shared_ptr<c10::Event> event_;
+};
+
 // When work on a side stream is done.
 class Done {
  public:
-  // The current stream waits. Nothing to wait for on a CPU, or if the work ran on the current stream.
+  // The current stream waits. Nothing to wait for on a CPU.
   void wait() const {
     if (event_) event_->block(c10::impl::VirtualGuardImpl(event_->device_type()).getStream(event_->device()));
   }
@@ -31,35 +46,32 @@ class Done {
 // runs at once.
 class SideStream {
  public:
-  // Runs `work` on the stream, after everything that the current stream has. `work` gets a function to call when it is about to
-  // enqueue a collective. The current stream waits for that point, so that the collective gets multiprocessors before a product
-  // that fills the GPU for its whole duration.
+  // Runs `work` on the stream, after `ready`.
   template <typename Work>
-  Done run(c10::Device device, Work&& work) {
+  Done run_after(const Ready& ready, Work&& work) {
     Done done;
+    const c10::Device device = ready.device_;
     if (device.is_cpu()) {
-      std::forward<Work>(work)([] {});
+      std::forward<Work>(work)();
       return done;
     }
-    const c10::impl::VirtualGuardImpl streams(device.type());
     if (!stream_ || stream_->device() != device) {
-      stream_ = streams.getStreamFromGlobalPool(device, /*isHighPriority=*/true);
+      stream_ = c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, /*isHighPriority=*/true);
     }
-    c10::Event before(device.type());
-    before.record(streams.getStream(device));
-    before.block(*stream_);
-    const c10::Stream caller = streams.getStream(device), side = *stream_;
+    const c10::Stream side = *stream_;
+    ready.event_->block(side);
     {
       const c10::StreamGuard guard(side);
-      std::forward<Work>(work)([&] {
-        c10::Event begun(device.type());
-        begun.record(side);
-        begun.block(caller);
-      });
+      std::forward<Work>(work)();
     }
     done.event_ = std::make_shared<c10::Event>(device.type());
-    done.event_->record(*stream_);
+    done.event_->record(side);
     return done;
+  }
+  // The same after everything that the current stream has.
+  template <typename Work>
+  Done run(c10::Device device, Work&& work) {
+    return run_after(Ready(device), std::forward<Work>(work));
   }
 
  private:
