@@ -1,7 +1,7 @@
 """Layers whose weights are cut over ranks, forward and backward, compared with FSDP2 around the same layers.
 
-Each rank has other tokens. Competitors: the whole weights on every rank without any exchange, which bounds what sharding
-can reach; FSDP2, which gathers the weights of a layer in bfloat16 and reduces gradients in bfloat16; and
+Each rank has other tokens. Competitors: the whole weights on every rank without any exchange, which bounds what is
+possible; FSDP2, which gathers the weights of a layer in bfloat16 and reduces gradients in bfloat16; and
 ``parallel.shard_`` in bfloat16 and in FP8 with blocks. FP8 quantizes its weights again in each step. Outputs and
 gradients are first compared with those of the whole weights. Competitors alternate in one run. Needs two GPUs.
 """

@@ -1,5 +1,5 @@
-// norm_linear: linear of an RMSNorm or LayerNorm, as one op with one autograd node and the bits of both ops.
-// In formats with block scales one pass computes and quantizes the norm, whose values are never in memory.
+// norm_linear: linear of an RMSNorm or LayerNorm, as one op with one autograd node and the bits of both ops. In formats with
+// block scales one pass computes and quantizes the norm, whose values are never in memory.
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
@@ -80,20 +80,18 @@ void check_values(const NormLinear& layer, const OperandFormats& formats, bool c
                     columns);
 }
 
-// Block scales along rows are found in registers. Without the values in memory there is nothing to return,
-// and no factor that marks NaN and infinities. fp8_tensor and nvfp4 need the amax of the whole matrix before
-// they encode its first element, and scales of whole rows have no such op: these run the two steps.
+// Block scales along rows are found in registers. Without the values in memory there is nothing to return, and no factor that
+// marks NaN and infinities. fp8_tensor and nvfp4 need the amax of the whole matrix first, and scales of whole rows have no such op.
 bool fuses_quantize(const NormLinear& layer, const OperandFormats& formats) {
   const Format& format = formats.input;
   return format.has_blocks() && !format.is_nv() && !format.square_blocks &&
          !marks_nonfinite(formats.input_key) && !layer.return_normalized;
 }
 
-// The columnwise operand of the weight gradient is not kept from the forward. The backward computes the norm
-// again from the input, which the gradient of the norm needs in any case, and quantizes it columnwise. With K
-// columns that saves K bytes per row in FP8, and 2 K where the operand has 16 bits, while the layer waits for
-// its backward. It costs a pass over the input, which is little beside the product, and the fused forward has
-// no 16-bit values to quantize columnwise. Stochastic rounding keeps it, as one seed serves both directions.
+// The columnwise operand of the weight gradient is not kept from the forward. The backward computes the norm again from the
+// input, which the gradient of the norm needs in any case, and quantizes it columnwise. With K columns that saves K bytes per row
+// in FP8, and 2 K with 16 bits, for a pass over the input; and the fused forward has no 16-bit values to quantize columnwise.
+// Stochastic rounding keeps it, as one seed serves both directions.
 bool keeps_columns(const OperandFormats& formats) { return formats.input.stochastic_rounding; }
 
 // Columnwise only.
@@ -116,7 +114,6 @@ struct SavedTensors {
 struct Outputs {
   Tensor output, normalized;  // [T, N] and [T, K], the latter if requested
 };
-
 // The order of the steps is the order in which stochastic rounding draws its seeds.
 Outputs forward_of(const NormLinear& layer, const OperandFormats& formats, const NeedsGrad& wanted,
                    SavedTensors& kept) {
@@ -143,16 +140,15 @@ Outputs forward_of(const NormLinear& layer, const OperandFormats& formats, const
   }
   input.columnwise = {};
   if (!layer.return_normalized) normalized.reset();
-  const QuantizedWeight weight =
-      gathered_operand(layer.weight, layer.quantized_weight, formats, wanted.normalized,
-                       layer.main_grad.weight_shard);
+  const QuantizedWeight weight = gathered_operand(layer.weight, layer.quantized_weight, formats,
+                                                  wanted.normalized, layer.main_grad.weight_shard);
   kept.weight = weight.backward;
   return {
       gemm_of(input.rowwise, weight.forward, kNone, layer.bias, kNone, true, layer.norm.input.scalar_type()),
       normalized};
 }
 
-// What the linear layer wants, and its gradients. `input` is that of the normalized values.
+// What the linear layer wants, and its gradients; `input` is that of the normalized values.
 struct LayerNeedsGrad {
   bool input;
   const WeightGradient& weight;
@@ -161,10 +157,7 @@ struct LayerNeedsGrad {
 struct LayerGradients {
   Tensor input, weight, bias;
 };
-
-// The weight as the data gradient reads it.
-using WholeWeight = std::function<Quantized()>;
-
+using WholeWeight = std::function<Quantized()>;  // as the data gradient reads it
 LayerGradients unquantized_gradients(const Tensor& grad, const NormCall& norm, const WholeWeight& weight,
                                      const LayerNeedsGrad& wanted) {
   LayerGradients result;
@@ -320,7 +313,7 @@ class NormLinearFunction : public DifferentiableOnce<NormLinearFunction> {
     const OperandFormats formats = operand_formats(kOp, input_key, weight_key, grad_key);
     const Quantized weight{saved[8], saved[9], saved[10], formats.weight, weight_key,
                            ctx->saved_data["weight_columns"].toBool()};
-    const auto whole = [&] { return whole_in_backward(ctx, weight, formats); };
+    const WholeWeight whole = [&] { return whole_in_backward(ctx, weight, formats); };
     if (formats.native()) return unquantized_gradients(grad, norm, whole, wanted);
     const SavedTensors kept{{}, {saved[5], saved[6], saved[7], formats.input, input_key, true}, {}};
     return quantized_gradients(grad, norm, kept, whole, formats, wanted);

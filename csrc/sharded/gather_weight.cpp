@@ -3,6 +3,7 @@
 
 #include <ATen/ops/empty.h>
 
+#include "common/autograd.h"
 #include "common/buffers.h"
 #include "common/register.h"
 #include "common/tensor.h"
@@ -60,10 +61,11 @@ Gather checked(at::TensorList parts, std::string_view format_key, bool columnwis
                  "at least " << (gather.shard.rows + gather.shard.ranks - 1) / gather.shard.ranks << " of the "
                              << gather.shard.rows << " rows",
                  describe(parts[0]), "Cut the weight with zero rows after it");
-  const int64_t block = gather.format.family == FormatFamily::kFp8Block ? 128 : gather.format.block_size();
-  TP_CHECK_VALUE(dim == 3 || rows % block == 0 || !(columnwise || gather.format.square_blocks), kOp,
-                 "parts[0]", "a multiple of " << block << " rows, the block of the format", rows,
-                 "Cut the weight in steps of blocks");
+  for (const Plane& plane : planes) {
+    TP_CHECK_VALUE(rows % plane.rows == 0, kOp, "parts[0]",
+                   "a multiple of " << plane.rows << " rows, the block of the format", rows,
+                   "Cut the weight in steps of blocks");
+  }
   return gather;
 }
 

@@ -1,7 +1,9 @@
 // The whole weight of a layer, from the parts that ranks have.
 #pragma once
 
-#include "linear/operands.h"
+#include <string_view>
+
+#include "common/quantized.h"
 #include "sharded/weight_shard.h"
 
 namespace transformer_plugin::sharded {

@@ -13,7 +13,8 @@ using quantize::MatrixShape;
 using quantize::SymSizes;
 using Sizes = std::vector<int64_t>;
 
-constexpr int64_t kBlockRows = 128;
+// So many rows that sizes which follow them are theirs without rounding to blocks and tiles.
+constexpr int64_t kManyRows = int64_t{1} << 50, kMostRowsOfAnEntry = 128;
 
 Sizes as_ints(const SymSizes& sizes) {
   Sizes result;
@@ -21,49 +22,34 @@ Sizes as_ints(const SymSizes& sizes) {
   return result;
 }
 
-// The rows of a matrix that one entry of its scales covers: in the direction of the scales' blocks, or across it.
-int64_t rows_of_scale(const Format& format, bool columnwise) {
-  if (columnwise) return format.family == FormatFamily::kFp8Block ? kBlockRows : format.block_size();
-  return format.family == FormatFamily::kFp8Block && format.square_blocks ? kBlockRows : 1;
-}
-
 enum class Kind { kData, kScale, kAmax };
 
-struct Place {
-  int64_t axis;
-  int64_t rows;  // of the matrix, in one entry
-};
-
-// Where the rows of a matrix lie in a tensor. 1x128 blocks have their scales transposed (quantize/ops/matrix_shape.cpp).
-Place place_of(const Format& format, bool columnwise, Kind kind) {
-  if (kind == Kind::kAmax) return {-1, 1};
-  if (kind == Kind::kData) return columnwise ? Place{1, format.packing()} : Place{0, 1};
-  if (format.family == FormatFamily::kFp8Tensor) return {-1, 1};
-  if (format.traits().has_row_scales) return {columnwise ? -1 : 0, 1};
-  const bool scales_are_transposed = format.family == FormatFamily::kFp8Block && !format.square_blocks;
-  return {columnwise != scales_are_transposed ? 1 : 0, rows_of_scale(format, columnwise)};
+Sizes sizes_of(const MatrixShape& shape, const Format& format, bool columnwise, Kind kind) {
+  if (!format.is_quantized()) return as_ints(shape.value_sizes());
+  if (kind == Kind::kData) return as_ints(shape.data_sizes(format, columnwise));
+  if (kind == Kind::kScale) return as_ints(shape.scale_sizes(format, columnwise));
+  return as_ints(shape.amax_sizes(format, columnwise));
 }
 
 Plane plane_of(const Format& format, bool columnwise, Kind kind, const MatrixShape& whole,
                const MatrixShape& part) {
-  const auto sizes = [&](const MatrixShape& shape) {
-    if (format.family == FormatFamily::kNone || format.family == FormatFamily::kBFloat16)
-      return as_ints(shape.value_sizes());
-    if (kind == Kind::kData) return as_ints(shape.data_sizes(format, columnwise));
-    if (kind == Kind::kScale) return as_ints(shape.scale_sizes(format, columnwise));
-    return as_ints(shape.amax_sizes(format, columnwise));
-  };
-  Plane plane{sizes(whole), sizes(part)};
+  Plane plane{sizes_of(whole, format, columnwise, kind), sizes_of(part, format, columnwise, kind)};
   if (whole.matrices) {  // ranks have whole matrices
     plane.used = plane.part[0];
     plane.valid = plane.whole[0];
     return plane;
   }
-  const Place place = place_of(format, columnwise, kind);
-  plane.axis = place.axis;
+  // The dimension that follows the rows, and how many rows it counts as one.
+  MatrixShape many = part;
+  many.rows = kManyRows;
+  const Sizes sizes = sizes_of(many, format, columnwise, kind);
+  const auto longest = std::max_element(sizes.begin(), sizes.end());
+  plane.axis = longest - sizes.begin();
+  if (*longest < kManyRows / kMostRowsOfAnEntry) plane.axis = -1;
   if (!plane.is_gathered()) return plane;
-  plane.used = part.rows.guard_int(__FILE__, __LINE__) / place.rows;
-  plane.valid = (whole.rows.guard_int(__FILE__, __LINE__) + place.rows - 1) / place.rows;
+  plane.rows = kManyRows / *longest;
+  plane.used = part.rows.guard_int(__FILE__, __LINE__) / plane.rows;
+  plane.valid = (whole.rows.guard_int(__FILE__, __LINE__) + plane.rows - 1) / plane.rows;
   return plane;
 }
 

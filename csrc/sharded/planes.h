@@ -15,6 +15,7 @@ struct Plane {
   std::vector<int64_t> part;   // and of one rank
   // The dimension along which the ranks' parts follow each other; -1: all ranks have the same, which is not gathered.
   int64_t axis = 0;
+  int64_t rows = 1;   // of a matrix, in one entry along `axis`
   int64_t used = 0;   // entries of a part along `axis` that hold values; the rest is padding
   int64_t valid = 0;  // and of the whole tensor
 

@@ -1,4 +1,4 @@
-"""Models with whole weights and with weights that are cut over ranks, and what both compute for the inputs of all ranks."""
+"""Models with whole weights and with weights that are cut over ranks, and what they compute."""
 
 from __future__ import annotations
 

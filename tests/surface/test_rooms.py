@@ -34,8 +34,11 @@ BELOW: dict[str, set[str]] = {
         *("common", "activation", "quantize/ops"),
         *("gemm/args", "gemm/generic", "gemm/sm90", "gemm/dispatch"),
     },
+    "tensor_parallel": {"common", "distributed"},
+    "sharded": {"common", "distributed", "quantize/ops", "gemm/dispatch", "tensor_parallel"},
     "linear": {
         "common",
+        "sharded",
         "activation",
         "quantize/ops",
         "gemm/args",
@@ -44,7 +47,6 @@ BELOW: dict[str, set[str]] = {
         "gemm/ops",
         "norm",
     },
-    "tensor_parallel": {"common", "distributed"},
     "expert_parallel": {"common", "distributed", "routing"},
 }
 

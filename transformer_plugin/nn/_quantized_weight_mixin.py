@@ -24,7 +24,7 @@ class QuantizedWeightMixin(ExpertShardMixin, PluginModule):
     _formats: tuple[str, str, str]
     #: The quantized copy that forwards read; None: each forward quantizes the weight.
     quantized_weight: QuantizedWeight | None = None
-    #: Whether the weight is cut over ranks, which exchange quantized parts (:func:`transformer_plugin.parallel.shard_`).
+    #: Whether the weight is cut over ranks that exchange quantized parts (:func:`transformer_plugin.parallel.shard_`).
     gathers_quantized: bool = False
     weight_shard: str
     #: What the weight is a part of, a ``WeightPart``; None if it is whole.
@@ -94,8 +94,8 @@ class QuantizedWeightMixin(ExpertShardMixin, PluginModule):
         if not self.gathers_quantized:
             raise ValueError(
                 f"transformer_plugin::{type(self).__name__}: argument 'weight': expected a weight whose ranks exchange "
-                "quantized parts, got one of shard_(..., format='none'), which is quantized after each gather. Leave out "
-                "quantize_weights(), or shard_ without 'format'."
+                "quantized parts, got one of shard_(..., format='none'), which is quantized after each gather. Leave "
+                "out quantize_weights(), or shard_ without 'format'."
             )
         if self.quantized_weight is None and torch.compiler.is_compiling():
             raise ValueError(

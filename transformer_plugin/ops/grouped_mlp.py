@@ -81,15 +81,13 @@ def grouped_mlp(
         fc1_bias, fc2_bias: ``[G, 2F]`` and ``[G, H]``, any float dtype.
         input_format, weight_format, grad_format: as for :func:`~transformer_plugin.ops.grouped_linear`, for both
             products. For ``mxfp8`` H and F are multiples of 32, for ``nvfp4`` of 16.
-        quantized_fc1_weight, quantized_fc2_weight: from :func:`~transformer_plugin.ops.quantize_weight`, read instead.
+        quantized_fc1_weight, quantized_fc2_weight: of :func:`~transformer_plugin.ops.quantize_weight`, read instead.
         interleave: 0, or 32: gate and linear part alternate in blocks of 32 rows of ``fc1_weight`` and ``fc1_bias``.
-        max_sms, expected_rows, fc1_main_grad, fc2_main_grad, accumulate, weight_grad: as for
+        max_sms, expected_rows, fc1_main_grad, fc2_main_grad, accumulate, weight_grad, weight_shard: as for
             :func:`~transformer_plugin.ops.grouped_linear`, as is ``formats.resolve``; both main_grads or neither.
         fc1_wgrad_queue, fc2_wgrad_queue, dgrad_out: likewise. With ``slot`` the gradient is copied into ``dgrad_out``.
         slot, source: int32 ``[tokens, K]`` and ``[T]``, from :func:`~transformer_plugin.ops.assign_weighted_slots`, or
             neither. ``input`` then is ``[tokens, H]``; T is the capacity.
-        weight_shard: the key of a weight that is cut over ranks (:mod:`transformer_plugin.ops.sharded`); of both
-            weights, which are then this rank's parts ``[n, 2F, H]`` and ``[n, H, F]`` of the stacks.
 
     Returns:
         ``[T, H]``, or ``[tokens, H]``, like ``input``; tail rows zero. Differentiable in input, weights, probs, biases.
@@ -99,10 +97,10 @@ def grouped_mlp(
     """
     op = "grouped_mlp"
     weights = [listed(w, op, f"fc{i}_weight") for i, w in enumerate((fc1_weight, fc2_weight), 1)]
-    biases = (fc1_bias, fc2_bias)
-    formats = layer_keys(op, input_format, weight_format, grad_format)
-    options = (quantized_fc1_weight, quantized_fc2_weight, interleave, max_sms, expected_rows)
+    quantized = (quantized_fc1_weight, quantized_fc2_weight)
+    options = (*layer_keys(op, input_format, weight_format, grad_format), *quantized, interleave)
     named = (("fc1_main_grad", fc1_main_grad), ("fc2_main_grad", fc2_main_grad))
     main_grads = [listed_or_none(buffers, op, name) for name, buffers in named]
-    into = (*main_grads, accumulate, weight_grad, fc1_wgrad_queue, fc2_wgrad_queue, dgrad_out, slot, source, weight_shard)
-    return _ops.grouped_mlp.default(input, *weights, group_sizes, probs, *biases, *formats, *options, *into)
+    into = (*main_grads, accumulate, weight_grad, fc1_wgrad_queue, fc2_wgrad_queue, dgrad_out)
+    more = (max_sms, expected_rows, *into, slot, source, weight_shard)
+    return _ops.grouped_mlp.default(input, *weights, group_sizes, probs, fc1_bias, fc2_bias, *options, *more)

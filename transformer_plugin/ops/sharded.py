@@ -71,9 +71,10 @@ def gather_weight(
     """Return the tensors of one direction of the whole weight, from this rank's.
 
     Args:
-        parts: data, ``scale_inv`` and, of ``nvfp4``, amax of this rank's rows, as :func:`~transformer_plugin.ops.quantize`
-            gives them along one direction; or the values alone. Contiguous. Scales that cover the whole weight, as that
-            of ``fp8_tensor``, and amaxes are the same on all ranks and do not travel.
+        parts: data, ``scale_inv`` and, of ``nvfp4``, amax of this rank's rows, as
+            :func:`~transformer_plugin.ops.quantize` gives them along one direction; or the values alone. Contiguous.
+            Scales that cover the whole weight, as that of ``fp8_tensor``, and amaxes are the same on all ranks and do
+            not travel.
         format: the key of the format, ``"none"`` for values. Not with ``tiled`` or ``row_scaled``.
         columnwise: whether ``parts`` are columnwise, so that data are transposed.
         backward: what the weight is needed for; each purpose has its own place in the order of use.
@@ -107,8 +108,8 @@ def configure_gathers(group_name: str, distance: int, in_graphs: bool = False) -
     Args:
         group_name: of the group.
         distance: 0 gathers each weight when it is needed; 1, the default, the next one, too.
-        in_graphs: also while a CUDA graph is captured. The capture must then contain the use of what it gathers, as that
-            of a whole forward and backward does.
+        in_graphs: also while a CUDA graph is captured. The capture must then contain the use of what it gathers, as
+            that of a whole forward and backward does.
 
     Raises:
         ValueError: a negative distance, or no such group.

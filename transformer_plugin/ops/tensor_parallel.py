@@ -120,6 +120,7 @@ def reduce_scatter_out(
     num_ranks: int = 1,
     group_name: str = "",
     timeout_ms: int = -1,
+    factor: float = 1.0,
 ) -> None:
     """Write :func:`reduce_scatter` into a buffer, or add it to the buffer.
 
@@ -131,16 +132,17 @@ def reduce_scatter_out(
         out: ``[n, ...]``, contiguous, of the dtype of ``parts`` or float32. It does not overlap ``parts``.
         accumulate: add to ``out`` what it holds; otherwise that is not read.
         num_ranks, group_name, timeout_ms: see above.
+        factor: of the sum, in float32, before it is added and rounded: 1 / R for the mean.
 
-    For R > 1 a receive buffer of the size of ``parts`` is allocated for the call. The sum over ranks is made as in
-    :func:`reduce_scatter`; with ``accumulate`` the buffer is added to it last, in
-    float32 (float64 for float64), and the total is rounded once.
+    For R > 1 a receive buffer is allocated for the call: for the parts of the other ranks, on a CPU of all. The sum
+    over ranks is made as in :func:`reduce_scatter`; with ``accumulate`` the buffer is added to it last, in float32 (float64
+    for float64), and the total is rounded once.
 
     Raises:
         TypeError, ValueError: sizes or dtypes do not match, on this rank or between ranks; nothing is written then.
         PeerTimeoutError: a rank did not take part in time.
     """
     try:
-        _ops.reduce_scatter_out.default(parts, out, accumulate, num_ranks, group_name, timeout_ms)
+        _ops.reduce_scatter_out.default(parts, out, accumulate, num_ranks, group_name, timeout_ms, factor)
     except RuntimeError as error:
         raise peer_timeout(error) or error from None

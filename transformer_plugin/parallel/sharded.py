@@ -57,59 +57,33 @@ def shard_(
     timeout_ms: int | None = None,
     filter: Callable[[str, torch.nn.Module], bool] | None = None,
 ) -> torch.nn.Module:
-    """Cuts the weights of a module's layers over the ranks of a group.
+    """Cuts the weights of a module's layers over the ranks of a group, in place; see :doc:`/sharded-weights`.
 
-    Each weight ``[N, K]`` becomes a parameter ``[S, K]``, this rank's rows, and each ``[G, N, K]`` a parameter
-    ``[S, N, K]``, this rank's experts: a plain tensor, of which optimizers keep their state. Zero rows are appended
-    until all ranks have equally many; they stay zero. Biases, norms and everything else stay whole.
-
-    A forward gathers the whole weight just before its product and frees it afterwards; a backward gathers it again, adds
-    the gradients of all ranks, and gives each rank those of its rows. The next weight in the order of use is gathered
-    while the product of this one runs, and gradients travel while the backward goes on. Ranks of the group compute on
-    different inputs. Results and gradients are those of the layer with the whole weight: of its mean (or sum) over the
-    ranks' inputs. Make the optimizer afterwards.
-
-    Layers are :class:`~transformer_plugin.nn.Linear`, :class:`~transformer_plugin.nn.LayerNormLinear`,
-    :class:`~transformer_plugin.nn.GroupedLinear` with packed parameters, also those of
-    :class:`~transformer_plugin.nn.GroupedMLP` and :class:`~transformer_plugin.nn.MoE`.
+    A weight ``[N, K]`` becomes a parameter ``[S, K]``, this rank's rows, and ``[G, N, K]`` becomes ``[S, N, K]``, this
+    rank's experts, with zeros after the last. Biases and norms stay whole. Make the optimizer afterwards.
 
     Args:
-        module: changed in place. All ranks call this with the same model; each keeps its rows of its own values.
-        group: the ranks. None, or a group of one, changes nothing.
-        format: what travels. None: quantized weights where the recipe quantizes them, 8 or 4 bits in place of 16, with
-            amaxes of all ranks, otherwise the values. ``"none"``: the values, which each rank quantizes after each
-            gather. A format must be that of the recipes. Parts are quantized again after each step of a torch
-            optimizer, and by eager forwards after other changes that torch counts; call ``quantize_weights()`` of the
-            layers after those that it does not count.
+        module: with :class:`~transformer_plugin.nn.Linear`, :class:`~transformer_plugin.nn.LayerNormLinear` and packed
+            :class:`~transformer_plugin.nn.GroupedLinear`, at any depth. All ranks have the same model.
+        group: the ranks, which compute on different inputs. None, or a group of one, changes nothing.
+        format: what travels. None: quantized weights where recipes quantize them, otherwise the values. ``"none"``: the
+            values, which are quantized after each gather. Or the format of the recipes.
         gradient: whether the gradient of a part is the mean over the ranks or their sum.
-        gradient_dtype: ``torch.bfloat16``: gradients travel in it also where ``main_grad`` is float32. None: in the dtype
-            of the buffer. Sums are made in float32 in either case.
-        ahead: how many weights are gathered ahead of their use; 0: none.
+        gradient_dtype: ``torch.bfloat16``: gradients travel in it also where ``main_grad`` is float32.
+        ahead: how many weights are gathered ahead of their use.
         timeout_ms: for each wait on other ranks; None: the timeout of the group.
-        filter: layers to cut, by name and module; None: all.
+        filter: which layers, by name and module; None: all.
 
     Returns:
         The module.
 
     Raises:
-        ValueError: a weight that is cut already, is wrapped by FSDP2, is shared by two layers, or has experts cut over
-            ranks of the same group; a recipe with delayed scaling or another format; parameters in a list; ranks with
-            different models or options. Nothing is changed then.
+        ValueError: what cannot be cut, or differs between ranks; nothing is changed then.
         PeerTimeoutError: a rank does not call this.
-
-    What it does not replace: parameters that are not cut have gradients of this rank's inputs, see
-    :func:`~transformer_plugin.parallel.data_parallel`.
     """
     if group is None or group.size() == 1:
         return module
-    if gradient not in ("mean", "sum"):
-        _refuse("gradient", "'mean' or 'sum'", repr(gradient), "Use one of the two")
-    if gradient_dtype not in (None, torch.bfloat16):
-        _refuse("gradient_dtype", "None or torch.bfloat16", str(gradient_dtype), "Use one of the two")
-    if ahead < 0:
-        _refuse("ahead", "at least 0", str(ahead), "Pass how many weights are gathered ahead")
-    key = format.key if isinstance(format, Format) else format
-    options = _Options(key, gradient == "mean", gradient_dtype is not None, timeout_ms)
+    options = _options(format, gradient, gradient_dtype, ahead, timeout_ms)
     ranks = tuple(dist.get_process_group_ranks(group))
     targets = list(_targets(module, filter))
     _check_shared(module, targets)
@@ -126,6 +100,23 @@ def shard_(
     _watch_optimizers()
     install_wrapper_checks()
     return module
+
+
+def _options(
+    format: str | Format | None,
+    gradient: str,
+    gradient_dtype: torch.dtype | None,
+    ahead: int,
+    timeout_ms: int | None,
+) -> _Options:
+    if gradient not in ("mean", "sum"):
+        _refuse("gradient", "'mean' or 'sum'", repr(gradient), "Use one of the two")
+    if gradient_dtype not in (None, torch.bfloat16):
+        _refuse("gradient_dtype", "None or torch.bfloat16", str(gradient_dtype), "Use one of the two")
+    if ahead < 0:
+        _refuse("ahead", "at least 0", str(ahead), "Pass how many weights are gathered ahead")
+    key = format.key if isinstance(format, Format) else format
+    return _Options(key, gradient == "mean", gradient_dtype is not None, timeout_ms)
 
 
 def _targets(
@@ -209,7 +200,7 @@ def _compare_ranks(targets: list[_Target], group: ProcessGroup, options: _Option
     for rank, other in enumerate(every):
         if other == every[0]:
             continue
-        pairs = zip(every[0].split("\n") + [""], other.split("\n") + [""], strict=False)
+        pairs = zip([*every[0].split("\n"), ""], [*other.split("\n"), ""], strict=False)
         first, here = next((a, b) for a, b in pairs if a != b)
         got = f"'{first}' on rank 0 and '{here}' on rank {rank}"
         _refuse("module", "the same weights, formats and options on all ranks", got, "Make the same model everywhere")

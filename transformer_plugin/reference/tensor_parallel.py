@@ -6,6 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from transformer_plugin.reference.quantize import quantize
+
 
 def all_gather(part: list[Tensor]) -> list[Tensor]:
     """Returns on every rank the parts of all."""
@@ -28,9 +30,21 @@ def all_gather_list_out(parts: list[list[Tensor]], out: list[list[Tensor]]) -> N
             buffer.copy_(torch.cat(of_ranks))
 
 
-def reduce_scatter_out(parts: list[Tensor], out: list[Tensor], accumulate: bool = False) -> None:
-    """Writes each rank's part of the sum, or adds it; the total is rounded once."""
+def reduce_scatter_out(
+    parts: list[Tensor], out: list[Tensor], accumulate: bool = False, factor: float = 1.0
+) -> None:
+    """Writes each rank's part of the sum times a factor, or adds it; the total is rounded once."""
     wide = torch.float64 if parts[0].dtype == torch.float64 else torch.float32
     sums = reduce_scatter([part.to(wide) for part in parts])
     for buffer, total in zip(out, sums, strict=True):
+        total = total * factor
         buffer.copy_(buffer.to(wide) + total if accumulate else total)
+
+
+def gather_weight(values: list[Tensor], format: str, columnwise: bool, rows: int) -> list[tuple[Tensor, ...]]:
+    """Returns on every rank what quantizing the whole weight gives, from the values of the ranks' parts."""
+    whole = torch.cat(values)[:rows]
+    if format == "none":
+        return [(whole,) for _ in values]
+    made = quantize(whole, format, rowwise=not columnwise, columnwise=columnwise)
+    return [tuple(tensor for tensor in made if tensor.numel()) for _ in values]

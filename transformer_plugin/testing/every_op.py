@@ -261,6 +261,13 @@ def _expert_parallel_calls(draw: Draw, indices: Tensor, experts: int, capacity: 
     yield "all_gather_list_out", "", {**both, "num_ranks": 1, **group}
     summed = {"parts": draw(tokens, K), "out": draw(tokens, K), "accumulate": True}
     yield "reduce_scatter_out", "", {**summed, "num_ranks": 1, **group}
+    part = [draw(tokens, K)], "none", False, False, f"rows={tokens},ranks=1,group="
+    names = ("parts", "format", "columnwise", "backward", "shard")
+    yield "gather_weight", "", dict(zip(names, part, strict=True))
+    yield "configure_gathers", "", {"group_name": "", "distance": 1, "in_graphs": False}
+    for name in ("clear_gathers", "count_gathers"):
+        yield name, "", {"group_name": ""}
+    yield "note_weights_changed", "", {}
     yield "all_gather_text", "", {"group_name": "", "text": "one configuration", "timeout_ms": 1000}
     yield "compare_call", "", {"group_name": "", "dtype": FLOAT32, "width": 8, "timeout_ms": 1000}
     yield "release_group", "", {"group_name": ""}
