@@ -166,7 +166,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("kinds", nargs="*", help="dense, experts; default: both")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--small", action="store_true", help="small layers, to try it out; nothing is written")
+    parser.add_argument(
+        "--small", action="store_true", help="small layers, to try it out; nothing is written"
+    )
     arguments = parser.parse_args()
     ranks = torch.cuda.device_count()
     if ranks < 2:

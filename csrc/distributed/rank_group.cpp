@@ -279,21 +279,22 @@ Tensor RankGroup::exchange_with_others(const Tensor& parts, const Phase& phase) 
   sizes[0] = parts.size(0) / size() * (size() - 1);
   const Tensor output = empty(parts, sizes, parts.scalar_type());
   if (output.numel() == 0) return output;
-  return run(phase, output, [&] {
-           const Tensor from = as_bytes(parts), to = as_bytes(output);
-           const int64_t bytes = from.size(0) / size();
-           std::vector<Tensor> sent, received;
-           for (int64_t r = 0, place = 0; r < size(); ++r) {
-             const int64_t moved = r == rank() ? 0 : bytes;
-             sent.push_back(from.narrow(0, r * bytes, moved));
-             received.push_back(to.narrow(0, place, moved));
-             place += moved;
-           }
-           c10d::AllToAllOptions options;
-           options.timeout = connection_->timeout;
-           options.asyncOp = false;
-           return connection_->group->alltoall(received, sent, options);
-         })
+  return run(phase, output,
+             [&] {
+               const Tensor from = as_bytes(parts), to = as_bytes(output);
+               const int64_t bytes = from.size(0) / size();
+               std::vector<Tensor> sent, received;
+               for (int64_t r = 0, place = 0; r < size(); ++r) {
+                 const int64_t moved = r == rank() ? 0 : bytes;
+                 sent.push_back(from.narrow(0, r * bytes, moved));
+                 received.push_back(to.narrow(0, place, moved));
+                 place += moved;
+               }
+               c10d::AllToAllOptions options;
+               options.timeout = connection_->timeout;
+               options.asyncOp = false;
+               return connection_->group->alltoall(received, sent, options);
+             })
       .wait();
 }
 

@@ -38,9 +38,8 @@ void sum_rows(const SumRanksArgs& args) {
   const int64_t rows_per_task = std::max<int64_t>(1, kElementsPerTask / std::max<int64_t>(1, args.width));
   at::parallel_for(0, args.rows, rows_per_task, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
-      sum_row<T, Out, Sum>(parts.data(), t * args.width, args.ranks,
-                           args.factor, args.accumulate, static_cast<Out*>(args.output) + t * args.width,
-                           args.width);
+      sum_row<T, Out, Sum>(parts.data(), t * args.width, args.ranks, args.factor, args.accumulate,
+                           static_cast<Out*>(args.output) + t * args.width, args.width);
     }
   });
 }

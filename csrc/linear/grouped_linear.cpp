@@ -71,8 +71,7 @@ OperandFormats check_grouped_linear(const Call& call) {
   check_grouped_weight(weight, input);
   check_weight_size(weight, 2, call.input.sym_size(1), "the columns of 'input'");
   check_layer_widths(input, weight, formats);
-  const c10::SymInt groups =
-      weight.is_list() ? weight.groups() : whole_size(weight.first(), call.main_grad);
+  const c10::SymInt groups = weight.is_list() ? weight.groups() : whole_size(weight.first(), call.main_grad);
   check_groups({call.op, "group_sizes", *call.group_sizes}, input, weight.name, groups);
   if (call.bias) check_bias({call.op, "bias", *call.bias}, input, groups, weight.rows());
   check_weight_shard(weight, call.main_grad);
@@ -104,9 +103,9 @@ Tensor native_product(const Call& call) {
 bool is_one_product(const Call& call) {
   if (!call.input.defined() || !call.group_sizes->defined() || call.weight.empty()) return false;
   const auto& [buffers, accumulate, weight_grad, queue, weight_shard] = call.main_grad;
-  return weight_shard.empty() && call.input_format == "none" && call.weight_format == "none" && call.grad_format == "none" &&
-         !call.quantized_weight && !buffers && !queue && accumulate && weight_grad == "none" &&
-         !call.buffers.given();
+  return weight_shard.empty() && call.input_format == "none" && call.weight_format == "none" &&
+         call.grad_format == "none" && !call.quantized_weight && !buffers && !queue && accumulate &&
+         weight_grad == "none" && !call.buffers.given();
 }
 
 // Calls the product. What it refuses is refused by the checks of the layer, which name the layer's arguments; checking
@@ -136,11 +135,10 @@ Tensor grouped_linear(const Call& call) {
 
 // Calls the op below autograd.
 Tensor redispatch(const Call& call) {
-  using Signature =
-      Tensor(const Tensor&, at::TensorList, const Tensor&, const OptionalTensor&, const OptionalTensor&,
-             std::string_view, std::string_view, std::string_view, OptionalList, int64_t, int64_t,
-             OptionalList, bool, std::string_view, const OptionalTensor&, bool, const OptionalTensor&,
-             std::string_view);
+  using Signature = Tensor(const Tensor&, at::TensorList, const Tensor&, const OptionalTensor&,
+                           const OptionalTensor&, std::string_view, std::string_view, std::string_view,
+                           OptionalList, int64_t, int64_t, OptionalList, bool, std::string_view,
+                           const OptionalTensor&, bool, const OptionalTensor&, std::string_view);
   using OutSignature =
       void(const Tensor&, at::TensorList, const Tensor&, const Tensor&, const OptionalTensor&,
            const OptionalTensor&, std::string_view, std::string_view, std::string_view, OptionalList, int64_t,

@@ -18,12 +18,12 @@ constexpr const char *kOp = "grouped_mlp", *kOutOp = "grouped_mlp_out";
 
 // Calls the op below autograd.
 Tensor redispatch(const MlpArguments& mlp, const OperandFormats& formats) {
-  using Signature = Tensor(
-      const Tensor&, at::TensorList, at::TensorList, const Tensor&, const Tensor&, const OptionalTensor&,
-      const OptionalTensor&, std::string_view, std::string_view, std::string_view, OptionalList, OptionalList,
-      int64_t, int64_t, int64_t, OptionalList, OptionalList, bool, std::string_view, const OptionalTensor&,
-      const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-      std::string_view);
+  using Signature =
+      Tensor(const Tensor&, at::TensorList, at::TensorList, const Tensor&, const Tensor&,
+             const OptionalTensor&, const OptionalTensor&, std::string_view, std::string_view,
+             std::string_view, OptionalList, OptionalList, int64_t, int64_t, int64_t, OptionalList,
+             OptionalList, bool, std::string_view, const OptionalTensor&, const OptionalTensor&,
+             const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, std::string_view);
   using OutSignature =
       void(const Tensor&, at::TensorList, at::TensorList, const Tensor&, const Tensor&, const Tensor&,
            const OptionalTensor&, const OptionalTensor&, std::string_view, std::string_view, std::string_view,

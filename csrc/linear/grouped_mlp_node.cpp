@@ -83,9 +83,9 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
                         const OptionalList& quantized_fc1, const OptionalList& quantized_fc2,
                         int64_t interleave, const LaunchOptions& options, const MainGrad& fc1_main_grad,
                         const MainGrad& fc2_main_grad, const CallerBuffers& buffers, const TokenRows& rows) {
-    const MlpArguments mlp{kOp,      input,    fc1_weight,    fc2_weight,    group_sizes, probs,
-                           fc1_bias, fc2_bias, quantized_fc1, quantized_fc2, interleave,  options,
-                           fc1_main_grad, fc2_main_grad, buffers, rows};
+    const MlpArguments mlp{kOp,           input,         fc1_weight,    fc2_weight,    group_sizes, probs,
+                           fc1_bias,      fc2_bias,      quantized_fc1, quantized_fc2, interleave,  options,
+                           fc1_main_grad, fc2_main_grad, buffers,       rows};
     const OperandFormats formats = operand_formats(kOp, input_key, weight_key, grad_key);
     NeedsGrad wanted{input.requires_grad(), wants_grad(fc1_weight), wants_grad(fc2_weight)};
     wanted.linear = wanted.input || wanted.fc1_weight || wants_grad(fc1_bias) || probs.requires_grad();
@@ -231,8 +231,8 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
       linear.columnwise = {};
       if (kept.input.scale.defined()) release(kept.input.data);
     };
-    const bool fc2_is_late =
-        wants_fc2 && fc2_gradient.allocates() && !fc2_gradient.is_cut() && grows(g.columnwise, kept.activation, group_sizes, dtype);
+    const bool fc2_is_late = wants_fc2 && fc2_gradient.allocates() && !fc2_gradient.is_cut() &&
+                             grows(g.columnwise, kept.activation, group_sizes, dtype);
     if (!fc2_is_late) compute_fc2_wgrad();
     if (wants_linear) {
       Quantized whole = whole_in_backward(ctx, kept.fc2, formats);

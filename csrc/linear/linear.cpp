@@ -103,10 +103,10 @@ Tensor linear(const Call& call) {
 
 // Calls the op below autograd.
 Tensor redispatch(const Call& call) {
-  using Signature = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view,
-                           std::string_view, std::string_view, OptionalList, const OptionalTensor&, bool,
-                           std::string_view, const OptionalTensor&, bool, const OptionalTensor&,
-                           std::string_view);
+  using Signature =
+      Tensor(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view, std::string_view,
+             std::string_view, OptionalList, const OptionalTensor&, bool, std::string_view,
+             const OptionalTensor&, bool, const OptionalTensor&, std::string_view);
   using OutSignature =
       void(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, std::string_view,
            std::string_view, std::string_view, OptionalList, const OptionalTensor&, bool, std::string_view,
@@ -207,7 +207,8 @@ Tensor linear_autograd(const Call& call) {
   if (!any_wants_grad(input, weight, bias)) return redispatch(call);
   const bool is_native = input_format == "none" && weight_format == "none" && grad_format == "none";
   const bool is_cut = !main_grad.weight_shard.empty();
-  const bool is_plain = is_native && !is_cut && !quantized && main_grad.accumulate && main_grad.weight_grad == "none";
+  const bool is_plain =
+      is_native && !is_cut && !quantized && main_grad.accumulate && main_grad.weight_grad == "none";
   if (is_plain && !main_grad.buffers && !main_grad.queue && !buffers.given()) {
     return bias ? LinearFunction<true>::apply(input, weight, bias)
                 : LinearFunction<false>::apply(input, weight, bias);

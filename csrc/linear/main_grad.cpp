@@ -140,7 +140,8 @@ void check_weight_shard(const WeightArgument& weight, const MainGrad& main_grad)
                  "a part of the " << shard.rows << " rows on each of " << shard.ranks << " ranks",
                  describe(weight.first()), "Cut the weight as transformer_plugin.parallel.shard_ does");
   TP_CHECK_VALUE(!main_grad.queue, weight.op, name, "'' with a queue of weight gradients",
-                 "'" << main_grad.weight_shard << "'", "Leave out the queue: ranks add gradients in the backward");
+                 "'" << main_grad.weight_shard << "'",
+                 "Leave out the queue: ranks add gradients in the backward");
   TP_CHECK_VALUE(!main_grad.buffers || main_grad.buffers->size() == 1, weight.op, "main_grad",
                  "one buffer of the sizes of the weight", main_grad.buffers->size(), "Pass one tensor");
 }

@@ -57,7 +57,8 @@ void check_norm_linear(const NormLinear& layer, const OperandFormats& formats) {
   norm::check_norm(norm, "norm_weight", "norm_bias");
   check_pair(weight, input, 2);
   check_size(weight, 1, norm.input.sym_size(-1), "the last dimension of 'input'");
-  if (layer.bias) check_bias({kOp, "bias", *layer.bias}, input, std::nullopt, whole_size(layer.weight, layer.main_grad));
+  if (layer.bias)
+    check_bias({kOp, "bias", *layer.bias}, input, std::nullopt, whole_size(layer.weight, layer.main_grad));
   check_weight_shard(weights, layer.main_grad);
   check_layer_widths(input, weights, formats);
   check_quantized_weight("quantized_weight", layer.quantized_weight, weights, formats);
@@ -195,7 +196,8 @@ LayerGradients quantized_gradients(const Tensor& grad, const NormCall& norm, Sav
     }
     if (wanted.input) {
       const Quantized whole = weight();
-      result.input = gemm_of(g.values.rowwise, whole, kNone, kNone, kNone, whole.transposed, grad.scalar_type());
+      result.input =
+          gemm_of(g.values.rowwise, whole, kNone, kNone, kNone, whole.transposed, grad.scalar_type());
     }
     if (sizes && result.bias.defined()) result.bias = result.bias.squeeze(0);
   }
@@ -311,8 +313,8 @@ class NormLinearFunction : public DifferentiableOnce<NormLinearFunction> {
     const std::string weight_key = ctx->saved_data["weight_format"].toStringRef();
     const std::string grad_key = ctx->saved_data["grad_format"].toStringRef();
     const OperandFormats formats = operand_formats(kOp, input_key, weight_key, grad_key);
-    const Quantized weight{saved[8], saved[9], saved[10], formats.weight, weight_key,
-                           ctx->saved_data["weight_columns"].toBool()};
+    const Quantized weight{saved[8],       saved[9],   saved[10],
+                           formats.weight, weight_key, ctx->saved_data["weight_columns"].toBool()};
     const WholeWeight whole = [&] { return whole_in_backward(ctx, weight, formats); };
     if (formats.native()) return unquantized_gradients(grad, norm, whole, wanted);
     const SavedTensors kept{{}, {saved[5], saved[6], saved[7], formats.input, input_key, true}, {}};
@@ -330,11 +332,10 @@ Two shaped(const Tensor& output, const Tensor& normalized, const Tensor& like) {
 // Calls the op below autograd.
 Two redispatch(const NormLinear& layer, std::string_view normalization, std::string_view input_format,
                std::string_view weight_format, std::string_view grad_format) {
-  using Signature =
-      Two(const Tensor&, const OptionalTensor&, const OptionalTensor&, const Tensor&, const OptionalTensor&,
-          double, std::string_view, bool, bool, std::string_view, std::string_view, std::string_view,
-          OptionalList, const OptionalTensor&, bool, std::string_view, const OptionalTensor&,
-          std::string_view);
+  using Signature = Two(const Tensor&, const OptionalTensor&, const OptionalTensor&, const Tensor&,
+                        const OptionalTensor&, double, std::string_view, bool, bool, std::string_view,
+                        std::string_view, std::string_view, OptionalList, const OptionalTensor&, bool,
+                        std::string_view, const OptionalTensor&, std::string_view);
   static const auto op = find_op<Signature>(kOp);
   const BelowAutograd guard;
   const NormCall& norm = layer.norm;

@@ -270,9 +270,9 @@ Tensor quantized_linear_forward(const LinearArguments& layer, const OperandForma
   const SharedOffsets shared(or_undefined(layer.group_sizes));
   const QuantizedOperand input =
       quantize_operand(layer.input, layer.group_sizes, formats.input, formats.input_key, true, false);
-  return forward_gemm(layer, formats, input,
-                      gathered_operand(layer.weight, layer.quantized_weight, formats, false,
-                                       layer.main_grad.weight_shard));
+  return forward_gemm(
+      layer, formats, input,
+      gathered_operand(layer.weight, layer.quantized_weight, formats, false, layer.main_grad.weight_shard));
 }
 
 template <bool is_grouped>

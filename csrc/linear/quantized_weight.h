@@ -33,8 +33,7 @@ QuantizedWeight weight_operand(at::TensorList weight, const OptionalList& quanti
 // The same of a weight that may be cut over ranks: the operand of the forward is then gathered, that of the backward is this
 // rank's part (whole_in_backward).
 QuantizedWeight gathered_operand(at::TensorList weight, const OptionalList& quantized,
-                                 const OperandFormats& formats, bool backward,
-                                 std::string_view weight_shard);
+                                 const OperandFormats& formats, bool backward, std::string_view weight_shard);
 // In the backward: the operand of the data gradient, gathered again where the weight is cut over ranks.
 Quantized whole_in_backward(torch::autograd::AutogradContext* ctx, const Quantized& saved,
                             const OperandFormats& formats);

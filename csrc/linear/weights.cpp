@@ -1,8 +1,7 @@
 #include "linear/weights.h"
 
-#include "sharded/weight_shard.h"
-
 #include "gemm/dispatch/checks.h"
+#include "sharded/weight_shard.h"
 
 namespace transformer_plugin::linear {
 

@@ -101,8 +101,8 @@ int64_t GatherCache::identify(const Gather& gather) {
   if ((id & 255) == 255) forget_dead_sources();
   std::vector<PartRef> parts(gather.parts.begin(), gather.parts.end());
   ids_[key] = id;
-  sources_.emplace(
-      id, Source{std::move(parts), gather.format, gather.columnwise, gather.backward, gather.shard});
+  sources_.emplace(id,
+                   Source{std::move(parts), gather.format, gather.columnwise, gather.backward, gather.shard});
   return id;
 }
 

@@ -41,10 +41,10 @@ struct Gathered {
 };
 
 struct GatherCounts {
-  int64_t gathers = 0;    // collectives
-  int64_t early = 0;      // of them begun early
-  int64_t hits = 0;       // uses of those
-  int64_t dropped = 0;    // early gathers that were not used
+  int64_t gathers = 0;  // collectives
+  int64_t early = 0;    // of them begun early
+  int64_t hits = 0;     // uses of those
+  int64_t dropped = 0;  // early gathers that were not used
   int64_t bytes_sent = 0;
 };
 

@@ -48,18 +48,18 @@ Gather checked(at::TensorList parts, std::string_view format_key, bool columnwis
   const int64_t dim = parts[0].dim();
   TP_CHECK_VALUE(dim == 2 || dim == 3, kOp, "parts[0]", "a matrix, or a stack of matrices",
                  describe(parts[0]), "Pass this rank's part of a weight");
-  const auto planes = planes_of(parts[0], count, gather.format, columnwise, gather.shard.rows,
-                                gather.shard.ranks);
+  const auto planes =
+      planes_of(parts[0], count, gather.format, columnwise, gather.shard.rows, gather.shard.ranks);
   for (size_t i = 0; i < count; ++i) {
     TP_CHECK_VALUE(parts[i].sizes() == at::IntArrayRef(planes[i].part), kOp, entry("parts", i),
-                   "the sizes " << at::IntArrayRef(planes[i].part) << " beside 'parts[0]'", describe(parts[i]),
-                   "Pass the tensors that quantizing this rank's part gave");
+                   "the sizes " << at::IntArrayRef(planes[i].part) << " beside 'parts[0]'",
+                   describe(parts[i]), "Pass the tensors that quantizing this rank's part gave");
   }
-  const int64_t rows = dim == 3 || !columnwise ? parts[0].size(0)
-                                               : parts[0].size(1) * gather.format.packing();
+  const int64_t rows =
+      dim == 3 || !columnwise ? parts[0].size(0) : parts[0].size(1) * gather.format.packing();
   TP_CHECK_VALUE(rows * gather.shard.ranks >= gather.shard.rows, kOp, "parts[0]",
-                 "at least " << (gather.shard.rows + gather.shard.ranks - 1) / gather.shard.ranks << " of the "
-                             << gather.shard.rows << " rows",
+                 "at least " << (gather.shard.rows + gather.shard.ranks - 1) / gather.shard.ranks
+                             << " of the " << gather.shard.rows << " rows",
                  describe(parts[0]), "Cut the weight with zero rows after it");
   for (const Plane& plane : planes) {
     TP_CHECK_VALUE(rows % plane.rows == 0, kOp, "parts[0]",
@@ -79,8 +79,8 @@ Three as_three(std::vector<Tensor> tensors, const Tensor& like) {
 // Without other ranks: what is left when the padding is cut off.
 std::vector<Tensor> stripped(const Gather& gather) {
   std::vector<Tensor> whole;
-  const auto planes = planes_of(gather.parts[0], gather.parts.size(), gather.format, gather.columnwise,
-                                gather.shard.rows, 1);
+  const auto planes =
+      planes_of(gather.parts[0], gather.parts.size(), gather.format, gather.columnwise, gather.shard.rows, 1);
   for (size_t i = 0; i < planes.size(); ++i) {
     const Tensor& part = gather.parts[i];
     if (!planes[i].is_gathered() || planes[i].is_joined()) {
@@ -119,7 +119,8 @@ Three gather_weight_meta(at::TensorList parts, std::string_view format, bool col
   const auto planes =
       planes_of(parts[0], parts.size(), gather.format, columnwise, gather.shard.rows, gather.shard.ranks);
   for (size_t i = 0; i < planes.size(); ++i) {
-    whole.push_back(at::empty(planes[i].is_gathered() ? planes[i].whole : planes[i].part, parts[i].options()));
+    whole.push_back(
+        at::empty(planes[i].is_gathered() ? planes[i].whole : planes[i].part, parts[i].options()));
   }
   return as_three(std::move(whole), parts[0]);
 }

@@ -54,9 +54,7 @@ Plane plane_of(const Format& format, bool columnwise, Kind kind, const MatrixSha
 }
 
 // A tensor whose dtype every kernel of torch copies.
-Tensor plain(const Tensor& tensor) {
-  return tensor.element_size() == 1 ? tensor.view(at::kByte) : tensor;
-}
+Tensor plain(const Tensor& tensor) { return tensor.element_size() == 1 ? tensor.view(at::kByte) : tensor; }
 
 // Whether rows may be copied eight bytes at a time, eight times as fast as single ones.
 bool has_words(const Plane& plane, const Tensor& gathered, int64_t rest) {

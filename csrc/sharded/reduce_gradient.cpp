@@ -45,8 +45,9 @@ bool is_observed(const Tensor& weight) {
 // On the side stream of the group.
 void submit(const Tensor& parts, const Tensor& out, bool accumulate, const WeightShard& shard) {
   distributed::RankGroup group(kOp, shard.group, shard.timeout_ms, parts);
-  GroupWeights::of(group.state()).reductions.submit(
-      parts, out, [=] { call_reduce_scatter_out(parts, out, accumulate, shard); });
+  GroupWeights::of(group.state()).reductions.submit(parts, out, [=] {
+    call_reduce_scatter_out(parts, out, accumulate, shard);
+  });
 }
 
 // Into `weight.grad`, as autograd would: a new tensor, or added to the one that is there.
@@ -62,7 +63,8 @@ bool can_be_late(const WeightShard& shard, const Tensor& parts, const GradientTa
   const Tensor& grad = target.weight.grad();
   if (target.main_grad || !grad.defined()) return true;
   return grad.layout() == at::kStrided && grad.is_contiguous() && grad.sizes() == target.weight.sizes() &&
-         !grad.requires_grad() && (grad.scalar_type() == parts.scalar_type() || grad.scalar_type() == at::kFloat);
+         !grad.requires_grad() &&
+         (grad.scalar_type() == parts.scalar_type() || grad.scalar_type() == at::kFloat);
 }
 
 }  // namespace
@@ -90,8 +92,8 @@ Tensor reduce_gradient(const Tensor& parts, const WeightShard& shard, const Grad
     accumulate_late(parts, shard, target.weight);
     return {};
   }
-  const Tensor grad = at::empty_symint(target.weight.sym_sizes(),
-                                       target.weight.options().dtype(parts.scalar_type()).requires_grad(false));
+  const Tensor grad = at::empty_symint(
+      target.weight.sym_sizes(), target.weight.options().dtype(parts.scalar_type()).requires_grad(false));
   call_reduce_scatter_out(parts, grad, false, shard);
   return grad;
 }

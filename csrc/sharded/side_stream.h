@@ -56,7 +56,8 @@ class SideStream {
       return done;
     }
     if (!stream_ || stream_->device() != device) {
-      stream_ = c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, /*isHighPriority=*/true);
+      stream_ =
+          c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, /*isHighPriority=*/true);
     }
     const c10::Stream side = *stream_;
     ready.event_->block(side);

@@ -52,10 +52,11 @@ bool parse(std::string_view key, WeightShard& shard) {
 WeightShard parse_weight_shard(const char* op, std::string_view key) {
   WeightShard shard;
   if (key.empty()) return shard;
-  TP_CHECK_VALUE(parse(key, shard), op, "weight_shard",
-                 "'', or a key such as 'rows=1024,ranks=4,mean,group=0' with options in the order rows, ranks, mean, "
-                 "parts=bf16, late, timeout_ms, group",
-                 "'" << key << "'", "Make it with transformer_plugin.parallel.WeightShard");
+  TP_CHECK_VALUE(
+      parse(key, shard), op, "weight_shard",
+      "'', or a key such as 'rows=1024,ranks=4,mean,group=0' with options in the order rows, ranks, mean, "
+      "parts=bf16, late, timeout_ms, group",
+      "'" << key << "'", "Make it with transformer_plugin.parallel.WeightShard");
   return shard;
 }
 

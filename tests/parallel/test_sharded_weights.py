@@ -60,7 +60,9 @@ def test_three_ranks(make_pool: Any, key: str) -> None:
     make_pool(3).run(check_dense, key, {})
 
 
-@pytest.mark.parametrize("options", [{"gradient": "sum"}, {"format": "none"}, {"ahead": 0}, {"ahead": 3}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"gradient": "sum"}, {"format": "none"}, {"ahead": 0}, {"ahead": 3}], ids=str
+)
 def test_options(pair: RankPool, options: dict[str, Any]) -> None:
     for key in ("bf16", "fp8_tensor"):
         pair.run(check_dense, key, options)

@@ -262,9 +262,7 @@ class GroupedLinear(RecipeModule):
             bias = bias_scale = None
         into = self._weight_gradient()
         if out is not None or dgrad_out is not None:
-            out, buffers = into_buffers(
-                type(self).__name__, self.recipe, out, dgrad_out, self.weight_shard
-            )
+            out, buffers = into_buffers(type(self).__name__, self.recipe, out, dgrad_out, self.weight_shard)
             into.update(buffers)
         given = (input, weight, group_sizes, bias, bias_scale)
         output = self._product(given, quantized_weight, into, out)

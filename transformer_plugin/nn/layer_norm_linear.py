@@ -145,9 +145,7 @@ class LayerNormLinear(RecipeModule):
         _, weight, bias = operands(input, own_weight, None if self.return_bias else own_bias)
         into = self._weight_gradient()
         if out is not None or dgrad_out is not None:
-            out, _ = into_buffers(
-                type(self).__name__, self.recipe, out, dgrad_out, self.weight_shard
-            )
+            out, _ = into_buffers(type(self).__name__, self.recipe, out, dgrad_out, self.weight_shard)
             if dgrad_out is not None:
                 input = with_gradient_into(type(self).__name__, input, dgrad_out)
         if isinstance(self.recipe, DelayedScaling):

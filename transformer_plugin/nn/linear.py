@@ -95,9 +95,7 @@ class Linear(RecipeModule, torch.nn.Linear):
         input, weight, bias = operands(input, weight, None if self.return_bias else own_bias)
         into = self._weight_gradient()
         if out is not None or dgrad_out is not None:
-            out, buffers = into_buffers(
-                type(self).__name__, self.recipe, out, dgrad_out, self.weight_shard
-            )
+            out, buffers = into_buffers(type(self).__name__, self.recipe, out, dgrad_out, self.weight_shard)
             into.update(buffers)
         if isinstance(self._recipe, DelayedScaling):
             scale = self._delayed_scales(self._recipe, self._op_accepts(input, weight, bias))

@@ -97,10 +97,10 @@ def grouped_mlp(
     """
     op = "grouped_mlp"
     weights = [listed(w, op, f"fc{i}_weight") for i, w in enumerate((fc1_weight, fc2_weight), 1)]
-    quantized = (quantized_fc1_weight, quantized_fc2_weight)
-    options = (*layer_keys(op, input_format, weight_format, grad_format), *quantized, interleave)
+    formats = layer_keys(op, input_format, weight_format, grad_format)
+    options = (*formats, quantized_fc1_weight, quantized_fc2_weight, interleave, max_sms, expected_rows)
     named = (("fc1_main_grad", fc1_main_grad), ("fc2_main_grad", fc2_main_grad))
     main_grads = [listed_or_none(buffers, op, name) for name, buffers in named]
-    into = (*main_grads, accumulate, weight_grad, fc1_wgrad_queue, fc2_wgrad_queue, dgrad_out)
-    more = (max_sms, expected_rows, *into, slot, source, weight_shard)
-    return _ops.grouped_mlp.default(input, *weights, group_sizes, probs, fc1_bias, fc2_bias, *options, *more)
+    into = (*main_grads, accumulate, weight_grad, fc1_wgrad_queue, fc2_wgrad_queue, dgrad_out, slot, source)
+    required = (input, *weights, group_sizes, probs, fc1_bias, fc2_bias)
+    return _ops.grouped_mlp.default(*required, *options, *into, weight_shard)

@@ -135,8 +135,8 @@ def reduce_scatter_out(
         factor: of the sum, in float32, before it is added and rounded: 1 / R for the mean.
 
     For R > 1 a receive buffer is allocated for the call: for the parts of the other ranks, on a CPU of all. The sum
-    over ranks is made as in :func:`reduce_scatter`; with ``accumulate`` the buffer is added to it last, in float32 (float64
-    for float64), and the total is rounded once.
+    over ranks is made as in :func:`reduce_scatter`; with ``accumulate`` the buffer is added to it last, in float32
+    (float64 for float64), and the total is rounded once.
 
     Raises:
         TypeError, ValueError: sizes or dtypes do not match, on this rank or between ranks; nothing is written then.

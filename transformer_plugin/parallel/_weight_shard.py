@@ -33,6 +33,4 @@ class WeightShard:
         options += ["parts=bf16"] if self.bfloat16_parts else []
         options += ["late"] if self.late else []
         options += [] if self.timeout_ms is None else [f"timeout_ms={self.timeout_ms}"]
-        return ",".join(
-            [f"rows={self.rows}", f"ranks={self.ranks}", *options, f"group={self.group_name}"]
-        )
+        return ",".join([f"rows={self.rows}", f"ranks={self.ranks}", *options, f"group={self.group_name}"])

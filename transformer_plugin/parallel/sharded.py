@@ -175,7 +175,9 @@ def _check(target: _Target, ranks: tuple[int, ...], options: _Options) -> None:
         _refuse("module", "recipes without delayed scaling", f"{layer.recipe} in '{target.name}'", advice)
     if layer._delays_wgrad:
         advice = "Leave out delay_wgrad_compute: ranks add gradients in the backward"
-        _refuse("module", "weight gradients in the backward", f"delay_wgrad_compute in '{target.name}'", advice)
+        _refuse(
+            "module", "weight gradients in the backward", f"delay_wgrad_compute in '{target.name}'", advice
+        )
     _check_format(target, options)
 
 
@@ -203,7 +205,12 @@ def _compare_ranks(targets: list[_Target], group: ProcessGroup, options: _Option
         pairs = zip([*every[0].split("\n"), ""], [*other.split("\n"), ""], strict=False)
         first, here = next((a, b) for a, b in pairs if a != b)
         got = f"'{first}' on rank 0 and '{here}' on rank {rank}"
-        _refuse("module", "the same weights, formats and options on all ranks", got, "Make the same model everywhere")
+        _refuse(
+            "module",
+            "the same weights, formats and options on all ranks",
+            got,
+            "Make the same model everywhere",
+        )
 
 
 def _align_of(key: str) -> int:
@@ -264,7 +271,12 @@ def _check_parameters(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             if _REPLACED in parameter.__dict__:
                 name = parameter.__dict__[_REPLACED]
                 advice = "Make the optimizer after shard_"
-                _refuse("optimizer", "parameters of the model", f"the whole '{name}', which shard_ replaced", advice)
+                _refuse(
+                    "optimizer",
+                    "parameters of the model",
+                    f"the whole '{name}', which shard_ replaced",
+                    advice,
+                )
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
