@@ -291,8 +291,7 @@ class NormLinearFunction : public DifferentiableOnce<NormLinearFunction> {
       const WeightGradient weight(ctx, "main_grad", wanted.place_of_weight, 1, false);
       LayerGradients layer =
           gradients_of_layer(ctx, grads[0], norm, saved, {wanted.normalized(), weight, wanted.bias});
-      result[3] = std::move(layer.weight);
-      result[4] = std::move(layer.bias);
+      std::tie(result[3], result[4]) = std::pair(std::move(layer.weight), std::move(layer.bias));
       if (layer.input.defined()) {
         grad_normalized =
             grad_normalized.defined() ? at::add(layer.input, grad_normalized) : std::move(layer.input);

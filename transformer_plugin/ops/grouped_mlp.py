@@ -79,8 +79,7 @@ def grouped_mlp(
         group_sizes: int32 or int64 ``[G]``. For a backward with ``nvfp4`` multiples of 16, as T.
         probs: float32 ``[T]``: the factor of a row's activation, and of its second bias.
         fc1_bias, fc2_bias: ``[G, 2F]`` and ``[G, H]``, any float dtype.
-        input_format, weight_format, grad_format: as for :func:`~transformer_plugin.ops.grouped_linear`, for both
-            products. For ``mxfp8`` H and F are multiples of 32, for ``nvfp4`` of 16.
+        input_format, weight_format, grad_format: of both products; for ``mxfp8`` H and F are multiples of 32.
         quantized_fc1_weight, quantized_fc2_weight: of :func:`~transformer_plugin.ops.quantize_weight`, read instead.
         interleave: 0, or 32: gate and linear part alternate in blocks of 32 rows of ``fc1_weight`` and ``fc1_bias``.
         max_sms, expected_rows, fc1_main_grad, fc2_main_grad, accumulate, weight_grad, weight_shard: as for
@@ -93,14 +92,14 @@ def grouped_mlp(
         ``[T, H]``, or ``[tokens, H]``, like ``input``; tail rows zero. Differentiable in input, weights, probs, biases.
 
     Raises:
-        TypeError, ValueError: as for :func:`~transformer_plugin.ops.grouped_linear`.
+        TypeError, ValueError: as :func:`~transformer_plugin.ops.grouped_linear`.
     """
     op = "grouped_mlp"
-    weights = [listed(w, op, f"fc{i}_weight") for i, w in enumerate((fc1_weight, fc2_weight), 1)]
+    weights = [listed(fc1_weight, op, "fc1_weight"), listed(fc2_weight, op, "fc2_weight")]
     formats = layer_keys(op, input_format, weight_format, grad_format)
     options = (*formats, quantized_fc1_weight, quantized_fc2_weight, interleave, max_sms, expected_rows)
-    named = (("fc1_main_grad", fc1_main_grad), ("fc2_main_grad", fc2_main_grad))
-    main_grads = [listed_or_none(buffers, op, name) for name, buffers in named]
-    into = (*main_grads, accumulate, weight_grad, fc1_wgrad_queue, fc2_wgrad_queue, dgrad_out, slot, source)
+    fc1_buffers = listed_or_none(fc1_main_grad, op, "fc1_main_grad")
+    buffers = (fc1_buffers, listed_or_none(fc2_main_grad, op, "fc2_main_grad"))
+    into = (*buffers, accumulate, weight_grad, fc1_wgrad_queue, fc2_wgrad_queue, dgrad_out, slot, source)
     required = (input, *weights, group_sizes, probs, fc1_bias, fc2_bias)
     return _ops.grouped_mlp.default(*required, *options, *into, weight_shard)

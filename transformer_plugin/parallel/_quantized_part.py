@@ -60,8 +60,8 @@ class QuantizedPart(QuantizedWeight):
         self._take(present[0])
         for ref in self._siblings:
             layer = ref()
-            copy = None if layer is None else layer.quantized_weight
-            if isinstance(copy, QuantizedPart) and copy._is_outdated(layer.weight):
+            copy: Any = getattr(layer, "quantized_weight", None)
+            if layer is not None and isinstance(copy, QuantizedPart) and copy._is_outdated(layer.weight):
                 copy._take(layer.weight)
                 outdated[id(copy)] = copy
         refresh_together(outdated.values(), None)
