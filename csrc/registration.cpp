@@ -326,8 +326,8 @@ TORCH_LIBRARY(transformer_plugin, m) {
   // collectives, those begun early, uses of these, early ones that were dropped, bytes sent. note_weights_changed: nothing
   // gathered before is used.
   m.def(
-      "gather_weight(Tensor[] parts, str format, bool columnwise, bool backward, str shard) -> "
-      "(Tensor data, Tensor scale_inv, Tensor amax)");
+      "gather_weight(Tensor data, Tensor? scale_inv, Tensor? amax, str format, bool columnwise, bool backward, "
+      "str shard) -> (Tensor whole_data, Tensor whole_scale_inv, Tensor whole_amax)");
   m.def("configure_gathers(str group_name, int distance, bool in_graphs=False) -> ()");
   m.def("clear_gathers(str group_name) -> ()");
   m.def("count_gathers(str group_name) -> int[]");

@@ -15,6 +15,7 @@ namespace transformer_plugin::sharded {
 namespace {
 
 using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
 using Three = std::tuple<Tensor, Tensor, Tensor>;
 
 constexpr const char* kOp = "gather_weight";
@@ -27,42 +28,50 @@ void check_format(const Format& format, std::string_view key) {
                  "'" << key << "'", "Quantize the weight to another format");
 }
 
-Gather checked(at::TensorList parts, std::string_view format_key, bool columnwise, bool backward,
-               std::string_view shard_key) {
-  Gather gather{parts.vec(), parse_format(kOp, "format", format_key), columnwise, backward,
+constexpr const char* kNames[] = {"data", "scale_inv", "amax"};
+
+Gather checked(const Tensor& data, const OptionalTensor& scale_inv, const OptionalTensor& amax,
+               std::string_view format_key, bool columnwise, bool backward, std::string_view shard_key) {
+  std::vector<Tensor> parts{data};
+  if (scale_inv) parts.push_back(*scale_inv);
+  if (amax) parts.push_back(*amax);
+  Gather gather{parts, parse_format(kOp, "format", format_key), columnwise, backward,
                 parse_weight_shard(kOp, shard_key)};
   const size_t count = tensors_of(gather.format);
   TP_CHECK_VALUE(gather.shard.is_cut(), kOp, "shard", "the key of a weight that is cut over ranks", "''",
                  "Read a whole weight as it is");
-  TP_CHECK_VALUE(parts.size() == count, kOp, "parts", count << " tensors of '" << format_key << "'",
-                 parts.size(), "Pass data, scales and, of nvfp4, amaxes of one direction");
+  TP_CHECK_VALUE(scale_inv.has_value() == count > 1, kOp, "scale_inv",
+                 (count > 1 ? "the scales" : "None") << " of '" << format_key << "'",
+                 describe(or_undefined(scale_inv)), "Pass what quantizing this rank's part gave");
+  TP_CHECK_VALUE(amax.has_value() == count > 2, kOp, "amax",
+                 (count > 2 ? "the amax" : "None") << " of '" << format_key << "'",
+                 describe(or_undefined(amax)), "Only nvfp4 has one beside its scales");
   check_format(gather.format, format_key);
   for (size_t i = 0; i < count; ++i) {
-    const std::string name = entry("parts", i);
-    const Argument part{kOp, name.c_str(), parts[i]};
+    const Argument part{kOp, kNames[i], parts[i]};
     tensor_parallel::check_exchange(part, gather.shard.ranks, gather.shard.timeout_ms);
     check_contiguous(part);
-    check_same_device(part, {kOp, "parts[0]", parts[0]});
+    check_same_device(part, {kOp, "data", parts[0]});
     check_no_gradient(part, "Detach it: the layer that reads the weight has the gradient");
   }
   const int64_t dim = parts[0].dim();
-  TP_CHECK_VALUE(dim == 2 || dim == 3, kOp, "parts[0]", "a matrix, or a stack of matrices",
+  TP_CHECK_VALUE(dim == 2 || dim == 3, kOp, "data", "a matrix, or a stack of matrices",
                  describe(parts[0]), "Pass this rank's part of a weight");
   const auto planes =
       planes_of(parts[0], count, gather.format, columnwise, gather.shard.rows, gather.shard.ranks);
   for (size_t i = 0; i < count; ++i) {
-    TP_CHECK_VALUE(parts[i].sizes() == at::IntArrayRef(planes[i].part), kOp, entry("parts", i),
-                   "the sizes " << at::IntArrayRef(planes[i].part) << " beside 'parts[0]'",
+    TP_CHECK_VALUE(parts[i].sizes() == at::IntArrayRef(planes[i].part), kOp, kNames[i],
+                   "the sizes " << at::IntArrayRef(planes[i].part) << " beside 'data'",
                    describe(parts[i]), "Pass the tensors that quantizing this rank's part gave");
   }
   const int64_t rows =
       dim == 3 || !columnwise ? parts[0].size(0) : parts[0].size(1) * gather.format.packing();
-  TP_CHECK_VALUE(rows * gather.shard.ranks >= gather.shard.rows, kOp, "parts[0]",
+  TP_CHECK_VALUE(rows * gather.shard.ranks >= gather.shard.rows, kOp, "data",
                  "at least " << (gather.shard.rows + gather.shard.ranks - 1) / gather.shard.ranks
                              << " of the " << gather.shard.rows << " rows",
                  describe(parts[0]), "Cut the weight with zero rows after it");
   for (const Plane& plane : planes) {
-    TP_CHECK_VALUE(rows % plane.rows == 0, kOp, "parts[0]",
+    TP_CHECK_VALUE(rows % plane.rows == 0, kOp, "data",
                    "a multiple of " << plane.rows << " rows, the block of the format", rows,
                    "Cut the weight in steps of blocks");
   }
@@ -93,9 +102,10 @@ std::vector<Tensor> stripped(const Gather& gather) {
   return whole;
 }
 
-Three gather_weight_kernel(at::TensorList parts, std::string_view format, bool columnwise, bool backward,
-                           std::string_view shard) {
-  Gather gather = checked(parts, format, columnwise, backward, shard);
+Three gather_weight_kernel(const Tensor& data, const OptionalTensor& scale_inv, const OptionalTensor& amax,
+                           std::string_view format, bool columnwise, bool backward, std::string_view shard) {
+  Gather gather = checked(data, scale_inv, amax, format, columnwise, backward, shard);
+  const std::vector<Tensor> parts = gather.parts;
   const BelowAutograd guard;
   std::vector<Tensor> whole;
   if (gather.shard.ranks == 1) {
@@ -112,9 +122,10 @@ Three gather_weight_kernel(at::TensorList parts, std::string_view format, bool c
   return as_three(std::move(whole), parts[0]);
 }
 
-Three gather_weight_meta(at::TensorList parts, std::string_view format, bool columnwise, bool backward,
-                         std::string_view shard) {
-  const Gather gather = checked(parts, format, columnwise, backward, shard);
+Three gather_weight_meta(const Tensor& data, const OptionalTensor& scale_inv, const OptionalTensor& amax,
+                         std::string_view format, bool columnwise, bool backward, std::string_view shard) {
+  const Gather gather = checked(data, scale_inv, amax, format, columnwise, backward, shard);
+  const std::vector<Tensor>& parts = gather.parts;
   std::vector<Tensor> whole;
   const auto planes =
       planes_of(parts[0], parts.size(), gather.format, columnwise, gather.shard.rows, gather.shard.ranks);
@@ -146,13 +157,12 @@ std::vector<int64_t> count_gathers(std::string group_name) {
 }  // namespace
 
 Quantized gather_weight(const Quantized& part, std::string_view shard_key, bool backward) {
-  using Signature = Three(at::TensorList, std::string_view, bool, bool, std::string_view);
+  using Signature = Three(const Tensor&, const OptionalTensor&, const OptionalTensor&, std::string_view, bool,
+                          bool, std::string_view);
   static const auto op = find_op<Signature>(kOp);
-  std::vector<Tensor> parts{part.data};
-  if (part.scale.defined()) parts.push_back(part.scale);
-  if (part.amax.defined()) parts.push_back(part.amax);
   const std::string_view key = part.scale.defined() ? part.key : std::string_view("none");
-  auto [data, scale, amax] = op.call(parts, key, part.transposed, backward, shard_key);
+  auto [data, scale, amax] = op.call(part.data, as_optional(part.scale), as_optional(part.amax), key,
+                                    part.transposed, backward, shard_key);
   Quantized whole = part;
   whole.data = data;
   if (part.scale.defined()) whole.scale = gemm::typed_scale(scale, part.format);

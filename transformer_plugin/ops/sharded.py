@@ -29,7 +29,6 @@ changed; otherwise it is gathered again. So the order of use decides about time,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -66,17 +65,22 @@ class GatherCounts(NamedTuple):
 
 
 def gather_weight(
-    parts: Sequence[Tensor], format: str | Format, columnwise: bool, backward: bool, shard: str
+    data: Tensor,
+    scale_inv: Tensor | None,
+    amax: Tensor | None,
+    format: str | Format,
+    columnwise: bool,
+    backward: bool,
+    shard: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the tensors of one direction of the whole weight, from this rank's.
 
     Args:
-        parts: data, ``scale_inv`` and, of ``nvfp4``, amax of this rank's rows, as
-            :func:`~transformer_plugin.ops.quantize` gives them along one direction; or the values alone. Contiguous.
-            Scales that cover the whole weight, as that of ``fp8_tensor``, and amaxes are the same on all ranks and do
-            not travel.
+        data, scale_inv, amax: of this rank's rows, as :func:`~transformer_plugin.ops.quantize` gives them along one
+            direction, ``amax`` of ``nvfp4`` only; or the values alone. Contiguous. Scales that cover the whole weight,
+            as that of ``fp8_tensor``, and amaxes are the same on all ranks and do not travel.
         format: the key of the format, ``"none"`` for values. Not with ``tiled`` or ``row_scaled``.
-        columnwise: whether ``parts`` are columnwise, so that data are transposed.
+        columnwise: whether they are columnwise, so that data are transposed.
         backward: what the weight is needed for; each purpose has its own place in the order of use.
         shard: the key of the weight, see above. Blocks of a format do not cross ranks: a part has a multiple of their
             rows.
@@ -95,7 +99,7 @@ def gather_weight(
     try:
         key = format.key if isinstance(format, Format) else format
         result: tuple[Tensor, Tensor, Tensor] = _ops.gather_weight.default(
-            parts, key, columnwise, backward, shard
+            data, scale_inv, amax, key, columnwise, backward, shard
         )
         return result
     except RuntimeError as error:

@@ -261,8 +261,8 @@ def _expert_parallel_calls(draw: Draw, indices: Tensor, experts: int, capacity: 
     yield "all_gather_list_out", "", {**both, "num_ranks": 1, **group}
     summed = {"parts": draw(tokens, K), "out": draw(tokens, K), "accumulate": True}
     yield "reduce_scatter_out", "", {**summed, "num_ranks": 1, **group}
-    part = [draw(tokens, K)], "none", False, False, f"rows={tokens},ranks=1,group="
-    names = ("parts", "format", "columnwise", "backward", "shard")
+    part = draw(tokens, K), None, None, "none", False, False, f"rows={tokens},ranks=1,group="
+    names = ("data", "scale_inv", "amax", "format", "columnwise", "backward", "shard")
     yield "gather_weight", "", dict(zip(names, part, strict=True))
     yield "configure_gathers", "", {"group_name": "", "distance": 1, "in_graphs": False}
     for name in ("clear_gathers", "count_gathers"):
