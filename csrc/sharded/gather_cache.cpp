@@ -59,7 +59,10 @@ void GatherCache::configure(int64_t distance, bool in_graphs) {
 
 void GatherCache::clear() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  while (!early_.empty()) drop(early_.begin()->first);
+  while (!early_.empty()) {
+    const c10::Device device = early_.begin()->second.gathered.whole[0].device();
+    drop(early_.begin()->first, current_place(device));
+  }
   ids_.clear();
   sources_.clear();
   next_.clear();
@@ -82,7 +85,7 @@ void GatherCache::forget_dead_sources() {
 }
 
 // Numbers are given in the order of first use, which is that of the program, and never again.
-int64_t GatherCache::identify(const Gather& gather) {
+int64_t GatherCache::identify(const Gather& gather, const Place& place) {
   const Tensor& first = gather.parts[0];
   const std::pair<const void*, bool> key(first.const_data_ptr(), gather.backward);
   const auto found = ids_.find(key);
@@ -93,7 +96,7 @@ int64_t GatherCache::identify(const Gather& gather) {
         known.columnwise == gather.columnwise && known.parts.size() == gather.parts.size()) {
       return found->second;
     }
-    drop(found->second);
+    drop(found->second, place);
     sources_.erase(found->second);
     ids_.erase(found);
   }
@@ -153,10 +156,12 @@ void GatherCache::collect(const Gather& gather, const std::vector<Plane>& planes
     counts_.bytes_sent += static_cast<int64_t>(gather.parts[i].nbytes()) * (shard.ranks - 1);
   }
   ++counts_.gathers;
-  distributed::RankGroup group(kOp, shard.group, shard.timeout_ms, parts[0]);
-  tensor_parallel::check_ranks(kOp, group, shard.ranks);
-  group.begin_call(tensor_parallel::list_call(phases::kGatherWeight, "parts", parts), 1);
-  group.all_gather_list(parts, received, phases::kGatherWeight);
+  shard.run([&] {
+    distributed::RankGroup group(kOp, shard.group, shard.timeout_ms, parts[0]);
+    tensor_parallel::check_ranks(kOp, group, shard.ranks);
+    group.begin_call(tensor_parallel::list_call(phases::kGatherWeight, "parts", parts), 1);
+    group.all_gather_list(parts, received, phases::kGatherWeight);
+  });
   for (size_t i = 0; i < planes.size(); ++i) {
     if (planes[i].is_gathered() && !planes[i].is_joined()) {
       assemble(planes[i], into.received[i], shard.ranks, into.whole[i]);
@@ -165,30 +170,44 @@ void GatherCache::collect(const Gather& gather, const std::vector<Plane>& planes
 }
 
 // The memory is freed on the current stream, which therefore waits.
-void GatherCache::drop(int64_t id) {
+void GatherCache::drop(int64_t id, const Place& here) {
   const auto early = early_.find(id);
   if (early == early_.end()) return;
-  early->second.done.wait();
+  if (early->second.place.capture == here.capture) {
+    early->second.done.wait();
+  } else {
+    left_over_.push_back(std::move(early->second));
+  }
   early_.erase(early);
   ++counts_.dropped;
+}
+
+void GatherCache::free_left_over(const Place& here) {
+  if (here.capture != 0) return;
+  for (const Early& early : left_over_) {
+    if (early.place.capture == 0) early.done.wait();
+  }
+  left_over_.clear();
 }
 
 std::vector<Tensor> GatherCache::take(Gather gather) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const BelowAutograd guard;
   const c10::Device device = gather.parts[0].device();
-  const int64_t id = identify(gather);
+  const Place place = current_place(device);
+  if (!left_over_.empty()) free_left_over(place);
+  const int64_t id = identify(gather, place);
   ++uses_;
   std::vector<Tensor> whole;
   const auto early = early_.find(id);
   if (early != early_.end() && early->second.stamp == stamp_of(sources_.at(id)) &&
-      early->second.place == current_place(device)) {
+      early->second.place == place) {
     early->second.done.wait();
     whole = std::move(early->second.gathered.whole);
     early_.erase(early);
     ++counts_.hits;
   } else {
-    drop(id);
+    drop(id, place);
     std::vector<Plane> planes;
     Gathered into = prepare(gather, planes);
     collect(gather, planes, into);
@@ -197,18 +216,17 @@ std::vector<Tensor> GatherCache::take(Gather gather) {
   next_[Pair(last_but_one_, last_)] = next_[Pair(kAny, last_)] = id;
   last_but_one_ = last_;
   last_ = id;
-  gather_ahead(id, device);
+  gather_ahead(id, device, place);
   return whole;
 }
 
 // A backward is followed by a change of the weights, so nothing is gathered across its end.
-void GatherCache::gather_ahead(int64_t id, c10::Device device) {
-  const Place place = current_place(device);
+void GatherCache::gather_ahead(int64_t id, c10::Device device, const Place& place) {
   std::vector<int64_t> outdated;
   for (const auto& [other, early] : early_) {
     if (early.issued_at + distance_ + 1 < uses_) outdated.push_back(other);
   }
-  for (const int64_t other : outdated) drop(other);
+  for (const int64_t other : outdated) drop(other, place);
   if (place.capture != 0 && !in_graphs_) return;
   Pair pair(last_but_one_, id);
   for (int64_t step = 0; step < distance_; ++step) {

@@ -89,12 +89,13 @@ class GatherCache {
   };
   using Pair = std::pair<int64_t, int64_t>;
 
-  int64_t identify(const Gather& gather);
+  int64_t identify(const Gather& gather, const Place& place);
   int64_t stamp_of(const Source& source) const;
   Gathered prepare(const Gather& gather, std::vector<Plane>& planes) const;
   void collect(const Gather& gather, const std::vector<Plane>& planes, Gathered& into);
-  void drop(int64_t id);
-  void gather_ahead(int64_t id, c10::Device device);
+  void drop(int64_t id, const Place& here);
+  void free_left_over(const Place& here);
+  void gather_ahead(int64_t id, c10::Device device, const Place& place);
   void forget_dead_sources();
 
   mutable std::mutex mutex_;
@@ -103,6 +104,8 @@ class GatherCache {
   std::map<std::pair<const void*, bool>, int64_t> ids_;  // of the data of a part, and of its direction
   std::map<int64_t, Source> sources_;
   std::map<int64_t, Early> early_;
+  std::vector<Early>
+      left_over_;  // dropped in a capture that they are not part of, where nothing can wait for them
   std::map<Pair, int64_t> next_;  // what was used after the two, and after the second of them
   int64_t last_ = -1, last_but_one_ = -1;
   int64_t sources_made_ = 0, uses_ = 0;

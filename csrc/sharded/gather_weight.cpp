@@ -55,14 +55,14 @@ Gather checked(const Tensor& data, const OptionalTensor& scale_inv, const Option
     check_no_gradient(part, "Detach it: the layer that reads the weight has the gradient");
   }
   const int64_t dim = parts[0].dim();
-  TP_CHECK_VALUE(dim == 2 || dim == 3, kOp, "data", "a matrix, or a stack of matrices",
-                 describe(parts[0]), "Pass this rank's part of a weight");
+  TP_CHECK_VALUE(dim == 2 || dim == 3, kOp, "data", "a matrix, or a stack of matrices", describe(parts[0]),
+                 "Pass this rank's part of a weight");
   const auto planes =
       planes_of(parts[0], count, gather.format, columnwise, gather.shard.rows, gather.shard.ranks);
   for (size_t i = 0; i < count; ++i) {
     TP_CHECK_VALUE(parts[i].sizes() == at::IntArrayRef(planes[i].part), kOp, kNames[i],
-                   "the sizes " << at::IntArrayRef(planes[i].part) << " beside 'data'",
-                   describe(parts[i]), "Pass the tensors that quantizing this rank's part gave");
+                   "the sizes " << at::IntArrayRef(planes[i].part) << " beside 'data'", describe(parts[i]),
+                   "Pass the tensors that quantizing this rank's part gave");
   }
   const int64_t rows =
       dim == 3 || !columnwise ? parts[0].size(0) : parts[0].size(1) * gather.format.packing();
@@ -162,7 +162,7 @@ Quantized gather_weight(const Quantized& part, std::string_view shard_key, bool 
   static const auto op = find_op<Signature>(kOp);
   const std::string_view key = part.scale.defined() ? part.key : std::string_view("none");
   auto [data, scale, amax] = op.call(part.data, as_optional(part.scale), as_optional(part.amax), key,
-                                    part.transposed, backward, shard_key);
+                                     part.transposed, backward, shard_key);
   Quantized whole = part;
   whole.data = data;
   if (part.scale.defined()) whole.scale = gemm::typed_scale(scale, part.format);

@@ -26,7 +26,8 @@ void call_reduce_scatter_out(const Tensor& parts, const Tensor& out, bool accumu
                              const WeightShard& shard) {
   using Signature = void(const Tensor&, const Tensor&, bool, int64_t, std::string, int64_t, double);
   static const auto op = find_op<Signature>("reduce_scatter_out");
-  op.call(parts, out, accumulate, shard.ranks, shard.group, shard.timeout_ms, factor_of(shard));
+  shard.run(
+      [&] { op.call(parts, out, accumulate, shard.ranks, shard.group, shard.timeout_ms, factor_of(shard)); });
 }
 
 // Whether somebody is told when the gradient is accumulated, or asked for it by name: then it must be the node's result.

@@ -27,6 +27,15 @@ class Reader {
     rest_.remove_prefix(static_cast<size_t>(end - rest_.data()));
     return take(",");
   }
+  // Takes "<name><text>,", if it begins with the name.
+  bool take_text(std::string_view name, std::string& text) {
+    if (!take(name)) return true;
+    const size_t end = rest_.find(',');
+    if (end == std::string_view::npos) return false;
+    text = std::string(rest_.substr(0, end));
+    rest_.remove_prefix(end + 1);
+    return true;
+  }
   std::string_view rest() const { return rest_; }
 
  private:
@@ -42,7 +51,7 @@ bool parse(std::string_view key, WeightShard& shard) {
   if (reader.rest().substr(0, 11) == "timeout_ms=" && !reader.take_number("timeout_ms=", shard.timeout_ms)) {
     return false;
   }
-  if (!reader.take("group=")) return false;
+  if (!reader.take_text("name=", shard.name) || !reader.take("group=")) return false;
   shard.group = std::string(reader.rest());
   return shard.rows >= 0 && shard.ranks >= 1;
 }
@@ -55,7 +64,7 @@ WeightShard parse_weight_shard(const char* op, std::string_view key) {
   TP_CHECK_VALUE(
       parse(key, shard), op, "weight_shard",
       "'', or a key such as 'rows=1024,ranks=4,mean,group=0' with options in the order rows, ranks, mean, "
-      "parts=bf16, late, timeout_ms, group",
+      "parts=bf16, late, timeout_ms, name, group",
       "'" << key << "'", "Make it with transformer_plugin.parallel.WeightShard");
   return shard;
 }

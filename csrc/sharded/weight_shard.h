@@ -7,15 +7,19 @@
 //   parts=bf16      gradients travel in bfloat16 also where they are added to float32; the sums are in float32
 //   late            gradients are in `weight.grad` or in `main_grad` at the end of the backward, and not before
 //   timeout_ms=<n>  for waits on other ranks; default: the timeout of the group
+//   name=<name>     of the parameter, for errors; without a comma
 //   group=<name>    name of the c10d group; it is last, because it may have any characters
 //
 // in this order, with commas between: "rows=28672,ranks=4,mean,group=0". "" is a weight that is whole. Every rank has
 // ceil(rows / ranks) rows or more; those past the last row of the whole weight are zeros.
 #pragma once
 
+#include <c10/util/Exception.h>
+
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <utility>
 
 namespace transformer_plugin::sharded {
 
@@ -26,9 +30,20 @@ struct WeightShard {
   bool bfloat16_parts = false;
   bool late = false;
   int64_t timeout_ms = -1;
+  std::string name = {};
   std::string group = {};
 
   bool is_cut() const { return ranks > 0; }
+  // Runs `exchange`, whose errors then say which weight they are about.
+  template <typename Exchange>
+  void run(Exchange&& exchange) const {
+    try {
+      std::forward<Exchange>(exchange)();
+    } catch (c10::Error& error) {
+      if (!name.empty()) error.add_context("The weight is '" + name + "'.");
+      throw;
+    }
+  }
 };
 
 // Raises a four-part ValueError if `key` is not one.

@@ -47,6 +47,12 @@ def pair(request: pytest.FixtureRequest, make_pool: Callable[[int, str], RankPoo
     return make_pool(*request.param)
 
 
+@pytest.fixture(params=PLACES[4:5])
+def pair_of_gpus(request: pytest.FixtureRequest, make_pool: Callable[[int, str], RankPool]) -> RankPool:
+    """Two GPUs."""
+    return make_pool(*request.param)
+
+
 @pytest.fixture(params=PLACES[1:3] + PLACES[4:])
 def ranks(request: pytest.FixtureRequest, make_pool: Callable[[int, str], RankPool]) -> RankPool:
     """Two and four ranks, on CPUs and on GPUs."""

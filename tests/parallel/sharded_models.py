@@ -117,6 +117,17 @@ def twins(
     return models[0], models[1]
 
 
+def change_cut(model: torch.nn.Module, seed: int) -> None:
+    """Adds the same numbers to every model that is cut in the same way."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            part = part_of(parameter)
+            rows = parameter.shape[0] if part is None else part.rows.rows
+            step = (0.01 * torch.randn(rows, *parameter.shape[1:], generator=generator)).to(parameter)
+            parameter.add_(step if part is None else part.rows.cut(step, part.rank))
+
+
 def change(whole: torch.nn.Module, cut: torch.nn.Module, seed: int) -> None:
     """Adds the same numbers to both, as an optimizer would."""
     pairs = zip(whole.parameters(), cut.parameters(), strict=True)

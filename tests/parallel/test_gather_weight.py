@@ -1,5 +1,5 @@
-"""gather_weight: the bytes that quantizing the whole weight gives, for every format and direction, with rows that do not
-divide by the ranks, and ranks without rows."""
+"""gather_weight: the bytes that quantizing the whole weight gives, for every format and direction, with rows that do
+not divide by the ranks, and ranks without rows."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ def quantized(rows: Tensor, key: str, columnwise: bool, amax: Tensor | None) -> 
     """Data, scales and, of nvfp4, the amax, along one direction."""
     format = Format.parse(key)
     given = (None, amax) if columnwise and format.needs_amax else (amax, None)
-    made = ops.quantize(
-        rows, key, None, *given, None, rowwise=not columnwise, columnwise=columnwise
-    )
+    made = ops.quantize(rows, key, None, *given, None, rowwise=not columnwise, columnwise=columnwise)
     tensors = [tensor for tensor in made if tensor.numel()]
     return [*tensors, amax] if format.needs_amax and amax is not None else tensors
 
@@ -133,7 +131,10 @@ def check_random_order(rank: Rank, seed: int) -> None:
     shard = str(WeightShard(rows=3 * rank.size, ranks=rank.size, group_name=name))
     weights = [torch.full((3, 5), float(rank.rank + 10 * i), device=rank.device) for i in range(4)]
     for _ in range(60):
-        i, backward = int(torch.randint(4, (), generator=generator)), bool(torch.rand((), generator=generator) < 0.5)
+        i, backward = (
+            int(torch.randint(4, (), generator=generator)),
+            bool(torch.rand((), generator=generator) < 0.5),
+        )
         if torch.rand((), generator=generator) < 0.2:
             weights[i] += 1
         got = ops.gather_weight(weights[i], None, None, "none", False, backward, shard)[0]

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.ops.on_gpu import captured
 from tests.parallel.sharded_models import (
     RECIPES,
     Experts,
     change,
+    change_cut,
     computed,
     dense,
     dense_batch,
@@ -21,7 +23,7 @@ from tests.parallel.sharded_models import (
     twins,
 )
 from transformer_plugin import ops
-from transformer_plugin.parallel import whole_weight
+from transformer_plugin.parallel import shard_, whole_weight
 from transformer_plugin.parallel._weight_part import part_of
 from transformer_plugin.testing.distributed import Rank, RankPool
 from transformer_plugin.testing.numerics import assert_same_bits
@@ -118,3 +120,81 @@ def check_compiled(rank: Rank, key: str, backend: str) -> None:
 @pytest.mark.parametrize("key", ["bf16", "fp8_block", "mxfp8"])
 def test_compiled(pair: RankPool, key: str, backend: str) -> None:
     pair.run(check_compiled, key, backend, timeout=400)
+
+
+def check_graph(rank: Rank, key: str, in_graphs: bool) -> None:
+    """A captured forward and backward, replayed with other weights and inputs, is eager bit for bit."""
+    _, cut = twins(rank, lambda: dense(RECIPES[key](), rank.device))
+    torch.manual_seed(0)
+    eager = dense(RECIPES[key](), rank.device)
+    shard_(eager, rank.group)
+    ops.configure_gathers(rank.group_name, 1, in_graphs)
+    input = dense_batch(rank.rank, 0, rank.device).arguments[0].clone().requires_grad_()
+    for tensor in (input, *cut.parameters()):
+        tensor.grad = torch.zeros_like(tensor)
+
+    def step() -> torch.Tensor:
+        for tensor in (input, *cut.parameters()):
+            assert tensor.grad is not None
+            tensor.grad.zero_()
+        output: torch.Tensor = cut(input)
+        output.float().square().mean().backward()
+        return output
+
+    outputs: list[torch.Tensor] = []
+    graph = captured(lambda: outputs.append(step()), "thread_local")
+    for seed in range(3):
+        for model in (eager, cut):
+            change_cut(model, seed)
+        for layer in cut.modules():
+            if getattr(layer, "gathers_quantized", False):
+                layer.quantize_weights()
+        batch = dense_batch(rank.rank, seed + 1, rank.device)
+        with torch.no_grad():
+            input.copy_(batch.arguments[0])
+        graph.replay()
+        want = computed(eager, batch)
+        assert_same_bits(outputs[-1].detach(), want.output)
+        assert_same_bits(input.grad, want.grad_input)
+        for name, grad in want.grads.items():
+            assert_same_bits(cut.get_parameter(name).grad, grad, name)
+    ops.configure_gathers(rank.group_name, 1)
+
+
+@pytest.mark.parametrize("in_graphs", [False, True])
+@pytest.mark.parametrize("key", ["bf16", "fp8_block", "fp8_tensor", "mxfp8"])
+def test_graphs(pair_of_gpus: RankPool, key: str, in_graphs: bool) -> None:
+    pair_of_gpus.run(check_graph, key, in_graphs)
+
+
+def check_sleeps(rank: Rank, key: str, seeds: int) -> None:
+    """Streams and ranks that are late at random places change no bit. Once it runs, no memory is taken from the GPU."""
+    _, cut = twins(rank, lambda: dense(RECIPES[key](), rank.device))
+    batch = dense_batch(rank.rank, 0, rank.device)
+    want = computed(cut, batch)
+    computed(cut, batch)
+    before = torch.cuda.memory_stats()["num_device_alloc"]
+    generator = torch.Generator()
+
+    def late(*_: Any) -> None:
+        if torch.rand((), generator=generator) < 0.5:
+            torch.cuda._sleep(int(torch.randint(2_000_000, (), generator=generator)))
+
+    hooks = [layer.register_forward_pre_hook(late) for layer in cut.children()]
+    hooks += [layer.register_full_backward_pre_hook(late) for layer in cut.children()]
+    for seed in range(seeds):
+        generator.manual_seed(1000 * rank.rank + seed)
+        got = computed(cut, batch)
+        late()
+        assert_same_bits(got.output, want.output)
+        assert_same_bits(got.grad_input, want.grad_input)
+        for name, grad in want.grads.items():
+            assert_same_bits(got.grads[name], grad, f"{name} {seed}")
+    assert torch.cuda.memory_stats()["num_device_alloc"] == before
+    for hook in hooks:
+        hook.remove()
+
+
+@pytest.mark.parametrize("key", ["bf16", "mxfp8"])
+def test_late_streams_and_ranks(pair_of_gpus: RankPool, key: str) -> None:
+    pair_of_gpus.run(check_sleeps, key, 50)

@@ -12,6 +12,8 @@ from torch.autograd import profiler
 from torch.compiler import is_compiling
 from torch.utils._pytree import _register_namedtuple
 
+from transformer_plugin.errors import peer_timeout
+
 Forward = TypeVar("Forward", bound=Callable[..., Any])
 Output = TypeVar("Output", bound=tuple[Any, ...])
 
@@ -70,7 +72,10 @@ def layer_forward(forward: Forward) -> Forward:
             with profiler.record_function(name):
                 return forward(self, *args, **kwargs)
         except (ValueError, TypeError, RuntimeError) as error:
-            _add_layer_note(error, self)
+            lost = peer_timeout(error)
+            _add_layer_note(lost or error, self)
+            if lost is not None:
+                raise lost from None
             raise
 
     return cast(Forward, call)

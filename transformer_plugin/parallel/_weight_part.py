@@ -28,6 +28,8 @@ class WeightPart:
     rank: int
     ranks: tuple[int, ...]
     group: ProcessGroup
+    #: Whether gradients are means over the ranks, or sums.
+    mean: bool = True
     #: The layers that were sharded together.
     layers: tuple[weakref.ref[Any], ...] = ()
 

@@ -27,10 +27,13 @@ class WeightShard:
     late: bool = False
     #: For each wait on other ranks; None: the timeout of the group.
     timeout_ms: int | None = None
+    #: Of the parameter, for errors; "" for none.
+    name: str = ""
 
     def __str__(self) -> str:
         options = ["mean"] if self.mean else []
         options += ["parts=bf16"] if self.bfloat16_parts else []
         options += ["late"] if self.late else []
         options += [] if self.timeout_ms is None else [f"timeout_ms={self.timeout_ms}"]
+        options += [f"name={self.name}"] if self.name else []
         return ",".join([f"rows={self.rows}", f"ranks={self.ranks}", *options, f"group={self.group_name}"])

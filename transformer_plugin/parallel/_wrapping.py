@@ -21,6 +21,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from transformer_plugin.parallel._shard_experts import EXPERT_RANKS, ROUTER_RANKS, Ranks
+from transformer_plugin.parallel._weight_part import part_of
 from transformer_plugin.tensor._base import FormatTensor
 
 
@@ -63,6 +64,13 @@ def _check_ddp(wrapper: torch.nn.Module, name: str, model: torch.nn.Module | Non
             full = f"{prefix}.{key}" if prefix else key
             if full in wrapper.parameters_to_ignore:
                 continue
+            part = part_of(parameter)
+            if part is not None and len(together.intersection(part.ranks)) > 1:
+                raise _ddp_error(
+                    "parameters that are replicated on all ranks",
+                    f"'{full}', which shard_ has cut over the ranks {list(part.ranks)}: rank 0's values would "
+                    "overwrite the others",
+                )
             if isinstance(expert_ranks, Ranks) and (
                 len(together.intersection(expert_ranks.ranks)) > 1 or hasattr(parameter, "to_local")
             ):
@@ -89,6 +97,13 @@ def _ddp_error(expected: str, got: str) -> ValueError:
 def _check_not_quantized(params: list[Any]) -> None:
     """Raises if FSDP2 would shard quantized parameters, whose shards have no numbers that an optimizer could step."""
     for parameter in params:
+        part = part_of(parameter)
+        if part is not None:
+            raise ValueError(
+                "transformer_plugin::fully_shard: argument 'module': expected weights that no other wrapper has cut, "
+                f"got '{part.name}', which shard_ has cut over the ranks {list(part.ranks)}. Pass these parameters as "
+                "ignored_params, or leave them to fully_shard alone."
+            )
         if isinstance(parameter, FormatTensor) and parameter.format.is_quantized:
             raise ValueError(
                 "transformer_plugin::fully_shard: argument 'module': expected parameters in high precision, got a "

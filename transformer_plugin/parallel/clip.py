@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from transformer_plugin.parallel._weight_part import part_of
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -28,7 +30,8 @@ def clip_grad_norm_(
 
     Like ``torch.nn.utils.clip_grad_norm_``, for models with parameters that are sharded over ranks: every element of
     the whole model counts once. For a ``DTensor`` the placements decide: shards on a ``Shard`` dimension of its mesh
-    are added, and copies on a ``Replicate`` dimension count once. A plain tensor counts as a replicated parameter with
+    are added, and copies on a ``Replicate`` dimension count once. Parts of :func:`~transformer_plugin.parallel.shard_`
+    are added over their group. Another plain tensor counts as a replicated parameter with
     an averaged gradient. All ranks call this function with the same parameters in the same order, and get the same norm
     and factor. Communication is enqueued on the device; the host does not wait for it.
 
@@ -57,15 +60,15 @@ def clip_grad_norm_(
     if not gradients:
         return torch.tensor(0.0, dtype=torch.float32)
     parts: dict[Place, tuple[list[ProcessGroup], list[Tensor]]] = {}
-    for gradient in gradients:
-        groups, part = _groups_and_part(gradient)
+    for parameter, gradient in gradients:
+        groups, part = _groups_and_part(parameter, gradient)
         place = tuple(group.group_name for group in groups)
         parts.setdefault(place, (groups, []))[1].append(part)
     device = parts[next(iter(parts))][1][0].device
     powers = [_reduced(tensors, groups, norm_type).to(device) for groups, tensors in parts.values()]
     together = torch.stack(powers)
     norm = together.amax() if math.isinf(norm_type) else together.sum() ** (1 / norm_type)
-    wide = any(gradient.dtype == torch.float64 for gradient in gradients)
+    wide = any(gradient.dtype == torch.float64 for _, gradient in gradients)
     norm = norm if wide else norm.float()
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
@@ -79,14 +82,15 @@ def clip_grad_norm_(
     return norm
 
 
-def _gradients(parameters: torch.nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
+def _gradients(parameters: torch.nn.Module | Tensor | Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """The parameters that have a gradient, with it."""
     if isinstance(parameters, torch.nn.Module):
         parameters = parameters.parameters()
     elif isinstance(parameters, Tensor):
         parameters = [parameters]
     once = {id(parameter): parameter for parameter in parameters}
-    found = (gradient_of(parameter, "clip_grad_norm_") for parameter in once.values())
-    return [gradient for gradient in found if gradient is not None]
+    found = ((parameter, gradient_of(parameter, "clip_grad_norm_")) for parameter in once.values())
+    return [(parameter, gradient) for parameter, gradient in found if gradient is not None]
 
 
 def gradient_of(parameter: Any, op: str) -> Tensor | None:
@@ -121,10 +125,11 @@ def gradient_of(parameter: Any, op: str) -> Tensor | None:
     )
 
 
-def _groups_and_part(gradient: Tensor) -> tuple[list[ProcessGroup], Tensor]:
+def _groups_and_part(parameter: Tensor, gradient: Tensor) -> tuple[list[ProcessGroup], Tensor]:
     """Returns the groups over which a gradient is sharded, and this rank's shard of it."""
     if not hasattr(gradient, "to_local"):
-        return [], gradient
+        cut = part_of(parameter)  # rows of padding are zeros
+        return [] if cut is None else [cut.group], gradient
     from torch.distributed.tensor import Replicate
 
     whole: Any = gradient

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from transformer_plugin.parallel._shard_experts import EXPERT_RANKS, Ranks, local
+from transformer_plugin.parallel._weight_part import part_of
 from transformer_plugin.parallel._wrapping import sharded_modules
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ def data_parallel(
     After a backward every gradient is that of the mean of all R ranks' losses. ``DistributedDataParallel`` averages the
     parameters that are replicated on all ranks. The gradient of an expert contains the tokens of all ranks of the
     experts' group; it is divided by the size of that group. If several ranks hold the same expert, it is also averaged
-    over them. ``no_sync()`` works as usual. When the model is wrapped, the first of the ranks that hold the same
+    over them. Weights that :func:`~transformer_plugin.parallel.shard_` has cut are averaged over the ranks that have
+    the same part. ``no_sync()`` works as usual. When the model is wrapped, the first of the ranks that hold the same
     experts broadcasts them to the others, and rank 0 broadcasts everything else.
 
     Args:
@@ -62,6 +64,8 @@ def data_parallel(
     for prefix, (module, _) in mine.items():
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         ignored += [f"{prefix}.{name}" if prefix else name for name, _ in tensors]
+    cut = {name: p for name, p in model.named_parameters() if part_of(p) is not None}
+    ignored += cut
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
     wrapped = ExpertDataParallel(model, process_group=process_group, **options)
     copies: dict[tuple[int, ...], ProcessGroup | None] = {}
@@ -69,7 +73,13 @@ def data_parallel(
         if ranks.ranks not in copies:
             copies[ranks.ranks] = _group_of_copies(everyone, ranks)
         for parameter in module.parameters(recurse=False):
-            _average(wrapped, parameter, ranks, copies[ranks.ranks])
+            if part_of(parameter) is None:
+                _average(wrapped, parameter, copies[ranks.ranks], divide_by=len(ranks.ranks))
+    for parameter in cut.values():
+        part: Any = part_of(parameter)
+        if part.ranks not in copies:
+            copies[part.ranks] = _group_of_copies(everyone, Ranks(part.ranks, part.group.group_name, None))
+        _average(wrapped, parameter, copies[part.ranks], divide_by=1 if part.mean else len(part.ranks))
     return wrapped
 
 
@@ -99,14 +109,15 @@ def _group_of_copies(everyone: ProcessGroup, ranks: Ranks) -> ProcessGroup | Non
 
 
 def _average(
-    wrapped: ExpertDataParallel, parameter: Tensor, ranks: Ranks, copies: ProcessGroup | None
+    wrapped: ExpertDataParallel, parameter: Tensor, copies: ProcessGroup | None, divide_by: int
 ) -> None:
     if copies is not None:
         first = min(dist.get_process_group_ranks(copies))
         dist.broadcast(local(parameter.detach()), first, group=copies)
     if not parameter.requires_grad:
         return
-    parameter.register_hook(_divide_by(len(ranks.ranks)))
+    if divide_by > 1:
+        parameter.register_hook(_divide_by(divide_by))
     if copies is None:
         return
     size = copies.size()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 import torch
@@ -14,6 +15,7 @@ from torch.nn import Parameter
 
 from transformer_plugin import ops
 from transformer_plugin.formats import Format
+from transformer_plugin.parallel._part_states import handle_module, handle_optimizer
 from transformer_plugin.parallel._row_shard import RowShard
 from transformer_plugin.parallel._weight_part import WEIGHT_PART, WeightPart, part_of
 from transformer_plugin.parallel._weight_shard import WeightShard
@@ -98,6 +100,7 @@ def shard_(
             target.module._quantized_part()  # compiled code cannot make it
     ops.configure_gathers(group.group_name, ahead)
     _watch_optimizers()
+    _watch_clipping()
     install_wrapper_checks()
     return module
 
@@ -234,21 +237,23 @@ def _cut(
     part = Parameter(rows.cut(whole, group.rank()), whole.requires_grad)
     for name, value in whole.__dict__.items():
         setattr(part, name, value)
-    layer.weight_part = WeightPart(target.full_name, rows, group.rank(), ranks, group, layers)
+    layer.weight_part = WeightPart(target.full_name, rows, group.rank(), ranks, group, options.mean, layers)
     setattr(part, WEIGHT_PART, layer.weight_part)
     setattr(whole, _REPLACED, target.full_name)
     layer.register_parameter("weight", part)
-    layer.weight_shard = str(
-        WeightShard(
-            rows=rows.rows,
-            ranks=rows.ranks,
-            group_name=group.group_name,
-            mean=options.mean,
-            bfloat16_parts=options.bfloat16_parts,
-            late=True,
-            timeout_ms=options.timeout_ms,
-        )
+    shard = WeightShard(
+        rows=rows.rows,
+        ranks=rows.ranks,
+        group_name=group.group_name,
+        mean=options.mean,
+        bfloat16_parts=options.bfloat16_parts,
+        late=True,
+        timeout_ms=options.timeout_ms,
     )
+    # A name in the constant of a compiled layer would compile each of many equal layers again.
+    layer.weight_shard = str(shard)
+    layer.named_weight_shard = str(replace(shard, name=target.full_name.replace(",", "_")))
+    handle_module(layer)
     layer.forget_quantized_weights()
     layer.gathers_quantized = quantizes
 
@@ -265,7 +270,32 @@ def _watch_optimizers() -> None:
     register_optimizer_step_post_hook(_after_step)
 
 
+@functools.cache
+def _watch_clipping() -> None:
+    """Once per process: torch's clipping would count this rank's rows alone."""
+    from torch.nn.utils import clip_grad
+
+    original: Any = clip_grad._clip_grads_with_norm_
+
+    @functools.wraps(original)
+    def clip(parameters: Any, *arguments: Any, **options: Any) -> Any:
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        part = next((p for p in map(part_of, parameters) if p is not None), None)
+        if part is not None:
+            advice = "Use transformer_plugin.parallel.clip_grad_norm_"
+            got = f"'{part.name}', of which each of {len(part.ranks)} ranks has a part"
+            text = message("clip_grad_norm_", "parameters", "whole parameters", got, advice)
+            raise ValueError(text)
+        return original(parameters, *arguments, **options)
+
+    for module in (clip_grad, torch.nn.utils):
+        for name in ("_clip_grads_with_norm_", "clip_grads_with_norm_"):
+            if hasattr(module, name):
+                setattr(module, name, clip)
+
+
 def _check_parameters(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    handle_optimizer(optimizer)
     for settings in optimizer.param_groups:
         for parameter in settings["params"]:
             if _REPLACED in parameter.__dict__:

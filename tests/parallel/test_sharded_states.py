@@ -1,0 +1,331 @@
+"""Sharded weights in frameworks: state dicts and checkpoints on other numbers of ranks, optimizers, clipping, wrappers,
+and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.parallel.sharded_models import RECIPES, computed, dense, dense_batch, twins
+from transformer_plugin import nn as tnn
+from transformer_plugin import parallel
+from transformer_plugin.parallel import shard_, whole_weight
+from transformer_plugin.parallel._part_tensor import PartTensor
+from transformer_plugin.parallel._weight_part import part_of
+from transformer_plugin.testing.distributed import Rank, RankPool
+from transformer_plugin.testing.numerics import assert_same_bits
+
+
+def small(rank: Rank, seed: int = 0, key: str = "bf16") -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return dense(RECIPES[key](), rank.device)
+
+
+def trained(rank: Rank, model: torch.nn.Module, steps: int, first: int = 0) -> torch.optim.Optimizer:
+    """A model after steps of AdamW on the mean of all ranks' losses."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(first, first + steps):
+        computed(model, dense_batch(rank.rank, step, rank.device))
+        average_others(rank, model)
+        optimizer.step()
+    return optimizer
+
+
+def average_others(rank: Rank, model: torch.nn.Module) -> None:
+    for parameter in model.parameters():
+        if part_of(parameter) is None and parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= rank.size
+
+
+def check_checkpoint(rank: Rank, folder: str, key: str, phase: str) -> None:
+    """Saved by a pool of one size, loaded by others."""
+    model = shard_(small(rank, 0 if phase == "save" else 1, key), rank.group)
+    optimizer = trained(rank, model, 2)
+    if phase == "save":
+        states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        dcp.save(states, checkpoint_id=folder)
+        whole = {name: whole_weight(p) for name, p in model.named_parameters()}
+        moments = {}
+        for name, parameter in model.named_parameters():
+            moment = optimizer.state[parameter]["exp_avg"]
+            part = part_of(parameter)
+            if part is not None:
+                every = [torch.empty_like(moment) for _ in range(rank.size)]
+                dist.all_gather(every, moment)
+                moment = part.rows.strip(torch.cat(every))
+            moments[name] = moment
+        if rank.rank == 0:
+            torch.save({"weights": whole, "moments": moments}, f"{folder}/expected.pt")
+        return
+    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.load(states, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+    expected = torch.load(f"{folder}/expected.pt", map_location=rank.device)
+    for name, parameter in model.named_parameters():
+        assert_same_bits(whole_weight(parameter), expected["weights"][name], name)
+        part = part_of(parameter)
+        moment, want = optimizer.state[parameter]["exp_avg"], expected["moments"][name]
+        assert type(moment) is torch.Tensor
+        assert_same_bits(moment, want if part is None else part.rows.cut(want, part.rank), name)
+    computed(model, dense_batch(rank.rank, 9, rank.device))
+    optimizer.step()
+
+
+@pytest.mark.parametrize("key", ["bf16", "fp8_block"])
+def test_checkpoints_on_other_numbers_of_ranks(make_pool: Any, tmp_path: Path, key: str) -> None:
+    """From 2 and 3 ranks to 1, 2, 3 and 4; with blocks of 128 rows some ranks have no rows."""
+    for save in (2, 3):
+        folder = str(tmp_path / f"{key}{save}")
+        make_pool(save).run(check_checkpoint, folder, key, "save")
+        metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        assert list(metadata["model.1.weight"].size) == [192, 256]  # type: ignore[union-attr]
+        for load in (2, 3, 4):
+            make_pool(load).run(check_checkpoint, folder, key, "load")
+
+
+def check_whole_checkpoint(rank: Rank, folder: str) -> None:
+    """A model that is not cut loads what ranks have saved, and the other way round."""
+    whole = small(rank, 5)
+    states = {"model": whole.state_dict()}
+    dcp.load(states, checkpoint_id=folder)
+    expected = torch.load(f"{folder}/expected.pt", map_location=rank.device)["weights"]
+    for name, parameter in whole.named_parameters():
+        assert_same_bits(parameter.detach(), expected[name], name)
+    cut = shard_(small(rank, 6), rank.group)
+    cut.load_state_dict(whole.state_dict())
+    for name, parameter in cut.named_parameters():
+        assert_same_bits(whole_weight(parameter), expected[name], name)
+
+
+def test_whole_models_load_parts(make_pool: Any, tmp_path: Path) -> None:
+    make_pool(2).run(check_checkpoint, str(tmp_path / "of2"), "bf16", "save")
+    make_pool(3).run(check_whole_checkpoint, str(tmp_path / "of2"))
+
+
+def check_state_dict(rank: Rank) -> None:
+    cut = shard_(small(rank), rank.group)
+    state = cut.state_dict()
+    value = state["1.weight"]
+    assert isinstance(value, PartTensor)
+    assert list(value.shape) == [192, 256]
+    assert value.part.data_ptr() == cut[1].weight.data_ptr()  # type: ignore[index]
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=True)
+    other = shard_(small(rank, 3), rank.group)
+    other.load_state_dict(loaded)
+    for one, two in zip(cut.parameters(), other.parameters(), strict=True):
+        assert_same_bits(one.detach(), two.detach())
+    moved = copy.deepcopy(state)["1.weight"].to(torch.float32).clone().detach()
+    assert_same_bits(moved.part, value.part.float())
+    with pytest.raises(
+        NotImplementedError, match=r"PartTensor: argument 'self': expected an op that copies or moves"
+    ):
+        value + 1
+    loaded["1.weight"] = PartTensor(value.part, value.rows, (rank.rank + 1) % rank.size)
+    with pytest.raises(ValueError, match=r"load_state_dict: argument '1.weight': expected the rows of rank"):
+        other.load_state_dict(loaded)
+    loaded["1.weight"] = torch.ones(3, 256)
+    with pytest.raises(
+        ValueError, match=r"expected the whole weight, of sizes \[192, 256\], got a tensor of sizes"
+    ):
+        other.load_state_dict(loaded)
+
+
+def test_state_dicts(ranks: RankPool) -> None:
+    ranks.run(check_state_dict)
+
+
+def check_training(rank: Rank, fused: bool) -> None:
+    """Steps of a whole model on the mean of all gradients, and of a cut one; quantized parts follow the steps."""
+    for key in ("bf16", "fp8_tensor", "mxfp8"):
+        whole, cut = twins(rank, lambda key=key: dense(RECIPES[key](), rank.device))
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.5, fused=fused) for m in (whole, cut)]
+        for step in range(3):
+            grads = {n: torch.zeros_like(p, dtype=torch.float32) for n, p in whole.named_parameters()}
+            for other in range(rank.size):
+                for name, grad in computed(whole, dense_batch(other, step, rank.device)).grads.items():
+                    grads[name] += grad
+            own = computed(cut, dense_batch(rank.rank, step, rank.device))
+            for name, parameter in whole.named_parameters():
+                parameter.grad = (grads[name] * (1 / rank.size)).to(parameter.dtype)
+                other = cut.get_parameter(name)
+                if part_of(other) is None:
+                    other.grad = parameter.grad.clone()
+            del own
+            for optimizer in optimizers:
+                optimizer.step()
+        for name, parameter in cut.named_parameters():
+            assert_same_bits(whole_weight(parameter), whole.get_parameter(name).detach(), f"{key} {name}")
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_training(ranks: RankPool, fused: bool) -> None:
+    ranks.run(check_training, fused)
+
+
+def check_clipping(rank: Rank) -> None:
+    whole, cut = twins(rank, lambda: dense(None, rank.device))
+    batch = dense_batch(0, 0, rank.device)  # the same on all ranks, so that the mean is the gradient
+    computed(whole, batch)
+    computed(cut, batch)
+    wants = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.01)
+    with pytest.raises(
+        ValueError, match=r"clip_grad_norm_: argument 'parameters': expected whole parameters, got '0"
+    ):
+        torch.nn.utils.clip_grad_norm_(cut.parameters(), 0.01)
+    norm = parallel.clip_grad_norm_(cut, 0.01)
+    torch.testing.assert_close(norm, wants.float(), rtol=1e-2, atol=0)
+    for name, parameter in cut.named_parameters():
+        part, want = part_of(parameter), whole.get_parameter(name).grad
+        want = want if part is None else part.rows.cut(want, part.rank)
+        torch.testing.assert_close(parameter.grad, want, rtol=2e-2, atol=1e-6)
+
+
+def test_clipping(ranks: RankPool) -> None:
+    ranks.run(check_clipping)
+
+
+def check_data_parallel(rank: Rank) -> None:
+    """Two groups of two: parts are averaged over the ranks that have the same, everything else over all."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    whole, cut = (small(rank), small(rank))
+    shard_(cut, groups[rank.rank // 2])
+    with pytest.raises(
+        ValueError, match=r"argument 'module' of DistributedDataParallel: expected parameters that are"
+    ):
+        DistributedDataParallel(cut)
+    wrapped = parallel.data_parallel(cut)
+    grads = [computed(whole, dense_batch(r, 0, rank.device)).grads for r in range(rank.size)]
+    own = computed(wrapped, dense_batch(rank.rank, 0, rank.device)).grads
+    for name, parameter in cut.named_parameters():
+        mean = sum(each[name].float() for each in grads) / rank.size  # type: ignore[operator]
+        part = part_of(parameter)
+        want = mean if part is None else part.rows.cut(mean, part.rank)
+        torch.testing.assert_close(own[f"module.{name}"].float(), want, rtol=2e-2, atol=1e-4)
+
+
+def test_data_parallel(make_pool: Any) -> None:
+    make_pool(4).run(check_data_parallel)
+
+
+def check_uses(rank: Rank) -> None:
+    """A weight used twice, frozen weights, no gradients, checkpointed activations, exceptions, a copy, deletion."""
+    whole, cut = twins(rank, lambda: tnn.Linear(64, 64, device=rank.device, dtype=torch.bfloat16))
+    batches = [torch.randn(8, 64).bfloat16().to(rank.device) for _ in range(2)]
+    whole_grads = []
+    for other in range(rank.size):
+        torch.manual_seed(other)
+        batches = [torch.randn(8, 64).bfloat16().to(rank.device) for _ in range(2)]
+        whole.zero_grad()
+        (whole(whole(batches[0])) + whole(batches[1])).float().square().sum().backward()
+        whole_grads.append(whole.weight.grad.float())
+    torch.manual_seed(rank.rank)
+    batches = [torch.randn(8, 64).bfloat16().to(rank.device) for _ in range(2)]
+    (cut(cut(batches[0])) + cut(batches[1])).float().square().sum().backward()
+    mean = sum(whole_grads) / rank.size  # type: ignore[operator]
+    want = cut.weight_part.rows.cut(mean, rank.rank)
+    error = (cut.weight.grad.float() - want).norm() / want.norm()
+    assert error < 2**-6, error  # each use is rounded to bfloat16 before they are added
+    with torch.no_grad():
+        assert_same_bits(cut(batches[0]), whole(batches[0]))
+    (grad,) = torch.autograd.grad(cut(batches[0]).float().sum(), cut.weight)
+    before = cut.weight.grad.clone()
+    assert grad.shape == cut.weight.shape
+    assert_same_bits(cut.weight.grad, before)
+    cut.weight.requires_grad_(False)
+    input = batches[0].clone().requires_grad_()
+    cut(input).float().sum().backward()
+    assert input.grad is not None
+    assert_same_bits(cut.weight.grad, before)
+    cut.weight.requires_grad_(True)
+    cut.zero_grad()
+    recomputed = torch.utils.checkpoint.checkpoint(cut, batches[0].requires_grad_(), use_reentrant=False)
+    recomputed.float().sum().backward()
+    assert_same_bits(cut.weight.grad, grad)
+    copied = copy.deepcopy(cut)
+    assert part_of(copied.weight) is not None
+    assert_same_bits(copied(batches[0]).detach(), cut(batches[0]).detach())
+
+
+def test_uses(ranks: RankPool) -> None:
+    ranks.run(check_uses)
+
+
+def check_main_grad(rank: Rank) -> None:
+    """float32 buffers get float32 sums; with gradient_dtype sums of bfloat16 parts."""
+    for dtype in (None, torch.bfloat16):
+        whole, cut = twins(
+            rank,
+            lambda: tnn.Linear(64, 48, False, rank.device, torch.bfloat16, fuse_wgrad_accumulation=True),
+            gradient_dtype=dtype,
+        )
+        total = torch.zeros(48, 64, device=rank.device)
+        cut.weight.main_grad = torch.ones_like(cut.weight, dtype=torch.float32)
+        whole.weight.main_grad = torch.zeros_like(whole.weight, dtype=torch.float32)
+        for other in range(rank.size):
+            torch.manual_seed(other)
+            input = torch.randn(16, 64).bfloat16().to(rank.device)
+            whole.weight.main_grad.zero_()
+            whole(input).float().square().sum().backward()
+            grad = whole.weight.main_grad
+            total = total + (grad if dtype is None else grad.to(dtype).float())
+            if other == rank.rank:
+                cut(input).float().square().sum().backward()
+        part = cut.weight_part
+        want = part.rows.cut(total * (1 / rank.size), part.rank) + 1
+        assert cut.weight.grad is None
+        torch.testing.assert_close(cut.weight.main_grad, want, rtol=1e-6, atol=0)
+
+
+def test_main_grad(ranks: RankPool) -> None:
+    ranks.run(check_main_grad)
+
+
+def check_refusals(rank: Rank) -> None:
+    def refused(text: str, model: torch.nn.Module, **options: Any) -> None:
+        with pytest.raises(ValueError, match="transformer_plugin::shard_: argument") as caught:
+            shard_(model, rank.group, **options)
+        assert text in str(caught.value), caught.value
+
+    cut = shard_(small(rank), rank.group)
+    refused("which is cut over the ranks", cut)
+    tied = torch.nn.Sequential(tnn.Linear(8, 8), tnn.Linear(8, 8))
+    tied[1].weight = tied[0].weight
+    refused("share", tied)
+    assert part_of(tied[0].weight) is None
+    refused("parameters='list'", tnn.GroupedLinear(2, 8, 8, parameters="list"))
+    refused("delay_wgrad_compute", tnn.Linear(8, 8, delay_wgrad_compute=True))
+    refused("expected 'mean' or 'sum'", tnn.Linear(8, 8), gradient="max")
+    refused("argument 'format'", tnn.Linear(32, 32, recipe=RECIPES["mxfp8"]()), format="nvfp4")
+    refused("on rank 0 and", tnn.Linear(8, 8 + 8 * rank.rank))
+    optimizer = torch.optim.SGD((model := small(rank)).parameters(), lr=1.0)
+    shard_(model, rank.group)
+    with pytest.raises(
+        ValueError, match=r"argument 'optimizer': expected parameters of the model, got the whole '0."
+    ):
+        optimizer.step()
+    alone = small(rank)
+    weight = alone[0].weight  # type: ignore[index]
+    assert shard_(alone, None)[0].weight is weight  # type: ignore[index]
+    layer: Any = cut[0]  # type: ignore[index]
+    output = torch.empty(4, 256, dtype=torch.bfloat16, device=rank.device)
+    with pytest.raises(
+        ValueError, match="argument 'out': expected None with a weight that is cut over ranks"
+    ):
+        layer(torch.ones(4, 128, dtype=torch.bfloat16, device=rank.device), out=output)
+
+
+def test_refusals(pair: RankPool) -> None:
+    pair.run(check_refusals)

@@ -1,0 +1,85 @@
+"""State dicts of modules and optimizers with weights that are cut over ranks: they hold and load whole weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_plugin.parallel._part_tensor import PartTensor, part_for
+from transformer_plugin.parallel._weight_part import WeightPart, part_of
+
+#: Set on optimizers whose state dicts are handled.
+_HANDLED = "_has_states_of_parts"
+
+
+def handle_module(layer: torch.nn.Module) -> None:
+    """Once for each layer whose ``weight`` is cut."""
+    layer.register_state_dict_post_hook(_save_module)
+    layer.register_load_state_dict_pre_hook(_load_module)
+
+
+def _save_module(layer: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    part: WeightPart | None = layer.weight_part
+    value = state.get(prefix + "weight")
+    if part is not None and isinstance(value, Tensor) and not value.requires_grad:
+        state[prefix + "weight"] = PartTensor(value, part.rows, part.rank)
+
+
+def _load_module(layer: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    part: WeightPart | None = layer.weight_part
+    key = prefix + "weight"
+    if part is not None and isinstance(state.get(key), Tensor):
+        state[key] = part_for(state[key], layer.weight, part.rows, part.rank, key)
+
+
+def handle_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Makes the state of a part a :class:`PartTensor` in ``state_dict()``. Nothing without parts, or a second time."""
+    if getattr(optimizer, _HANDLED, False):
+        return
+    if not any(part_of(p) for settings in optimizer.param_groups for p in settings["params"]):
+        return
+    optimizer.register_state_dict_post_hook(_save_optimizer)
+    optimizer.register_load_state_dict_pre_hook(_load_optimizer)
+    setattr(optimizer, _HANDLED, True)
+
+
+def _parts_by_key(
+    optimizer: torch.optim.Optimizer, state: dict[str, Any]
+) -> dict[Any, tuple[Tensor, WeightPart]]:
+    """By what a state dict calls the parameters, in their order."""
+    parameters = [p for settings in optimizer.param_groups for p in settings["params"]]
+    keys = [key for settings in state["param_groups"] for key in settings["params"]]
+    found = ((key, p, part_of(p)) for key, p in zip(keys, parameters, strict=False))
+    return {key: (p, part) for key, p, part in found if part is not None}
+
+
+def _save_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    states = dict(state["state"])
+    for i, (parameter, part) in _parts_by_key(optimizer, state).items():
+        if i in states:
+            states[i] = {
+                name: PartTensor(value, part.rows, part.rank) if _is_like(value, parameter) else value
+                for name, value in states[i].items()
+            }
+    return {**state, "state": states}
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    states = dict(state["state"])
+    for i, (parameter, part) in _parts_by_key(optimizer, state).items():
+        if i not in states:
+            continue
+        whole = (part.rows.rows, *parameter.shape[1:])
+        states[i] = {
+            name: part_for(value, parameter, part.rows, part.rank, f"{part.name}.{name}")
+            if isinstance(value, Tensor) and tuple(value.shape) == whole
+            else value
+            for name, value in states[i].items()
+        }
+    return {**state, "state": states}
+
+
+def _is_like(value: Any, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == parameter.shape
