@@ -95,8 +95,10 @@ def step_of(model: torch.nn.Module, input: Tensor, grad: Tensor) -> Callable[[],
     return step
 
 
-def check(kind: str, sizes: dict[str, int], models: dict[str, torch.nn.Module], data: Any) -> dict[str, float]:
-    """Compares outputs bit for bit with whole weights in the same formats, and gradients with the mean of the ranks'."""
+def check(
+    kind: str, sizes: dict[str, int], models: dict[str, torch.nn.Module], data: Any
+) -> dict[str, float]:
+    """Compares outputs bit for bit with those of whole weights, and gradients with the mean of the ranks'."""
     errors: dict[str, float] = {}
     for name, recipe in (("sharded bf16", None), ("sharded fp8_block", recipes.Float8BlockScaling())):
         whole = models["whole bf16"] if recipe is None else model_of(kind, sizes, recipe)
