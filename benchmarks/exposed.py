@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 Span = tuple[float, float]
+#: name, begin and end in microseconds.
+Kernel = tuple[str, float, float]
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
@@ -28,7 +30,7 @@ def length(spans: Iterable[Span]) -> float:
     return sum(end - begin for begin, end in spans)
 
 
-def kernels_of(call: Callable[[], Any]) -> list[tuple[str, float, float]]:
+def kernels_of(call: Callable[[], Any]) -> list[Kernel]:
     """Name, begin and end in microseconds of the kernels and copies of one call on this GPU.
 
     It is the second of two calls after a barrier: ranks start their profilers at other times.
@@ -53,10 +55,28 @@ def is_exchange(name: str) -> bool:
     return "nccl" in name.lower() or "collective_kernel" in name
 
 
-def exposed(call: Callable[[], Any]) -> dict[str, float]:
+def spans_of(kernels: list[Kernel], least: float = 50.0) -> list[dict[str, Any]]:
+    """What to draw: kind, begin and length in microseconds of the kernels that take at least so long."""
+    first = min(begin for _, begin, _ in kernels)
+    return [
+        {"kind": kind_of(name), "begin": round(begin - first), "length": round(end - begin)}
+        for name, begin, end in sorted(kernels, key=lambda kernel: kernel[1])
+        if end - begin >= least
+    ]
+
+
+def kind_of(name: str) -> str:
+    """ "gather", "sum" over ranks, "product" or "other"."""
+    if "AllGather" in name:
+        return "gather"
+    if "SendRecv" in name or "ReduceScatter" in name or "sum_ranks" in name:
+        return "sum"
+    return "product" if "gemm" in name or "nvjet" in name or "wgrad" in name else "other"
+
+
+def exposed(kernels: list[Kernel]) -> dict[str, float]:
     """Of one call: milliseconds from its first kernel to its last; of them with computation, with an exchange, with an
     exchange and nothing else; and the part of the whole that the last is."""
-    kernels = kernels_of(call)
     exchange = merged((begin, end) for name, begin, end in kernels if is_exchange(name))
     compute = merged((begin, end) for name, begin, end in kernels if not is_exchange(name))
     both = merged([*exchange, *compute])

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks.common import rested_times, write
-from benchmarks.exposed import exposed
+from benchmarks.exposed import exposed, kernels_of, spans_of
 from transformer_plugin import functional, ops, recipes
 from transformer_plugin import nn as tnn
 from transformer_plugin.parallel import WeightShard, shard_
@@ -160,7 +160,8 @@ def measure(rank: Rank, kind: str, sizes: dict[str, int], rounds: int) -> list[d
         torch.cuda.synchronize()
         peaks[name] = (torch.cuda.max_memory_allocated() - held) / 2**30
     times = rested_times(steps, 1, rounds, ready=dist.barrier)
-    traces = {name: exposed(step) for name, step in steps.items()}
+    traces = {name: kernels_of(step) for name, step in steps.items()}
+    held = {name: sum(p.nbytes for p in model.parameters()) for name, model in models.items()}
     peer = times["fsdp2 bf16"].median
     return [
         {
@@ -174,7 +175,9 @@ def measure(rank: Rank, kind: str, sizes: dict[str, int], rounds: int) -> list[d
             "peak_gib_above_weights": round(peaks[name], 3),
             "host_ms": round(hosts[name], 2),
             "host_us_of_a_use": round(use, 1),
-            "trace": traces[name],
+            "weights_gib": round(held[name] / 2**30, 3),
+            "trace": exposed(traces[name]),
+            "spans": spans_of(traces[name]) if kind == "dense" else [],
             "relative_error_of_gradients": errors.get(name),
         }
         for name, value in times.items()
@@ -200,9 +203,20 @@ def main() -> None:
             sizes = SMALL if arguments.small else (DENSE if kind == "dense" else EXPERTS)
             rows += pool.run(measure, kind, sizes, arguments.rounds, timeout=400.0)[0]
     for row in rows:
-        print(row)
-    if not arguments.small:
-        write("sharded_layers", torch.device("cuda"), rows)
+        print({key: value for key, value in row.items() if key != "spans"})
+    if arguments.small:
+        return
+    spans = [
+        {"competitor": row["competitor"], "spans": row.pop("spans")}
+        for row in rows
+        if row["layers"] == "dense" and row["competitor"].startswith("sharded")
+    ]
+    write("sharded_trace", torch.device("cuda"), spans)
+    write(
+        "sharded_layers",
+        torch.device("cuda"),
+        [{k: v for k, v in row.items() if k != "spans"} for row in rows],
+    )
 
 
 if __name__ == "__main__":

@@ -185,6 +185,8 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "bool accumulate=True, int[] skipped=[], int max_sms=0, int expected_rows=-1, bool copy=False, "
       "Tensor? input_rows=None, Tensor? grad_rows=None) -> ()");
   m.def("run_deferred_wgrads(Tensor(a!) queue, Tensor(b!)[] out, bool accumulate=True) -> ()");
+  // The rows of a table that indices name.
+  m.def("embedding(Tensor indices, Tensor weight, int padding_idx=-1, str weight_shard=\"\") -> Tensor");
   // A weight in its format, once for many calls of the four above: data, scale_inv and, of nvfp4, amax, along rows;
   // then along columns, if the data gradient takes those. bf16 has data alone. Several matrices give what their stack would.
   m.def("quantize_weight(Tensor[] weight, str input_format, str weight_format, str grad_format) -> Tensor[]");
@@ -322,12 +324,14 @@ TORCH_LIBRARY(transformer_plugin, m) {
 
   // sharded: weights whose first dimension is cut over ranks. `shard`, and `weight_shard` of layers: the key of such a weight
   // (sharded/weight_shard.h). gather_weight: the tensors of one direction of the whole weight, from this rank's.
+  // reduce_gradient_out: the sum over ranks of this rank's rows of gradients [ranks * n, ...] of the whole weight.
   // configure_gathers: how many weights ahead of their use a group gathers, and whether in CUDA graphs, too. count_gathers:
   // collectives, those begun early, uses of these, early ones that were dropped, bytes sent. note_weights_changed: nothing
   // gathered before is used.
   m.def(
       "gather_weight(Tensor data, Tensor? scale_inv, Tensor? amax, str format, bool columnwise, bool backward, "
       "str shard) -> (Tensor whole_data, Tensor whole_scale_inv, Tensor whole_amax)");
+  m.def("reduce_gradient_out(Tensor parts, Tensor weight, Tensor(a!) out, bool accumulate, str shard) -> ()");
   m.def("configure_gathers(str group_name, int distance, bool in_graphs=False) -> ()");
   m.def("clear_gathers(str group_name) -> ()");
   m.def("count_gathers(str group_name) -> int[]");

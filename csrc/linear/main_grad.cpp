@@ -245,9 +245,13 @@ Tensor WeightGradient::reduced(const Quantized& grad, const Quantized& input,
   Tensor valid = parts.narrow(0, 0, shard.rows);
   if (!is_grouped_ && group_sizes) valid = valid.unsqueeze(0);
   wgrad_into(grad, input, group_sizes, valid, false, options);
-  sharded::GradientTarget target{weight_, std::nullopt, accumulates};
-  if (!buffers_.empty()) target.main_grad = buffers_[0];
-  return sharded::reduce_gradient(parts, shard, target);
+  if (buffers_.empty()) return sharded::reduce_gradient(parts, shard_, {weight_});
+  Tensor buffer = buffers_[0];
+  const bool is_copied = needs_temporaries(buffers_);
+  const Tensor written = is_copied ? buffer.clone(at::MemoryFormat::Contiguous) : buffer;
+  sharded::reduce_gradient(parts, shard_, {weight_, written, accumulates});
+  if (is_copied) buffer.copy_(written);
+  return {};
 }
 
 variable_list WeightGradient::compute(const Quantized& grad, const Quantized& input,

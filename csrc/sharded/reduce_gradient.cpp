@@ -1,4 +1,4 @@
-// The gradient of a weight that is cut over ranks (sharded/reduce_gradient.h).
+// The gradient of a weight that is cut over ranks (sharded/reduce_gradient.h). reduce_gradient_out: into a buffer.
 #include "sharded/reduce_gradient.h"
 
 #include <ATen/ops/empty.h>
@@ -7,6 +7,8 @@
 
 #include "common/autograd.h"
 #include "common/buffers.h"
+#include "common/check.h"
+#include "common/register.h"
 #include "common/tensor.h"
 #include "distributed/rank_group.h"
 #include "sharded/group_weights.h"
@@ -16,7 +18,7 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* kOp = "reduce_gradient";
+constexpr const char* kOp = "reduce_gradient_out";
 
 double factor_of(const WeightShard& shard) {
   return shard.mean ? 1.0 / static_cast<double>(shard.ranks) : 1.0;
@@ -68,7 +70,38 @@ bool can_be_late(const WeightShard& shard, const Tensor& parts, const GradientTa
          (grad.scalar_type() == parts.scalar_type() || grad.scalar_type() == at::kFloat);
 }
 
+void check_out(const Tensor& parts, const Tensor& weight, const Tensor& out, std::string_view key) {
+  check_defined({kOp, "parts", parts});
+  check_defined({kOp, "weight", weight});
+  check_defined({kOp, "out", out});
+  const WeightShard shard = parse_weight_shard(kOp, key);
+  TP_CHECK_VALUE(shard.is_cut(), kOp, "shard", "the key of a weight that is cut over ranks", "''",
+                 "Add the gradient of a whole weight itself");
+  check_same_device({kOp, "weight", weight}, {kOp, "parts", parts});
+  TP_CHECK_VALUE(weight.sym_sizes() == out.sym_sizes(), kOp, "out", "the sizes of 'weight'", describe(out),
+                 "Allocate it like this rank's part of the weight");
+}
+
+void reduce_gradient_out(const Tensor& parts, const Tensor& weight, const Tensor& out, bool accumulate,
+                         std::string_view key) {
+  check_out(parts, weight, out, key);
+  const WeightShard shard = parse_weight_shard(kOp, key);
+  const bool in_backward = torch::autograd::get_current_graph_task_id() >= 0;
+  if (in_backward && can_be_late(shard, parts, {weight, out, accumulate})) {
+    submit(parts, out, accumulate, shard);
+  } else {
+    call_reduce_scatter_out(parts, out, accumulate, shard);
+  }
+}
+
+void reduce_gradient_out_meta(const Tensor& parts, const Tensor& weight, const Tensor& out, bool,
+                              std::string_view key) {
+  check_out(parts, weight, out, key);
+}
+
 }  // namespace
+
+TP_IMPL_NO_GRADIENT(kOp, reduce_gradient_out, reduce_gradient_out_meta);
 
 Tensor gradient_parts(const Tensor& weight, const WeightShard& shard, at::ScalarType dtype) {
   std::vector<c10::SymInt> sizes(weight.sym_sizes().begin(), weight.sym_sizes().end());
@@ -79,17 +112,15 @@ Tensor gradient_parts(const Tensor& weight, const WeightShard& shard, at::Scalar
   return parts;
 }
 
-Tensor reduce_gradient(const Tensor& parts, const WeightShard& shard, const GradientTarget& target) {
-  const bool late = can_be_late(shard, parts, target);
+Tensor reduce_gradient(const Tensor& parts, std::string_view shard_key, const GradientTarget& target) {
   if (target.main_grad) {
-    if (late) {
-      submit(parts, *target.main_grad, target.accumulate, shard);
-    } else {
-      call_reduce_scatter_out(parts, *target.main_grad, target.accumulate, shard);
-    }
+    using Signature = void(const Tensor&, const Tensor&, const Tensor&, bool, std::string_view);
+    static const auto op = find_op<Signature>(kOp);
+    op.call(parts, target.weight, *target.main_grad, target.accumulate, shard_key);
     return {};
   }
-  if (late) {
+  const WeightShard shard = parse_weight_shard(kOp, shard_key);
+  if (can_be_late(shard, parts, target)) {
     accumulate_late(parts, shard, target.weight);
     return {};
   }

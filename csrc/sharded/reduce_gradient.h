@@ -23,6 +23,6 @@ at::Tensor gradient_parts(const at::Tensor& weight, const WeightShard& shard, at
 
 // Adds the ranks' gradients, each rank those of its rows. Undefined if they went into a buffer, or will be in `weight.grad` at
 // the end of the backward: on a GPU they travel on a side stream while the backward goes on.
-at::Tensor reduce_gradient(const at::Tensor& parts, const WeightShard& shard, const GradientTarget& target);
+at::Tensor reduce_gradient(const at::Tensor& parts, std::string_view shard_key, const GradientTarget& target);
 
 }  // namespace transformer_plugin::sharded

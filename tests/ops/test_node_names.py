@@ -79,6 +79,7 @@ CALLS: list[tuple[str, Callable[[], Tensor]]] = [
     ("grouped_gemm", lambda: ops.grouped_gemm(of(T, K), [of(N, K), of(N, K)], SIZES)),
     ("grouped_gemm_swiglu", lambda: ops.grouped_gemm_swiglu(of(T, K), of(G, N, K), SIZES)[0]),
     ("grouped_mlp", lambda: ops.grouped_mlp(of(T, K), of(G, 2 * N, K), of(G, K, N), SIZES, torch.rand(T))),
+    ("embedding", lambda: ops.embedding(torch.tensor([1, 0]), of(N, K))),
     ("linear", lambda: ops.linear(of(T, K), of(N, K))),
     ("linear", lambda: ops.linear(of(T, K), of(N, K), of(N))),
     ("linear", lambda: Linear(K, N, recipe=Float8BlockScaling())(of(T, K))),

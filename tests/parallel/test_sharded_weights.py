@@ -22,6 +22,7 @@ from tests.parallel.sharded_models import (
     expert_batch,
     twins,
 )
+from transformer_plugin import nn as tnn
 from transformer_plugin import ops
 from transformer_plugin.parallel import shard_, whole_weight
 from transformer_plugin.parallel._weight_part import part_of
@@ -198,3 +199,47 @@ def check_sleeps(rank: Rank, key: str, seeds: int) -> None:
 @pytest.mark.parametrize("key", ["bf16", "mxfp8"])
 def test_late_streams_and_ranks(pair_of_gpus: RankPool, key: str) -> None:
     pair_of_gpus.run(check_sleeps, key, 50)
+
+
+class Words(torch.nn.Module):
+    """An embedding and an output layer of 50 words, which no number of ranks divides."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.table = tnn.Embedding(50, 32, padding_idx=3, device=device, dtype=torch.bfloat16)
+        self.output = tnn.Linear(32, 50, bias=False, device=device, dtype=torch.bfloat16)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(self.output(self.table(words)).float(), (words + 1) % 50)
+
+
+def check_words(rank: Rank, compiled: bool) -> None:
+    torch._dynamo.reset()
+    whole, cut = twins(rank, lambda: Words(rank.device))
+    model: Any = torch.compile(cut, fullgraph=True, backend="aot_eager") if compiled else cut
+    plain = torch.nn.Embedding(50, 32, padding_idx=3, device=rank.device, dtype=torch.bfloat16)
+    plain.load_state_dict(whole.table.state_dict())
+    for step in range(2):
+        each = []
+        for other in range(rank.size):
+            words = torch.randint(50, (40,), generator=torch.Generator().manual_seed(10 * step + other)).to(
+                rank.device
+            )
+            whole.zero_grad()
+            loss = whole(words)
+            loss.backward()
+            each.append({n: p.grad.clone() for n, p in whole.named_parameters() if p.grad is not None})
+            assert_same_bits(whole.table(words).detach(), plain(words).detach())
+            if other == rank.rank:
+                cut.zero_grad()
+                own = model(words)
+                own.backward()
+                assert_same_bits(own.detach(), loss.detach())
+        for name, parameter in cut.named_parameters():
+            assert parameter.grad is not None
+            assert_same_bits(parameter.grad, expected_grad([g[name] for g in each], parameter, True), name)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_embedding_and_output(ranks: RankPool, compiled: bool) -> None:
+    ranks.run(check_words, compiled)

@@ -4,6 +4,7 @@ from transformer_plugin.launch import LaunchOptions
 from transformer_plugin.nn._slots import Slots
 from transformer_plugin.nn.convert import convert
 from transformer_plugin.nn.delayed import reduce_amax
+from transformer_plugin.nn.embedding import Embedding
 from transformer_plugin.nn.exchange import DispatchConfig
 from transformer_plugin.nn.grouped_linear import GroupedLinear
 from transformer_plugin.nn.grouped_mlp import GroupedMLP
@@ -17,6 +18,7 @@ from transformer_plugin.nn.router import RouterConfig, Routing, TopKRouter
 
 __all__ = [
     "DispatchConfig",
+    "Embedding",
     "GroupedLinear",
     "GroupedMLP",
     "LaunchOptions",

@@ -34,10 +34,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from transformer_plugin.errors import peer_timeout
 from transformer_plugin.formats import Format
 from transformer_plugin.ops._operands import Tensors, buffers, layer_keys, listed, listed_or_none, weights
 
 __all__ = [
+    "embedding",
     "grouped_linear",
     "linear",
     "quantize_weight",
@@ -169,6 +171,28 @@ def grouped_linear(
     options = (quantized_weight, max_sms, expected_rows)
     others = (wgrad_queue, save_original_input, dgrad_out, weight_shard)
     return _ops.grouped_linear.default(*required, *formats, *options, *gradient, *others)
+
+
+def embedding(indices: Tensor, weight: Tensor, padding_idx: int = -1, weight_shard: str = "") -> Tensor:
+    """The rows of a table that indices name: ``torch.nn.functional.embedding``, for a table that may be cut over ranks.
+
+    Args:
+        indices: ``[...]`` int32 or int64. On a CPU those outside of the table raise an ``IndexError``.
+        weight: ``[N, K]``, any float dtype.
+        padding_idx: a row without a gradient; -1: none.
+        weight_shard: the key of a table that is cut over ranks (:mod:`transformer_plugin.ops.sharded`); ``weight`` is
+            then this rank's part ``[n, K]``.
+
+    Returns:
+        ``[..., K]`` in the dtype of ``weight``. Differentiable in ``weight``.
+
+    Raises:
+        TypeError: another dtype. ValueError: another number of dimensions, a ``padding_idx`` outside of the table.
+    """
+    try:
+        return _ops.embedding.default(indices, weight, padding_idx, weight_shard)
+    except RuntimeError as error:
+        raise peer_timeout(error) or error from None
 
 
 def quantize_weight(

@@ -45,6 +45,7 @@ __all__ = [
     "count_gathers",
     "gather_weight",
     "note_weights_changed",
+    "reduce_gradient_out",
 ]
 
 _ops = torch.ops.transformer_plugin
@@ -103,6 +104,30 @@ def gather_weight(
             data, scale_inv, amax, key, columnwise, backward, shard
         )
         return result
+    except RuntimeError as error:
+        raise peer_timeout(error) or error from None
+
+
+def reduce_gradient_out(parts: Tensor, weight: Tensor, out: Tensor, accumulate: bool, shard: str) -> None:
+    """Write this rank's part of the ranks' gradients of the whole weight into a buffer, or add it to the buffer.
+
+    :func:`~transformer_plugin.ops.reduce_scatter_out` with the options of the key. In a backward, where the key has
+    ``late`` and nothing waits for the gradient of ``weight``, it runs on a side stream, and ``out`` is complete at the
+    end of the backward. Layers call it.
+
+    Args:
+        parts: ``[ranks * n, ...]``: the gradient of the whole weight as this rank computed it, zeros after it.
+        weight: ``[n, ...]``, this rank's part.
+        out: like ``weight``, of the dtype of ``parts`` or float32.
+        accumulate: add to ``out`` what it holds.
+        shard: the key of the weight.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit each other, or differ between ranks; nothing is written then.
+        PeerTimeoutError: a rank did not take part in time.
+    """
+    try:
+        _ops.reduce_gradient_out.default(parts, weight, out, accumulate, shard)
     except RuntimeError as error:
         raise peer_timeout(error) or error from None
 

@@ -65,8 +65,9 @@ def shard_(
     rank's experts, with zeros after the last. Biases and norms stay whole. Make the optimizer afterwards.
 
     Args:
-        module: with :class:`~transformer_plugin.nn.Linear`, :class:`~transformer_plugin.nn.LayerNormLinear` and packed
-            :class:`~transformer_plugin.nn.GroupedLinear`, at any depth. All ranks have the same model.
+        module: with :class:`~transformer_plugin.nn.Linear`, :class:`~transformer_plugin.nn.LayerNormLinear`, packed
+            :class:`~transformer_plugin.nn.GroupedLinear` and :class:`~transformer_plugin.nn.Embedding`, at any depth.
+            All ranks have the same model.
         group: the ranks, which compute on different inputs. None, or a group of one, changes nothing.
         format: what travels. None: quantized weights where recipes quantize them, otherwise the values. ``"none"``: the
             values, which are quantized after each gather. Or the format of the recipes.
@@ -96,7 +97,7 @@ def shard_(
     for target in targets:
         _cut(target, group, ranks, options, layers)
     for target in targets:
-        if target.module.gathers_quantized and not target.module.weight.is_meta:
+        if getattr(target.module, "gathers_quantized", False) and not target.module.weight.is_meta:
             target.module._quantized_part()  # compiled code cannot make it
     ops.configure_gathers(group.group_name, ahead)
     _watch_optimizers()
@@ -127,10 +128,13 @@ def _targets(
 ) -> Iterator[_Target]:
     # Not at the top: modules of nn import this package.
     from transformer_plugin.nn._recipe import RecipeModule
+    from transformer_plugin.nn.embedding import Embedding
     from transformer_plugin.nn.grouped_linear import GroupedLinear
 
     for name, layer in module.named_modules():
-        if not isinstance(layer, RecipeModule) or (filter is not None and not filter(name, layer)):
+        if not isinstance(layer, RecipeModule | Embedding) or (
+            filter is not None and not filter(name, layer)
+        ):
             continue
         if isinstance(layer, GroupedLinear) and layer.parameter_layout != "packed":
             got = f"parameters={layer.parameter_layout!r} in '{name}'"
@@ -173,6 +177,8 @@ def _check(target: _Target, ranks: tuple[int, ...], options: _Options) -> None:
     if len(shared) > 1:
         got = f"the ranks {shared}, which hold different experts of '{name}'"
         _refuse("group", "ranks with the same weights", got, "Pass the group of ranks with the same experts")
+    if not hasattr(layer, "recipe"):
+        return  # an embedding
     if isinstance(layer.recipe, DelayedScaling):
         advice = "Use another recipe, for example Float8CurrentScaling()"
         _refuse("module", "recipes without delayed scaling", f"{layer.recipe} in '{target.name}'", advice)
@@ -199,7 +205,7 @@ def _check_format(target: _Target, options: _Options) -> None:
 
 def _compare_ranks(targets: list[_Target], group: ProcessGroup, options: _Options, ahead: int) -> None:
     """Raises on all ranks if they do not cut the same weights in the same way."""
-    lines = [f"{t.full_name} {list(t.weight.shape)} {t.weight.dtype} {t.module._formats}" for t in targets]
+    lines = [f"{t.full_name} {list(t.weight.shape)} {t.weight.dtype} {_formats_of(t)}" for t in targets]
     mine = "\n".join([f"{options} ahead={ahead}", *lines])
     every = torch.ops.transformer_plugin.all_gather_text.default(group.group_name, mine, -1)
     for rank, other in enumerate(every):
@@ -216,6 +222,11 @@ def _compare_ranks(targets: list[_Target], group: ProcessGroup, options: _Option
         )
 
 
+def _formats_of(target: _Target) -> tuple[str, str, str]:
+    formats: tuple[str, str, str] = getattr(target.module, "_formats", ("none", "none", "none"))
+    return formats
+
+
 def _align_of(key: str) -> int:
     """The rows of a weight in a format that must be on one rank."""
     block = Format.parse(key).block
@@ -230,7 +241,7 @@ def _cut(
     layers: tuple[weakref.ref[Any], ...],
 ) -> None:
     layer, whole = target.module, target.weight
-    key = layer._formats[1]
+    key = _formats_of(target)[1]
     quantizes = options.format != "none" and Format.parse(key).is_quantized
     align = _align_of(key) if quantizes and whole.dim() == 2 else 1
     rows = RowShard(whole.shape[0], len(ranks), align)
@@ -254,8 +265,9 @@ def _cut(
     layer.weight_shard = str(shard)
     layer.named_weight_shard = str(replace(shard, name=target.full_name.replace(",", "_")))
     handle_module(layer)
-    layer.forget_quantized_weights()
-    layer.gathers_quantized = quantizes
+    if hasattr(layer, "recipe"):
+        layer.forget_quantized_weights()
+        layer.gathers_quantized = quantizes
 
 
 @functools.cache

@@ -16,6 +16,7 @@ from transformer_plugin.reference._rows import indexed_rows
 
 __all__ = [
     "bias_backward",
+    "embedding",
     "gather_rows_backward",
     "gemm",
     "gemm_out",
@@ -306,6 +307,20 @@ def watched_weight(weight: Tensors, main_grad: Tensors | None, accumulate: bool,
     each = weights[0].unbind() if is_stack(weights) else weights
     into = buffers[0].unbind() if is_stack(buffers) else buffers
     return torch.stack([_watched(w, b, accumulate, weight_grad) for w, b in zip(each, into, strict=True)])
+
+
+def embedding(indices: Tensor, weight: Tensor, padding_idx: int = -1) -> Tensor:
+    """The rows of a table, of which row ``padding_idx`` gets no gradient."""
+    rows = (
+        weight
+        if padding_idx < 0
+        else weight.clone().index_copy(
+            0,
+            torch.tensor([padding_idx], device=weight.device),
+            weight[padding_idx : padding_idx + 1].detach(),
+        )
+    )
+    return rows[indices.long()]
 
 
 def linear(

@@ -48,3 +48,8 @@ def gather_weight(values: list[Tensor], format: str, columnwise: bool, rows: int
         return [(whole,) for _ in values]
     made = quantize(whole, format, rowwise=not columnwise, columnwise=columnwise)
     return [tuple(tensor for tensor in made if tensor.numel()) for _ in values]
+
+
+def reduce_gradient_out(parts: list[Tensor], out: list[Tensor], accumulate: bool, mean: bool = False) -> None:
+    """Writes each rank's part of the sum or mean of the ranks' gradients, or adds it."""
+    reduce_scatter_out(parts, out, accumulate, 1 / len(parts) if mean else 1.0)

@@ -261,9 +261,12 @@ def _expert_parallel_calls(draw: Draw, indices: Tensor, experts: int, capacity: 
     yield "all_gather_list_out", "", {**both, "num_ranks": 1, **group}
     summed = {"parts": draw(tokens, K), "out": draw(tokens, K), "accumulate": True}
     yield "reduce_scatter_out", "", {**summed, "num_ranks": 1, **group}
+    yield "embedding", "", {"indices": indices, "weight": draw(experts, K), "padding_idx": 1}
     part = draw(tokens, K), None, None, "none", False, False, f"rows={tokens},ranks=1,group="
     names = ("data", "scale_inv", "amax", "format", "columnwise", "backward", "shard")
     yield "gather_weight", "", dict(zip(names, part, strict=True))
+    summed = {"parts": draw(tokens, K), "weight": draw(tokens, K), "out": draw(tokens, K), "accumulate": True}
+    yield "reduce_gradient_out", "", {**summed, "shard": f"rows={tokens},ranks=1,mean,group="}
     yield "configure_gathers", "", {"group_name": "", "distance": 1, "in_graphs": False}
     for name in ("clear_gathers", "count_gathers"):
         yield name, "", {"group_name": ""}

@@ -1,0 +1,109 @@
+// embedding: the rows of a table that indices name, with the table's gradient. The table may be cut over ranks.
+#include <ATen/ops/embedding.h>
+#include <ATen/ops/embedding_dense_backward.h>
+#include <ATen/ops/empty.h>
+
+#include "common/autograd.h"
+#include "common/check.h"
+#include "common/register.h"
+#include "common/tensor.h"
+#include "linear/weights.h"
+#include "sharded/gather_weight.h"
+#include "sharded/reduce_gradient.h"
+
+namespace transformer_plugin::linear {
+namespace {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+constexpr const char* kOp = "embedding";
+
+c10::SymInt check_embedding(const Tensor& indices, const Tensor& weight, int64_t padding_idx,
+                            std::string_view weight_shard) {
+  const Argument table{kOp, "weight", weight}, places{kOp, "indices", indices};
+  check_dtype(table, {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble});
+  check_dim(table, 2);
+  check_dtype(places, {at::kLong, at::kInt});
+  check_same_device(places, table);
+  const sharded::WeightShard shard = sharded::parse_weight_shard(kOp, weight_shard);
+  const c10::SymInt rows = shard.is_cut() ? c10::SymInt(shard.rows) : weight.sym_size(0);
+  TP_CHECK_VALUE(!shard.is_cut() || weight.sym_size(0) * shard.ranks >= shard.rows, kOp, "weight",
+                 "a part of the " << shard.rows << " rows on each of " << shard.ranks << " ranks",
+                 describe(weight), "Cut the table as transformer_plugin.parallel.shard_ does");
+  TP_CHECK_VALUE(padding_idx >= -1 && c10::SymInt(padding_idx) < rows, kOp, "padding_idx",
+                 "-1 for none, or a row of the table", padding_idx, "Pass a row of the table");
+  return rows;
+}
+
+Tensor embedding(const Tensor& indices, const Tensor& weight, int64_t padding_idx,
+                 std::string_view weight_shard) {
+  check_embedding(indices, weight, padding_idx, weight_shard);
+  const BelowAutograd guard;
+  if (weight_shard.empty()) return at::embedding(weight, indices, padding_idx);
+  const Quantized part{weight, Tensor(), Tensor()};
+  return at::embedding(sharded::gather_weight(part, weight_shard, false).data, indices, padding_idx);
+}
+
+Tensor embedding_meta(const Tensor& indices, const Tensor& weight, int64_t padding_idx,
+                      std::string_view weight_shard) {
+  check_embedding(indices, weight, padding_idx, weight_shard);
+  std::vector<c10::SymInt> sizes(indices.sym_sizes().begin(), indices.sym_sizes().end());
+  sizes.push_back(weight.sym_size(1));
+  return empty(weight, sizes, weight.scalar_type());
+}
+
+Tensor redispatch(const Tensor& indices, const Tensor& weight, int64_t padding_idx,
+                  std::string_view weight_shard) {
+  using Signature = Tensor(const Tensor&, const Tensor&, int64_t, std::string_view);
+  static const auto op = find_op<Signature>(kOp);
+  const BelowAutograd guard;
+  return op.call(indices, weight, padding_idx, weight_shard);
+}
+
+class EmbeddingFunction : public DifferentiableOnce<EmbeddingFunction> {
+ public:
+  static constexpr const char* kName = "embedding";
+  static constexpr bool is_traceable = true;
+
+  static Tensor forward(AutogradContext* ctx, const Tensor& indices, const Tensor& weight,
+                        int64_t padding_idx, std::string_view weight_shard) {
+    ctx->save_for_backward({indices});
+    ctx->saved_data["weight"] = weight;  // untracked: the gradient does not depend on its values
+    ctx->saved_data["padding_idx"] = padding_idx;
+    ctx->saved_data["weight_shard"] = std::string(weight_shard);
+    return redispatch(indices, weight, padding_idx, weight_shard);
+  }
+
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
+    const Tensor indices = ctx->get_saved_variables()[0], weight = ctx->saved_data["weight"].toTensor();
+    const int64_t padding_idx = ctx->saved_data["padding_idx"].toInt();
+    const std::string key = ctx->saved_data["weight_shard"].toStringRef();
+    const sharded::WeightShard shard = sharded::parse_weight_shard(kOp, key);
+    const c10::SymInt rows = shard.is_cut() ? c10::SymInt(shard.rows) : weight.sym_size(0);
+    Tensor grad = at::embedding_dense_backward_symint(grads[0], indices, rows, padding_idx, false);
+    if (shard.is_cut()) {
+      if (weight.sym_size(0) * shard.ranks != rows) {
+        const Tensor parts = sharded::gradient_parts(weight, shard, grad.scalar_type());
+        parts.narrow(0, 0, shard.rows).copy_(grad);
+        grad = parts;
+      }
+      grad = sharded::reduce_gradient(grad, key, {weight});
+    }
+    return {Tensor(), grad, Tensor(), Tensor()};
+  }
+};
+
+Tensor embedding_autograd(const Tensor& indices, const Tensor& weight, int64_t padding_idx,
+                          std::string_view weight_shard) {
+  if (!any_wants_grad(weight)) return redispatch(indices, weight, padding_idx, weight_shard);
+  check_embedding(indices, weight, padding_idx, weight_shard);
+  return EmbeddingFunction::apply(indices, weight, padding_idx, weight_shard);
+}
+
+}  // namespace
+
+TP_IMPL(kOp, embedding, embedding_meta, embedding_autograd);
+
+}  // namespace transformer_plugin::linear
