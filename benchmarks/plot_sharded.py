@@ -15,10 +15,10 @@ WINDOW_MS = 28.0
 
 def sharded_layers(result: dict[str, Any]) -> Figure:
     """Times of a step over FSDP2's, and GiB of a GPU: weights, and what a step adds to them."""
-    kinds = list(dict.fromkeys(row["layers"] for row in result["rows"]))
+    kinds = list(dict.fromkeys(row["model"] for row in result["rows"]))
     figure, panels = pyplot.subplots(2, len(kinds), figsize=(9, 5.2), layout="constrained", squeeze=False)
     for column, kind in enumerate(kinds):
-        rows = [row for row in result["rows"] if row["layers"] == kind]
+        rows = [row for row in result["rows"] if row["model"] == kind]
         names = [row["competitor"].replace(" ", "\n") for row in rows]
         times, memory = panels[0][column], panels[1][column]
         times.bar(names, [row["of_fsdp2"] for row in rows], 0.6, color=WEIGHTS)

@@ -120,20 +120,28 @@ def check(
     return errors
 
 
-def host_time_of_a_use(rank: Rank, calls: int = 60) -> float:
-    """Microseconds of the host for a use of a weight that was gathered early, which begins the gather of the next."""
+def host_times(rank: Rank, calls: int = 60) -> dict[str, float]:
+    """Microseconds of the host for a use of a weight that was gathered early, which begins the gather of the next, and
+    for an all-gather of NCCL through torch."""
     weights = [torch.randn(256, 1024, device=rank.device) for _ in range(3)]
+    whole = torch.empty(256 * rank.size, 1024, device=rank.device)
     shard = str(WeightShard(rows=256 * rank.size, ranks=rank.size, group_name=rank.group_name))
-    samples = []
-    for _ in range(9):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for i in range(calls):
-            ops.gather_weight(weights[i % 3], None, None, "none", False, False, shard)
-        samples.append((time.perf_counter() - begin) / calls * 1e6)
+    times = {}
+    for name, call in {
+        "host_us_of_a_use": lambda i: ops.gather_weight(weights[i], None, None, "none", False, False, shard),
+        "host_us_of_nccl": lambda i: dist.all_gather_into_tensor(whole, weights[i]),
+    }.items():
+        samples = []
+        for _ in range(9):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            for i in range(calls):
+                call(i % 3)
+            samples.append((time.perf_counter() - begin) / calls * 1e6)
+        times[name] = round(sorted(samples)[len(samples) // 2], 1)
     torch.cuda.synchronize()
     ops.clear_gathers(rank.group_name)
-    return sorted(samples)[len(samples) // 2]
+    return times
 
 
 def measure(rank: Rank, kind: str, sizes: dict[str, int], rounds: int) -> list[dict[str, Any]]:
@@ -145,7 +153,7 @@ def measure(rank: Rank, kind: str, sizes: dict[str, int], rounds: int) -> list[d
     steps = {name: step_of(model, input, grad) for name, model in models.items()}
     errors = check(kind, sizes, models, (input, grad))
     torch.cuda.empty_cache()
-    use = host_time_of_a_use(rank)
+    uses = host_times(rank)
     peaks, hosts = {}, {}
     for name, step in steps.items():
         step()
@@ -165,7 +173,7 @@ def measure(rank: Rank, kind: str, sizes: dict[str, int], rounds: int) -> list[d
     peer = times["fsdp2 bf16"].median
     return [
         {
-            "layers": kind,
+            "model": kind,
             **sizes,
             "ranks": rank.size,
             "competitor": name,
@@ -174,7 +182,7 @@ def measure(rank: Rank, kind: str, sizes: dict[str, int], rounds: int) -> list[d
             "of_whole": round(value.median / times["whole bf16"].median, 3),
             "peak_gib_above_weights": round(peaks[name], 3),
             "host_ms": round(hosts[name], 2),
-            "host_us_of_a_use": round(use, 1),
+            **uses,
             "weights_gib": round(held[name] / 2**30, 3),
             "trace": exposed(traces[name]),
             "spans": spans_of(traces[name]) if kind == "dense" else [],
@@ -209,7 +217,7 @@ def main() -> None:
     spans = [
         {"competitor": row["competitor"], "spans": row.pop("spans")}
         for row in rows
-        if row["layers"] == "dense" and row["competitor"].startswith("sharded")
+        if row["model"] == "dense" and row["competitor"].startswith("sharded")
     ]
     write("sharded_trace", torch.device("cuda"), spans)
     write(

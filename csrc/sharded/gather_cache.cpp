@@ -46,8 +46,12 @@ GatherCache::PartRef::PartRef(const Tensor& part)
 Tensor GatherCache::PartRef::lock(c10::Device device) const {
   const auto memory = storage.lock();
   if (!memory) return {};
-  Tensor part = at::empty({0}, at::TensorOptions().dtype(dtype).device(device));
-  part.set_(c10::Storage(memory), offset, sizes);
+  const auto keys = device.is_cpu() ? c10::DispatchKeySet(c10::DispatchKey::CPU)
+                                    : c10::DispatchKeySet(c10::DispatchKey::CUDA);
+  Tensor part =
+      at::detail::make_tensor<c10::TensorImpl>(c10::Storage(memory), keys, c10::scalarTypeToTypeMeta(dtype));
+  part.unsafeGetTensorImpl()->set_storage_offset(offset);
+  part.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
   return part;
 }
 
@@ -121,8 +125,9 @@ int64_t GatherCache::stamp_of(const Source& source) const {
 // Allocates, on the current stream.
 Gathered GatherCache::prepare(const Gather& gather, std::vector<Plane>& planes) const {
   const int64_t ranks = gather.shard.ranks;
-  planes = planes_of(gather.parts[0], gather.parts.size(), gather.format, gather.columnwise,
-                     gather.shard.rows, ranks);
+  if (planes.empty())
+    planes = planes_of(gather.parts[0], gather.parts.size(), gather.format, gather.columnwise,
+                       gather.shard.rows, ranks);
   Gathered into;
   for (size_t i = 0; i < planes.size(); ++i) {
     const Plane& plane = planes[i];
@@ -246,7 +251,7 @@ void GatherCache::gather_ahead(int64_t id, c10::Device device, const Place& plac
       gather.parts.push_back(part.lock(device));
       if (!gather.parts.back().defined()) return;
     }
-    std::vector<Plane> planes;
+    std::vector<Plane>& planes = known->second.planes;  // the same as before
     Early early{prepare(gather, planes), {}, stamp_of(source), place, uses_};
     early.done = stream_.run(device, [&] { collect(gather, planes, early.gathered); });
     let_collective_start(device);

@@ -79,6 +79,7 @@ class GatherCache {
     Format format;
     bool columnwise, backward;
     WeightShard shard;
+    std::vector<Plane> planes = {};  // once they were needed
   };
   struct Early {
     Gathered gathered;

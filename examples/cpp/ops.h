@@ -36,15 +36,15 @@ inline at::Tensor grouped_linear(const at::Tensor& input, const at::Tensor& weig
                                  const at::Tensor& group_sizes, const Recipe& recipe) {
   using Optional = std::optional<at::Tensor>;
   using OptionalList = std::optional<at::TensorList>;
-  using Signature =
-      at::Tensor(const at::Tensor&, at::TensorList, const at::Tensor&, const Optional&, const Optional&,
-                 c10::string_view, c10::string_view, c10::string_view, OptionalList, int64_t, int64_t,
-                 OptionalList, bool, c10::string_view, const Optional&, bool, const Optional&);
+  using Signature = at::Tensor(const at::Tensor&, at::TensorList, const at::Tensor&, const Optional&,
+                               const Optional&, c10::string_view, c10::string_view, c10::string_view,
+                               OptionalList, int64_t, int64_t, OptionalList, bool, c10::string_view,
+                               const Optional&, bool, const Optional&, c10::string_view);
   static const auto op = find<Signature>("transformer_plugin::grouped_linear");
   return op.call(input, weight, group_sizes, std::nullopt, std::nullopt, recipe.input, recipe.weight,
                  recipe.grad, std::nullopt, /*max_sms=*/0, /*expected_rows=*/-1, /*main_grad=*/std::nullopt,
                  /*accumulate=*/true, /*weight_grad=*/"none", /*wgrad_queue=*/std::nullopt,
-                 /*save_original_input=*/false, /*dgrad_out=*/std::nullopt);
+                 /*save_original_input=*/false, /*dgrad_out=*/std::nullopt, /*weight_shard=*/"");
 }
 
 }  // namespace tp
