@@ -89,7 +89,9 @@ class EmbeddingFunction : public DifferentiableOnce<EmbeddingFunction> {
         parts.narrow(0, 0, shard.rows).copy_(grad);
         grad = parts;
       }
-      grad = sharded::reduce_gradient(grad, key, {weight});
+      const Tensor parts = grad;
+      grad = sharded::reduce_gradient(parts, key, {weight});
+      if (grad.defined()) grad = sharded::finish_gradient(grad, parts, weight, key);
     }
     return {Tensor(), grad, Tensor(), Tensor()};
   }

@@ -196,7 +196,6 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
                wants_fc1_bias =
                    ctx->saved_data["has_fc1_bias"].toBool() && ctx->needs_input_grad(weights + 3);
     const bool wants_linear = wants_input || wants_fc1 || wants_fc1_bias || wants_probs;
-
     const TokenRows rows{saved[16], saved[17]};
     auto [grad_fc2_bias, grad_probs] =
         fc2_bias_gradients(ctx, grad, rows, group_sizes, probs, saved[15], weights);
@@ -265,6 +264,8 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
     linear.rowwise = {};
     if (quantized_in_forward(ctx, kept.fc1, "fc1_given")) release(kept.fc1.data);
     if (fc1_is_late) compute_fc1_wgrad();
+    fc2_gradient.finish(grad_fc2[0]);
+    fc1_gradient.finish(grad_fc1[0]);
     variable_list result{grad_input};
     result.insert(result.end(), grad_fc1.begin(), grad_fc1.end());
     result.insert(result.end(), grad_fc2.begin(), grad_fc2.end());

@@ -245,13 +245,23 @@ Tensor WeightGradient::reduced(const Quantized& grad, const Quantized& input,
   Tensor valid = parts.narrow(0, 0, shard.rows);
   if (!is_grouped_ && group_sizes) valid = valid.unsqueeze(0);
   wgrad_into(grad, input, group_sizes, valid, false, options);
-  if (buffers_.empty()) return sharded::reduce_gradient(parts, shard_, {weight_});
+  if (buffers_.empty()) {
+    Tensor token = sharded::reduce_gradient(parts, shard_, {weight_});
+    if (token.defined()) parts_ = parts;
+    return token;
+  }
   Tensor buffer = buffers_[0];
   const bool is_copied = needs_temporaries(buffers_);
   const Tensor written = is_copied ? buffer.clone(at::MemoryFormat::Contiguous) : buffer;
   sharded::reduce_gradient(parts, shard_, {weight_, written, accumulates});
   if (is_copied) buffer.copy_(written);
   return {};
+}
+
+void WeightGradient::finish(Tensor& computed) const {
+  if (!parts_.defined()) return;
+  computed = sharded::finish_gradient(computed, parts_, weight_, shard_);
+  parts_ = Tensor();
 }
 
 variable_list WeightGradient::compute(const Quantized& grad, const Quantized& input,

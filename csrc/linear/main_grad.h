@@ -51,6 +51,8 @@ class WeightGradient {
   torch::autograd::variable_list compute(const Quantized& grad, const Quantized& input,
                                          const std::optional<at::Tensor>& group_sizes, at::ScalarType dtype,
                                          const gemm::LaunchOptions& options = {}) const;
+  // What autograd gets, from what compute() returned. To be called last: the gradient of a cut weight travels meanwhile.
+  void finish(at::Tensor& computed) const;
 
  private:
   bool wants(size_t i) const { return ctx_->needs_input_grad(place_ + i); }
@@ -67,7 +69,8 @@ class WeightGradient {
   std::vector<at::Tensor> buffers_;
   std::optional<at::Tensor> queue_;
   std::string shard_;
-  at::Tensor weight_;  // of a cut weight
+  at::Tensor weight_;         // of a cut weight
+  mutable at::Tensor parts_;  // that are on their way to be added
 };
 
 }  // namespace transformer_plugin::linear

@@ -105,7 +105,6 @@ struct NeedsGrad {
   bool normalized = false;  // for a gradient of the input or of a parameter of the norm
   bool weight = false;
 };
-
 struct SavedTensors {
   Stats stats;
   Quantized columns;  // of the normalized input, if keeps_columns
@@ -291,6 +290,7 @@ class NormLinearFunction : public DifferentiableOnce<NormLinearFunction> {
       const WeightGradient weight(ctx, "main_grad", wanted.place_of_weight, 1, false);
       LayerGradients layer =
           gradients_of_layer(ctx, grads[0], norm, saved, {wanted.normalized(), weight, wanted.bias});
+      weight.finish(layer.weight);
       std::tie(result[3], result[4]) = std::pair(std::move(layer.weight), std::move(layer.bias));
       if (layer.input.defined()) {
         grad_normalized =

@@ -140,6 +140,7 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
                               saved_dgrad_out(ctx, QuantizedLinearFunction::kName, grad)));
       }
       if (wants_weight && !weight_gradient.is_cut()) compute_weight();
+      weight_gradient.finish(grad_weight[0]);
       if (grad_bias.defined() && column_sizes && !group_sizes) grad_bias = grad_bias.squeeze(0);
     }
     if (!grad_bias.defined()) {

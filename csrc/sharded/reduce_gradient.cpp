@@ -1,7 +1,9 @@
 // The gradient of a weight that is cut over ranks (sharded/reduce_gradient.h). reduce_gradient_out: into a buffer.
+// start_reduce_gradient and finish_reduce_gradient: begun, and complete.
 #include "sharded/reduce_gradient.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -12,13 +14,15 @@
 #include "common/tensor.h"
 #include "distributed/rank_group.h"
 #include "sharded/group_weights.h"
+#include "tensor_parallel/exchange.h"
 
 namespace transformer_plugin::sharded {
 namespace {
 
 using at::Tensor;
 
-constexpr const char* kOp = "reduce_gradient_out";
+constexpr const char *kOp = "reduce_gradient_out", *kStartOp = "start_reduce_gradient",
+                     *kFinishOp = "finish_reduce_gradient";
 
 double factor_of(const WeightShard& shard) {
   return shard.mean ? 1.0 / static_cast<double>(shard.ranks) : 1.0;
@@ -46,11 +50,11 @@ bool is_observed(const Tensor& weight) {
 }
 
 // On the side stream of the group.
-void submit(const Tensor& parts, const Tensor& out, bool accumulate, const WeightShard& shard) {
+void submit(const Tensor& parts, const Tensor& out, bool accumulate, const WeightShard& shard,
+            const Tensor& token = {}) {
   distributed::RankGroup group(kOp, shard.group, shard.timeout_ms, parts);
-  GroupWeights::of(group.state()).reductions.submit(parts, out, [=] {
-    call_reduce_scatter_out(parts, out, accumulate, shard);
-  });
+  GroupWeights::of(group.state())
+      .reductions.submit(parts, out, [=] { call_reduce_scatter_out(parts, out, accumulate, shard); }, token);
 }
 
 // Into `weight.grad`, as autograd would: a new tensor, or added to the one that is there.
@@ -70,21 +74,43 @@ bool can_be_late(const WeightShard& shard, const Tensor& parts, const GradientTa
          (grad.scalar_type() == parts.scalar_type() || grad.scalar_type() == at::kFloat);
 }
 
-void check_out(const Tensor& parts, const Tensor& weight, const Tensor& out, std::string_view key) {
-  check_defined({kOp, "parts", parts});
-  check_defined({kOp, "weight", weight});
-  check_defined({kOp, "out", out});
-  const WeightShard shard = parse_weight_shard(kOp, key);
-  TP_CHECK_VALUE(shard.is_cut(), kOp, "shard", "the key of a weight that is cut over ranks", "''",
+WeightShard checked(const char* op, const Tensor& parts, const Tensor& weight, std::string_view key) {
+  check_dtype({op, "parts", parts}, {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble});
+  check_defined({op, "weight", weight});
+  WeightShard shard = parse_weight_shard(op, key);
+  TP_CHECK_VALUE(shard.is_cut(), op, "shard", "the key of a weight that is cut over ranks", "''",
                  "Add the gradient of a whole weight itself");
-  check_same_device({kOp, "weight", weight}, {kOp, "parts", parts});
+  check_same_device({op, "weight", weight}, {op, "parts", parts});
+  std::vector<c10::SymInt> sizes(weight.sym_sizes().begin(), weight.sym_sizes().end());
+  TP_CHECK_VALUE(!sizes.empty(), op, "weight", "at least 1 dimension", describe(weight), "Pass rows");
+  sizes[0] = sizes[0] * shard.ranks;
+  TP_CHECK_VALUE(
+      parts.sym_sizes() == c10::SymIntArrayRef(sizes), op, "parts",
+      "the sizes " << c10::SymIntArrayRef(sizes) << ", those of 'weight' for " << shard.ranks << " ranks",
+      describe(parts), "Pass the gradient of the whole weight with zeros after it");
+  return shard;
+}
+
+void check_out(const Tensor& parts, const Tensor& weight, const Tensor& out, std::string_view key) {
+  const Argument to{kOp, "out", out};
+  checked(kOp, parts, weight, key);
+  check_no_gradient({kOp, "parts", parts}, "Detach it: the sum of gradients has none");
+  check_same_device(to, {kOp, "parts", parts});
+  TP_CHECK_TYPE(out.scalar_type() == parts.scalar_type() ||
+                    (out.scalar_type() == at::kFloat && parts.scalar_type() != at::kDouble),
+                kOp, "out", "the dtype of 'parts', or float32", describe(out), "Allocate it with that dtype");
   TP_CHECK_VALUE(weight.sym_sizes() == out.sym_sizes(), kOp, "out", "the sizes of 'weight'", describe(out),
                  "Allocate it like this rank's part of the weight");
+  check_contiguous(to);
+  tensor_parallel::check_memory(to);
+  tensor_parallel::check_memory({kOp, "parts", parts});
+  check_written(to);
 }
 
 void reduce_gradient_out(const Tensor& parts, const Tensor& weight, const Tensor& out, bool accumulate,
                          std::string_view key) {
   check_out(parts, weight, out, key);
+  check_apart(kOp, {{"out", out}}, {{"parts", parts}, {"weight", weight}});
   const WeightShard shard = parse_weight_shard(kOp, key);
   const bool in_backward = torch::autograd::get_current_graph_task_id() >= 0;
   if (in_backward && can_be_late(shard, parts, {weight, out, accumulate})) {
@@ -99,9 +125,45 @@ void reduce_gradient_out_meta(const Tensor& parts, const Tensor& weight, const T
   check_out(parts, weight, out, key);
 }
 
+Tensor start_meta(const Tensor& parts, const Tensor& weight, std::string_view key) {
+  checked(kStartOp, parts, weight, key);
+  return empty(parts, {1}, at::kLong);
+}
+
+Tensor start_reduce_gradient(const Tensor& parts, const Tensor& weight, std::string_view key) {
+  const WeightShard shard = checked(kStartOp, parts, weight, key);
+  check_no_gradient({kStartOp, "parts", parts}, "Detach it: the sum of gradients has none");
+  const Tensor token = at::zeros({1}, parts.options().dtype(at::kLong).requires_grad(false));
+  submit(parts, empty(parts, weight.sym_sizes(), parts.scalar_type()), false, shard, token);
+  return token;
+}
+
+Tensor finish_meta(const Tensor& token, const Tensor& parts, const Tensor& weight, std::string_view key) {
+  check_dtype({kFinishOp, "token", token}, {at::kLong});
+  checked(kFinishOp, parts, weight, key);
+  return empty(parts, weight.sym_sizes(), parts.scalar_type());
+}
+
+// A token that is not known, as that of a copied one, is made up for by another sum, on all ranks alike.
+Tensor finish_reduce_gradient(const Tensor& token, const Tensor& parts, const Tensor& weight,
+                              std::string_view key) {
+  check_dtype({kFinishOp, "token", token}, {at::kLong});
+  const WeightShard shard = checked(kFinishOp, parts, weight, key);
+  check_no_gradient({kFinishOp, "parts", parts}, "Detach it: the sum of gradients has none");
+  distributed::RankGroup group(kFinishOp, shard.group, shard.timeout_ms, parts);
+  Tensor out;
+  shard.run([&] { out = GroupWeights::of(group.state()).reductions.finish(token); });
+  if (out.defined()) return out;
+  out = empty(parts, weight.sym_sizes(), parts.scalar_type());
+  call_reduce_scatter_out(parts, out, false, shard);
+  return out;
+}
+
 }  // namespace
 
 TP_IMPL_NO_GRADIENT(kOp, reduce_gradient_out, reduce_gradient_out_meta);
+TP_IMPL_NO_GRADIENT(kStartOp, start_reduce_gradient, start_meta);
+TP_IMPL_NO_GRADIENT(kFinishOp, finish_reduce_gradient, finish_meta);
 
 Tensor gradient_parts(const Tensor& weight, const WeightShard& shard, at::ScalarType dtype) {
   std::vector<c10::SymInt> sizes(weight.sym_sizes().begin(), weight.sym_sizes().end());
@@ -124,10 +186,16 @@ Tensor reduce_gradient(const Tensor& parts, std::string_view shard_key, const Gr
     accumulate_late(parts, shard, target.weight);
     return {};
   }
-  const Tensor grad = at::empty_symint(
-      target.weight.sym_sizes(), target.weight.options().dtype(parts.scalar_type()).requires_grad(false));
-  call_reduce_scatter_out(parts, grad, false, shard);
-  return grad;
+  using Signature = Tensor(const Tensor&, const Tensor&, std::string_view);
+  static const auto op = find_op<Signature>(kStartOp);
+  return op.call(parts, target.weight, shard_key);
+}
+
+Tensor finish_gradient(const Tensor& token, const Tensor& parts, const Tensor& weight,
+                       std::string_view shard_key) {
+  using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, std::string_view);
+  static const auto op = find_op<Signature>(kFinishOp);
+  return op.call(token, parts, weight, shard_key);
 }
 
 }  // namespace transformer_plugin::sharded

@@ -21,8 +21,11 @@ struct GradientTarget {
 // takes: [ranks * n, ...] for a part [n, ...].
 at::Tensor gradient_parts(const at::Tensor& weight, const WeightShard& shard, at::ScalarType dtype);
 
-// Adds the ranks' gradients, each rank those of its rows. Undefined if they went into a buffer, or will be in `weight.grad` at
-// the end of the backward: on a GPU they travel on a side stream while the backward goes on.
+// Begins to add the ranks' gradients, each rank those of its rows, on a side stream. Undefined if they go into a buffer, or
+// into `weight.grad` until the end of the backward. Otherwise a token, for which finish_gradient gives the result.
 at::Tensor reduce_gradient(const at::Tensor& parts, std::string_view shard_key, const GradientTarget& target);
+
+at::Tensor finish_gradient(const at::Tensor& token, const at::Tensor& parts, const at::Tensor& weight,
+                           std::string_view shard_key);
 
 }  // namespace transformer_plugin::sharded

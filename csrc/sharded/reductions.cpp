@@ -4,6 +4,8 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <algorithm>
+
 #include "common/autograd.h"
 
 namespace transformer_plugin::sharded {
@@ -14,20 +16,38 @@ constexpr size_t kMostRunning = 2;
 
 }  // namespace
 
-void Reductions::submit(const at::Tensor& parts, const at::Tensor& out, std::function<void()> sum) {
+void Reductions::submit(const at::Tensor& parts, const at::Tensor& out, std::function<void()> sum,
+                        const at::Tensor& token) {
   const std::lock_guard<std::mutex> lock(mutex_);
   enqueue_locked();
   while (running_.size() >= kMostRunning) finish_oldest();
-  running_.push_back({parts, out, std::move(sum), Ready(parts.device()), {}});
+  running_.push_back({parts, out, token, std::move(sum), Ready(parts.device()), {}});
   const int backward = torch::autograd::get_current_graph_task_id();
-  if (backward == backward_) return;
+  if (backward == backward_ || backward < 0) return;
   backward_ = backward;
-  torch::autograd::Engine::get_default_engine().queue_callback([this] { finish(); });
+  torch::autograd::Engine::get_default_engine().queue_callback([this] { finish_all(); });
 }
 
 void Reductions::enqueue() {
   const std::lock_guard<std::mutex> lock(mutex_);
   enqueue_locked();
+}
+
+at::Tensor Reductions::finish(const at::Tensor& token) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  enqueue_locked();
+  const auto has_token = [&](const Running& running) {
+    return running.token.defined() && running.token.const_data_ptr() == token.const_data_ptr();
+  };
+  for (std::deque<Running>* queue : {&running_, &finished_}) {
+    const auto found = std::find_if(queue->begin(), queue->end(), has_token);
+    if (found == queue->end()) continue;
+    found->done.wait();
+    const at::Tensor out = found->out;
+    queue->erase(found);
+    return out;
+  }
+  return {};
 }
 
 void Reductions::enqueue_locked() {
@@ -39,14 +59,20 @@ void Reductions::enqueue_locked() {
 }
 
 void Reductions::finish_oldest() {
-  running_.front().done.wait();
+  Running& oldest = running_.front();
+  oldest.done.wait();
+  if (oldest.token.defined()) {
+    oldest.parts = at::Tensor();
+    finished_.push_back(std::move(oldest));
+  }
   running_.pop_front();
 }
 
-void Reductions::finish() {
+void Reductions::finish_all() {
   const std::lock_guard<std::mutex> lock(mutex_);
   enqueue_locked();
   while (!running_.empty()) finish_oldest();
+  finished_.clear();  // of a backward that an error has ended
 }
 
 }  // namespace transformer_plugin::sharded

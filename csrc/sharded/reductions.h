@@ -16,14 +16,17 @@ namespace transformer_plugin::sharded {
 // the sum only at the end.
 class Reductions {
  public:
-  // Takes `sum`, which reads `parts` and writes `out`, for a side stream. Called in a backward.
-  void submit(const at::Tensor& parts, const at::Tensor& out, std::function<void()> sum);
+  // Takes `sum`, which reads `parts` and writes `out`, for a side stream. `token`: by which it is found again, or none.
+  void submit(const at::Tensor& parts, const at::Tensor& out, std::function<void()> sum,
+              const at::Tensor& token = {});
   // Enqueues what was submitted.
   void enqueue();
+  // The result of the sum with this token, for which the current stream waits; undefined if there is none.
+  at::Tensor finish(const at::Tensor& token);
 
  private:
   struct Running {
-    at::Tensor parts, out;
+    at::Tensor parts, out, token;
     std::function<void()> sum;  // empty: it is enqueued
     Ready ready;
     Done done;
@@ -31,10 +34,11 @@ class Reductions {
 
   void enqueue_locked();
   void finish_oldest();
-  void finish();
+  void finish_all();
 
   std::mutex mutex_;
   std::deque<Running> running_;
+  std::deque<Running> finished_;  // with a token that has not come yet
   SideStream stream_;
   int backward_ = -1;  // torch's number of the backward whose end is waited for
 };

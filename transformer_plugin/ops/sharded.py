@@ -43,9 +43,11 @@ __all__ = [
     "clear_gathers",
     "configure_gathers",
     "count_gathers",
+    "finish_reduce_gradient",
     "gather_weight",
     "note_weights_changed",
     "reduce_gradient_out",
+    "start_reduce_gradient",
 ]
 
 _ops = torch.ops.transformer_plugin
@@ -128,6 +130,46 @@ def reduce_gradient_out(parts: Tensor, weight: Tensor, out: Tensor, accumulate: 
     """
     try:
         _ops.reduce_gradient_out.default(parts, weight, out, accumulate, shard)
+    except RuntimeError as error:
+        raise peer_timeout(error) or error from None
+
+
+def start_reduce_gradient(parts: Tensor, weight: Tensor, shard: str) -> Tensor:
+    """Begin to add the ranks' gradients of a weight on a side stream.
+
+    The sum is enqueued after the next gather of the group.
+
+    Args:
+        parts, weight, shard: as in :func:`reduce_gradient_out`. ``parts`` is not written until the sum is finished.
+
+    Returns:
+        A token for :func:`finish_reduce_gradient`, int64 ``[1]``.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit each other. What differs between ranks, and lost ranks, are
+        raised when the sum is enqueued.
+    """
+    token: Tensor = _ops.start_reduce_gradient.default(parts, weight, shard)
+    return token
+
+
+def finish_reduce_gradient(token: Tensor, parts: Tensor, weight: Tensor, shard: str) -> Tensor:
+    """Return what :func:`start_reduce_gradient` has begun: on CUDA the current stream waits for it, and not the host.
+
+    Args:
+        token: what that returned, once.
+        parts, weight, shard: its arguments.
+
+    Returns:
+        This rank's part of the sum, like ``weight``, in the dtype of ``parts``.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit each other, or differ between ranks.
+        PeerTimeoutError: a rank did not take part in time.
+    """
+    try:
+        result: Tensor = _ops.finish_reduce_gradient.default(token, parts, weight, shard)
+        return result
     except RuntimeError as error:
         raise peer_timeout(error) or error from None
 

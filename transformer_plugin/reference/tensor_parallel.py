@@ -53,3 +53,15 @@ def gather_weight(values: list[Tensor], format: str, columnwise: bool, rows: int
 def reduce_gradient_out(parts: list[Tensor], out: list[Tensor], accumulate: bool, mean: bool = False) -> None:
     """Writes each rank's part of the sum or mean of the ranks' gradients, or adds it."""
     reduce_scatter_out(parts, out, accumulate, 1 / len(parts) if mean else 1.0)
+
+
+def finish_reduce_gradient(parts: list[Tensor], mean: bool = False) -> list[Tensor]:
+    """Returns each rank's part of the sum or mean of the ranks' gradients."""
+    out = [torch.empty(each.shape[0] // len(parts), *each.shape[1:], dtype=each.dtype) for each in parts]
+    reduce_gradient_out(parts, out, False, mean)
+    return out
+
+
+def start_reduce_gradient(parts: list[Tensor]) -> list[Tensor]:
+    """Returns tokens, which mean nothing here."""
+    return [torch.zeros(1, dtype=torch.int64) for _ in parts]

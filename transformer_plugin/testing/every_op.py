@@ -267,6 +267,11 @@ def _expert_parallel_calls(draw: Draw, indices: Tensor, experts: int, capacity: 
     yield "gather_weight", "", dict(zip(names, part, strict=True))
     summed = {"parts": draw(tokens, K), "weight": draw(tokens, K), "out": draw(tokens, K), "accumulate": True}
     yield "reduce_gradient_out", "", {**summed, "shard": f"rows={tokens},ranks=1,mean,group="}
+    begun = {"parts": summed["parts"], "shard": f"rows={tokens},ranks=1,mean,group="}
+    begun["weight"] = draw(tokens, K)
+    yield "start_reduce_gradient", "", begun
+    token = torch.zeros(1, dtype=torch.int64, device=indices.device)
+    yield "finish_reduce_gradient", "", {"token": token, **begun}
     yield "configure_gathers", "", {"group_name": "", "distance": 1, "in_graphs": False}
     for name in ("clear_gathers", "count_gathers"):
         yield name, "", {"group_name": ""}
