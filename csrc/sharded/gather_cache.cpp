@@ -20,6 +20,14 @@ constexpr const char* kOp = "gather_weight";
 [[maybe_unused]] constexpr int64_t kStartNanoseconds = 15000;
 constexpr int64_t kAny = -2;  // in place of the use before the last one
 
+// Ranks that gather different weights of one shape are told so.
+distributed::Call call_of(const Gather& gather, at::TensorList parts) {
+  distributed::Call call = tensor_parallel::list_call(phases::kGatherWeight, "data", parts);
+  const size_t name = std::hash<std::string>()(gather.shard.name) >> 2;
+  call.set(tensor_parallel::fields::kWeight, static_cast<int64_t>(name) * 2 + gather.backward, "shard");
+  return call;
+}
+
 std::atomic<int64_t> announced_changes{0};
 
 // The current stream does nothing for as long as a collective on another stream takes to start. A product that starts first
@@ -164,7 +172,7 @@ void GatherCache::collect(const Gather& gather, const std::vector<Plane>& planes
   shard.run([&] {
     distributed::RankGroup group(kOp, shard.group, shard.timeout_ms, parts[0]);
     tensor_parallel::check_ranks(kOp, group, shard.ranks);
-    group.begin_call(tensor_parallel::list_call(phases::kGatherWeight, "parts", parts), 1);
+    group.begin_call(call_of(gather, parts), 1);
     group.all_gather_list(parts, received, phases::kGatherWeight);
   });
   for (size_t i = 0; i < planes.size(); ++i) {
@@ -242,7 +250,9 @@ void GatherCache::gather_ahead(int64_t id, c10::Device device, const Place& plac
     const auto known = sources_.find(next);
     if (known == sources_.end() || next == id) return;
     const Source& source = known->second;
-    if (sources_.at(pair.second).backward && !source.backward) return;
+    const Source& before = sources_.at(pair.second);
+    if (before.shard.set == 0 || before.shard.set != source.shard.set) return;
+    if (before.backward && !source.backward) return;
     pair = Pair(pair.second, next);
     if (early_.count(next) > 0) continue;
     Gather gather{{}, source.format, source.columnwise, source.backward, source.shard};

@@ -6,7 +6,9 @@
 // it is dropped and the weight is gathered again. So the order of use decides about time and never about values.
 //
 // Every rank must decide alike, because a gather needs all of them. Decisions depend only on the calls a program makes, on the
-// versions that torch counts, and on announced changes (note_weights_changed): never on time, addresses or values.
+// versions that torch counts, and on announced changes (note_weights_changed): never on time, addresses or values. Whether a
+// weight still exists is not among them, as ranks collect garbage at different times. So a weight is gathered early only after
+// one of its own set, and the weights of a set exist together.
 #pragma once
 
 #include <ATen/core/Tensor.h>

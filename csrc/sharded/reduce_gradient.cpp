@@ -2,6 +2,7 @@
 // start_reduce_gradient and finish_reduce_gradient: begun, and complete.
 #include "sharded/reduce_gradient.h"
 
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -51,27 +52,39 @@ bool is_observed(const Tensor& weight) {
 
 // On the side stream of the group.
 void submit(const Tensor& parts, const Tensor& out, bool accumulate, const WeightShard& shard,
-            const Tensor& token = {}) {
+            std::function<void()> deliver = {}, const Tensor& token = {}) {
   distributed::RankGroup group(kOp, shard.group, shard.timeout_ms, parts);
   GroupWeights::of(group.state())
-      .reductions.submit(parts, out, [=] { call_reduce_scatter_out(parts, out, accumulate, shard); }, token);
+      .reductions.submit(
+          parts, out, [=] { call_reduce_scatter_out(parts, out, accumulate, shard); }, std::move(deliver),
+          token);
 }
 
-// Into `weight.grad`, as autograd would: a new tensor, or added to the one that is there.
+// The dtype of a sum: that of the weight, where the sum over ranks can have it.
+at::ScalarType sum_dtype(const Tensor& parts, const Tensor& weight) {
+  return weight.scalar_type() == at::kFloat && parts.scalar_type() != at::kDouble ? at::kFloat
+                                                                                  : parts.scalar_type();
+}
+
+// Into `weight.grad`, as autograd would, and on the stream on which autograd does so: others may add to it in this backward.
 void accumulate_late(const Tensor& parts, const WeightShard& shard, const Tensor& weight) {
-  Tensor& grad = const_cast<Tensor&>(weight).mutable_grad();
-  const bool accumulates = grad.defined();
-  if (!accumulates) grad = at::empty(weight.sizes(), weight.options().requires_grad(false));
-  submit(parts, grad, accumulates, shard);
+  const Tensor out =
+      at::empty(weight.sizes(), weight.options().dtype(sum_dtype(parts, weight)).requires_grad(false));
+  submit(parts, out, false, shard, [weight, out] {
+    const at::AutoGradMode mode(false);
+    Tensor& grad = const_cast<Tensor&>(weight).mutable_grad();
+    if (grad.defined()) {
+      grad.add_(out);
+    } else {
+      grad = out;
+    }
+  });
 }
 
 bool can_be_late(const WeightShard& shard, const Tensor& parts, const GradientTarget& target) {
   if (!shard.late || is_traced(parts) || is_observed(target.weight)) return false;
   const Tensor& grad = target.weight.grad();
-  if (target.main_grad || !grad.defined()) return true;
-  return grad.layout() == at::kStrided && grad.is_contiguous() && grad.sizes() == target.weight.sizes() &&
-         !grad.requires_grad() &&
-         (grad.scalar_type() == parts.scalar_type() || grad.scalar_type() == at::kFloat);
+  return target.main_grad || !grad.defined() || (grad.layout() == at::kStrided && !grad.requires_grad());
 }
 
 WeightShard checked(const char* op, const Tensor& parts, const Tensor& weight, std::string_view key) {
@@ -134,14 +147,14 @@ Tensor start_reduce_gradient(const Tensor& parts, const Tensor& weight, std::str
   const WeightShard shard = checked(kStartOp, parts, weight, key);
   check_no_gradient({kStartOp, "parts", parts}, "Detach it: the sum of gradients has none");
   const Tensor token = at::zeros({1}, parts.options().dtype(at::kLong).requires_grad(false));
-  submit(parts, empty(parts, weight.sym_sizes(), parts.scalar_type()), false, shard, token);
+  submit(parts, empty(parts, weight.sym_sizes(), sum_dtype(parts, weight)), false, shard, {}, token);
   return token;
 }
 
 Tensor finish_meta(const Tensor& token, const Tensor& parts, const Tensor& weight, std::string_view key) {
   check_dtype({kFinishOp, "token", token}, {at::kLong});
   checked(kFinishOp, parts, weight, key);
-  return empty(parts, weight.sym_sizes(), parts.scalar_type());
+  return empty(parts, weight.sym_sizes(), sum_dtype(parts, weight));
 }
 
 // A token that is not known, as that of a copied one, is made up for by another sum, on all ranks alike.
@@ -154,7 +167,7 @@ Tensor finish_reduce_gradient(const Tensor& token, const Tensor& parts, const Te
   Tensor out;
   shard.run([&] { out = GroupWeights::of(group.state()).reductions.finish(token); });
   if (out.defined()) return out;
-  out = empty(parts, weight.sym_sizes(), parts.scalar_type());
+  out = empty(parts, weight.sym_sizes(), sum_dtype(parts, weight));
   call_reduce_scatter_out(parts, out, false, shard);
   return out;
 }

@@ -17,12 +17,13 @@ constexpr size_t kMostRunning = 2;
 }  // namespace
 
 void Reductions::submit(const at::Tensor& parts, const at::Tensor& out, std::function<void()> sum,
-                        const at::Tensor& token) {
+                        std::function<void()> deliver, const at::Tensor& token) {
   const std::lock_guard<std::mutex> lock(mutex_);
   enqueue_locked();
   while (running_.size() >= kMostRunning) finish_oldest();
-  running_.push_back({parts, out, token, std::move(sum), Ready(parts.device()), {}});
   const int backward = torch::autograd::get_current_graph_task_id();
+  running_.push_back(
+      {parts, out, token, std::move(sum), std::move(deliver), backward, Ready(parts.device()), {}});
   if (backward == backward_ || backward < 0) return;
   backward_ = backward;
   torch::autograd::Engine::get_default_engine().queue_callback([this] { finish_all(); });
@@ -30,6 +31,13 @@ void Reductions::submit(const at::Tensor& parts, const at::Tensor& out, std::fun
 
 void Reductions::enqueue() {
   const std::lock_guard<std::mutex> lock(mutex_);
+  if (torch::autograd::get_current_graph_task_id() < 0) {
+    std::erase_if(running_, [](const Running& running) {
+      if (running.backward < 0) return false;  // begun outside of a backward
+      if (!running.sum) running.done.wait();
+      return true;
+    });
+  }
   enqueue_locked();
 }
 
@@ -61,6 +69,7 @@ void Reductions::enqueue_locked() {
 void Reductions::finish_oldest() {
   Running& oldest = running_.front();
   oldest.done.wait();
+  if (oldest.deliver) oldest.deliver();
   if (oldest.token.defined()) {
     oldest.parts = at::Tensor();
     finished_.push_back(std::move(oldest));

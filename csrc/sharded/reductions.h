@@ -17,9 +17,10 @@ namespace transformer_plugin::sharded {
 class Reductions {
  public:
   // Takes `sum`, which reads `parts` and writes `out`, for a side stream. `token`: by which it is found again, or none.
+  // `deliver` is called when the current stream has waited for the sum.
   void submit(const at::Tensor& parts, const at::Tensor& out, std::function<void()> sum,
-              const at::Tensor& token = {});
-  // Enqueues what was submitted.
+              std::function<void()> deliver = {}, const at::Tensor& token = {});
+  // Enqueues what was submitted. Outside of a backward it drops what one has left that an error has ended.
   void enqueue();
   // The result of the sum with this token, for which the current stream waits; undefined if there is none.
   at::Tensor finish(const at::Tensor& token);
@@ -28,6 +29,8 @@ class Reductions {
   struct Running {
     at::Tensor parts, out, token;
     std::function<void()> sum;  // empty: it is enqueued
+    std::function<void()> deliver;
+    int backward;  // torch's number of the backward that submitted it; -1: none
     Ready ready;
     Done done;
   };

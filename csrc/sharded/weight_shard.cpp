@@ -51,6 +51,7 @@ bool parse(std::string_view key, WeightShard& shard) {
   if (reader.rest().substr(0, 11) == "timeout_ms=" && !reader.take_number("timeout_ms=", shard.timeout_ms)) {
     return false;
   }
+  if (reader.rest().substr(0, 4) == "set=" && !reader.take_number("set=", shard.set)) return false;
   if (!reader.take_text("name=", shard.name) || !reader.take("group=")) return false;
   shard.group = std::string(reader.rest());
   return shard.rows >= 0 && shard.ranks >= 1;
@@ -64,7 +65,7 @@ WeightShard parse_weight_shard(const char* op, std::string_view key) {
   TP_CHECK_VALUE(
       parse(key, shard), op, "weight_shard",
       "'', or a key such as 'rows=1024,ranks=4,mean,group=0' with options in the order rows, ranks, mean, "
-      "parts=bf16, late, timeout_ms, name, group",
+      "parts=bf16, late, timeout_ms, set, name, group",
       "'" << key << "'", "Make it with transformer_plugin.parallel.WeightShard");
   return shard;
 }

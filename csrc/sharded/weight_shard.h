@@ -7,6 +7,7 @@
 //   parts=bf16      gradients travel in bfloat16 also where they are added to float32; the sums are in float32
 //   late            gradients are in `weight.grad` or in `main_grad` at the end of the backward, and not before
 //   timeout_ms=<n>  for waits on other ranks; default: the timeout of the group
+//   set=<n>         the weights that are used together, as those of a model; of weights without one, none is gathered early
 //   name=<name>     of the parameter, for errors; without a comma
 //   group=<name>    name of the c10d group; it is last, because it may have any characters
 //
@@ -30,6 +31,7 @@ struct WeightShard {
   bool bfloat16_parts = false;
   bool late = false;
   int64_t timeout_ms = -1;
+  int64_t set = 0;  // 0: none
   std::string name = {};
   std::string group = {};
 

@@ -37,8 +37,9 @@ inline constexpr Field kGradient{4, "the gradient", FieldKind::kWanted};
 inline constexpr Field kTensors{5, "tensors", FieldKind::kNumber};
 inline constexpr Field kBytes{6, "bytes", FieldKind::kNumber};
 inline constexpr Field kShapes{7, "checksum of dtypes and shapes", FieldKind::kNumber};
+inline constexpr Field kWeight{8, "checksum of the weight's name and direction", FieldKind::kNumber};
 
-inline constexpr Field kAll[] = {kDtype, kRows, kWidth, kGradient, kTensors, kBytes, kShapes};
+inline constexpr Field kAll[] = {kDtype, kRows, kWidth, kGradient, kTensors, kBytes, kShapes, kWeight};
 static_assert(distributed::is_field_table(kAll), "fields are numbered from 1 and fit into a header");
 
 }  // namespace fields

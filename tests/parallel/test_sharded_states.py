@@ -117,6 +117,8 @@ def check_state_dict(rank: Rank) -> None:
     state = cut.state_dict()
     value = state["1.weight"]
     assert isinstance(value, PartTensor)
+    for name, whole in small(rank).state_dict().items():
+        assert_same_bits(parallel.whole_state_dict(cut)[name], whole, name)
     assert list(value.shape) == [192, 256]
     assert value.part.data_ptr() == cut[1].weight.data_ptr()  # type: ignore[index]
     buffer = io.BytesIO()

@@ -14,6 +14,7 @@ from transformer_plugin.nn._module import PluginModule
 from transformer_plugin.nn.quantized_parameters import tensors_of
 from transformer_plugin.nn.quantized_weight import QuantizedWeight
 from transformer_plugin.parallel._shard_experts import ExpertShardMixin
+from transformer_plugin.parallel._weight_part import as_copy, mark
 from transformer_plugin.recipes import DelayedScaling, Recipe
 
 
@@ -27,6 +28,7 @@ class QuantizedWeightMixin(ExpertShardMixin, PluginModule):
     #: Whether the weight is cut over ranks that exchange quantized parts (:func:`transformer_plugin.parallel.shard_`).
     gathers_quantized: bool = False
     weight_shard: str
+    named_weight_shard: str
     #: What the weight is a part of, a ``WeightPart``; None if it is whole.
     weight_part: Any = None
 
@@ -111,8 +113,8 @@ class QuantizedWeightMixin(ExpertShardMixin, PluginModule):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if self.weight_part is not None:  # a copy of a parameter has no attributes
-            self.weight.weight_part = self.weight_part  # type: ignore[attr-defined]
+        if self.weight_part is not None:
+            as_copy(self)
 
     def _check_recipe(self) -> None:
         if self._formats[1] != "none" and not isinstance(self.recipe, DelayedScaling):
@@ -124,4 +126,7 @@ class QuantizedWeightMixin(ExpertShardMixin, PluginModule):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         self.forget_quantized_weights()
-        return super()._apply(fn, recurse)
+        applied = super()._apply(fn, recurse)
+        if self.weight_part is not None:
+            mark(self)
+        return applied

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from transformer_plugin import ops
 from transformer_plugin.nn._module import PluginModule, layer_forward, registered
+from transformer_plugin.parallel._weight_part import as_copy, mark
 
 
 class Embedding(PluginModule, torch.nn.Embedding):
@@ -43,5 +44,11 @@ class Embedding(PluginModule, torch.nn.Embedding):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if self.weight_part is not None:  # a copy of a parameter has no attributes
-            self.weight.weight_part = self.weight_part  # type: ignore[attr-defined]
+        if self.weight_part is not None:
+            as_copy(self)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        applied = super()._apply(fn, recurse)
+        if self.weight_part is not None:
+            mark(self)
+        return applied

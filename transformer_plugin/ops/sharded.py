@@ -15,6 +15,8 @@ key, a constant under ``torch.compile``: ``"rows=1000,ranks=4,mean,group=0"``, o
   ``main_grad``, at the end of the backward. Where a hook of the weight waits for its gradient, or
   ``torch.autograd.grad`` asks for it, it is not late.
 - ``timeout_ms``: for waits on other ranks; without it the timeout of the group.
+- ``set``: a number of weights that are used together and exist as long as each other, as those of a model. Only after a
+  weight of its set is a weight gathered early.
 - ``name``: of the parameter, for errors; without a comma.
 - ``group``: the ``group_name`` of a c10d group. It is last, and may have any characters.
 

@@ -14,7 +14,7 @@ from transformer_plugin.parallel.facade import (
     ep_prepare,
     is_ep_bootstrapped,
 )
-from transformer_plugin.parallel.sharded import shard_, whole_weight
+from transformer_plugin.parallel.sharded import shard_, whole_state_dict, whole_weight
 
 __all__ = [
     "EpBuffer",
@@ -34,5 +34,6 @@ __all__ = [
     "is_ep_bootstrapped",
     "quantize_all_gather",
     "shard_",
+    "whole_state_dict",
     "whole_weight",
 ]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from transformer_plugin.parallel._part_tensor import PartTensor, part_for
-from transformer_plugin.parallel._weight_part import WeightPart, part_of
+from transformer_plugin.parallel._weight_part import WeightPart, mark, part_of
 
 #: Set on optimizers whose state dicts are handled.
 _HANDLED = "_has_states_of_parts"
@@ -17,6 +17,7 @@ _HANDLED = "_has_states_of_parts"
 def handle_module(layer: torch.nn.Module) -> None:
     """Once for each layer whose ``weight`` is cut."""
     layer.register_state_dict_post_hook(_save_module)
+    layer.register_load_state_dict_post_hook(lambda module, _: mark(module))
     layer.register_load_state_dict_pre_hook(_load_module)
 
 

@@ -60,6 +60,8 @@ class PartTensor(Tensor):
             return PartTensor(own.part, own.rows, own.rank)
         if func in (_aten.clone.default, _aten._to_copy.default, _aten.empty_like.default):
             return PartTensor(func(own.part, **kwargs), own.rows, own.rank)
+        if func is _aten.new_empty.default and list(args[1]) == list(own.shape):
+            return PartTensor(func(own.part, own.part.shape, **kwargs), own.rows, own.rank)
         if func is _aten.copy_.default and all(
             isinstance(t, PartTensor) and t.rows == own.rows for t in args[:2]
         ):

@@ -100,6 +100,8 @@ class QuantizedPart(QuantizedWeight):
         if format.needs_amax:
             for buffer in tensors[2::3]:
                 _copy(buffer, amax, noop)
+        if not torch.compiler.is_compiling():
+            torch.autograd.graph.increment_version(out)  # quantize_out does not
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of a layer makes its own at its first use."""

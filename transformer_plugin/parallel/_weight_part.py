@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from transformer_plugin.parallel._row_shard import RowShard
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+_SET = re.compile(r"set=\d+,")
 #: The attribute of such a parameter.
 WEIGHT_PART = "weight_part"
 
@@ -45,6 +47,21 @@ class WeightPart:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightPart:
         return self
+
+
+def mark(layer: Any) -> None:
+    """Says again what the weight of a layer is a part of, where another parameter has taken its place."""
+    weight = layer._parameters.get("weight")
+    if layer.weight_part is not None and weight is not None and WEIGHT_PART not in weight.__dict__:
+        setattr(weight, WEIGHT_PART, layer.weight_part)
+
+
+def as_copy(layer: Any) -> None:
+    """Of a copy of a layer: its weight is a part, too, but exists apart from the weights of the original, so it is
+    not gathered ahead with them. Copies of parameters have no attributes."""
+    mark(layer)
+    for name in ("weight_shard", "named_weight_shard"):
+        setattr(layer, name, _SET.sub("", getattr(layer, name)))
 
 
 def part_of(parameter: Tensor) -> WeightPart | None:

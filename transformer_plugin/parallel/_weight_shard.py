@@ -27,6 +27,9 @@ class WeightShard:
     late: bool = False
     #: For each wait on other ranks; None: the timeout of the group.
     timeout_ms: int | None = None
+    #: A number of the weights that are used together and exist as long as each other; only those are gathered ahead of
+    #: their use, one after the other. 0: none.
+    set: int = 0
     #: Of the parameter, for errors; "" for none.
     name: str = ""
 
@@ -35,5 +38,6 @@ class WeightShard:
         options += ["parts=bf16"] if self.bfloat16_parts else []
         options += ["late"] if self.late else []
         options += [] if self.timeout_ms is None else [f"timeout_ms={self.timeout_ms}"]
+        options += [f"set={self.set}"] if self.set else []
         options += [f"name={self.name}"] if self.name else []
         return ",".join([f"rows={self.rows}", f"ranks={self.ranks}", *options, f"group={self.group_name}"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 #: Set on the whole parameter that a part has replaced.
 _REPLACED = "replaced_by_part"
 _OP = "shard_"
+#: Numbers of calls, in this process; all ranks make the same calls.
+_SETS = itertools.count(1)
 
 
 class _Target(NamedTuple):
@@ -46,6 +49,8 @@ class _Options(NamedTuple):
     mean: bool
     bfloat16_parts: bool
     timeout_ms: int | None
+    #: Of the weights that this call cuts.
+    set: int
 
 
 def shard_(
@@ -120,7 +125,7 @@ def _options(
     if ahead < 0:
         _refuse("ahead", "at least 0", str(ahead), "Pass how many weights are gathered ahead")
     key = format.key if isinstance(format, Format) else format
-    return _Options(key, gradient == "mean", gradient_dtype is not None, timeout_ms)
+    return _Options(key, gradient == "mean", gradient_dtype is not None, timeout_ms, next(_SETS))
 
 
 def _targets(
@@ -206,7 +211,7 @@ def _check_format(target: _Target, options: _Options) -> None:
 def _compare_ranks(targets: list[_Target], group: ProcessGroup, options: _Options, ahead: int) -> None:
     """Raises on all ranks if they do not cut the same weights in the same way."""
     lines = [f"{t.full_name} {list(t.weight.shape)} {t.weight.dtype} {_formats_of(t)}" for t in targets]
-    mine = "\n".join([f"{options} ahead={ahead}", *lines])
+    mine = "\n".join([f"{options._replace(set=0)} ahead={ahead}", *lines])
     every = torch.ops.transformer_plugin.all_gather_text.default(group.group_name, mine, -1)
     for rank, other in enumerate(every):
         if other == every[0]:
@@ -260,6 +265,7 @@ def _cut(
         bfloat16_parts=options.bfloat16_parts,
         late=True,
         timeout_ms=options.timeout_ms,
+        set=options.set,
     )
     # A name in the constant of a compiled layer would compile each of many equal layers again.
     layer.weight_shard = str(shard)
@@ -278,6 +284,9 @@ def _watch_optimizers() -> None:
         register_optimizer_step_pre_hook,
     )
 
+    optimizer: Any = torch.optim.Optimizer
+    for name in ("state_dict", "load_state_dict"):
+        setattr(optimizer, name, _handling(getattr(optimizer, name)))
     register_optimizer_step_pre_hook(_check_parameters)
     register_optimizer_step_post_hook(_after_step)
 
@@ -306,8 +315,20 @@ def _watch_clipping() -> None:
                 setattr(module, name, clip)
 
 
+def _handling(method: Any) -> Any:
+    """A method of optimizers that first takes note of parts among the parameters."""
+
+    @functools.wraps(method)
+    def call(optimizer: torch.optim.Optimizer, *arguments: Any, **options: Any) -> Any:
+        handle_optimizer(optimizer)
+        return method(optimizer, *arguments, **options)
+
+    return call
+
+
 def _check_parameters(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    handle_optimizer(optimizer)
+    if torch.compiler.is_compiling():
+        return
     for settings in optimizer.param_groups:
         for parameter in settings["params"]:
             if _REPLACED in parameter.__dict__:
@@ -349,3 +370,15 @@ def whole_weight(parameter: Tensor) -> Tensor:
         return parameter.detach().clone()
     gathered = ops.all_gather(parameter.detach(), part.rows.ranks, part.group.group_name)
     return part.rows.strip(gathered)
+
+
+def whole_state_dict(module: torch.nn.Module) -> dict[str, Any]:
+    """The ``state_dict()`` of a module with whole tensors, as the module would have it without :func:`shard_`.
+
+    For exports and for readers that know no parts. All ranks call it, and all get all tensors, on the module's device.
+    """
+    state: dict[str, Any] = module.state_dict()
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if name in state and part_of(parameter) is not None:
+            state[name] = whole_weight(parameter)
+    return state
