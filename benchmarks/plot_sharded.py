@@ -25,7 +25,7 @@ def sharded_layers(result: dict[str, Any]) -> Figure:
         times.axhline(1, color="#9a9a9a", lw=1)
         times.set_title({"dense": "8 dense layers", "experts": "4 layers of experts"}[kind], fontsize=10)
         held = [row["weights_gib"] for row in rows]
-        memory.bar(names, held, 0.6, color=WEIGHTS, label="weights")
+        memory.bar(names, held, 0.6, color=WEIGHTS, label="weights, and quantized copies")
         added = [row["peak_gib_above_weights"] for row in rows]
         memory.bar(
             names, added, 0.6, bottom=held, color=STEP, label="gradients, activations, gathered weights"
@@ -35,7 +35,8 @@ def sharded_layers(result: dict[str, Any]) -> Figure:
             axes.tick_params(labelsize=8)
     panels[0][0].set_ylabel("time of a step,\nof FSDP2 in bfloat16")
     panels[1][0].set_ylabel("GiB of a GPU at the peak")
-    panels[1][0].legend(frameon=False, fontsize=8)
+    panels[1][0].set_ylim(0, 1.35 * panels[1][0].get_ylim()[1])
+    panels[1][0].legend(frameon=False, fontsize=8, loc="upper right")
     environment = result["environment"]
     figure.suptitle(
         f"Sharded weights on two {environment['gpu']['name']}, torch {environment['torch']}", fontsize=10

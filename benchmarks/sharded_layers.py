@@ -144,6 +144,13 @@ def host_times(rank: Rank, calls: int = 60) -> dict[str, float]:
     return times
 
 
+def weight_bytes(model: torch.nn.Module) -> int:
+    """Of this rank's parameters and of their quantized copies."""
+    local = [getattr(p, "_local_tensor", p) for p in model.parameters()]
+    copies = [m.quantized_weight for m in model.modules() if getattr(m, "gathers_quantized", False)]
+    return sum(t.nbytes for t in local) + sum(t.nbytes for copy in copies for t in copy.tensors)
+
+
 def measure(rank: Rank, kind: str, sizes: dict[str, int], rounds: int) -> list[dict[str, Any]]:
     """One row for each competitor."""
     torch.manual_seed(100 + rank.rank)
@@ -169,7 +176,7 @@ def measure(rank: Rank, kind: str, sizes: dict[str, int], rounds: int) -> list[d
         peaks[name] = (torch.cuda.max_memory_allocated() - held) / 2**30
     times = rested_times(steps, 1, rounds, ready=dist.barrier)
     traces = {name: kernels_of(step) for name, step in steps.items()}
-    held = {name: sum(p.nbytes for p in model.parameters()) for name, model in models.items()}
+    held = {name: weight_bytes(model) for name, model in models.items()}
     peer = times["fsdp2 bf16"].median
     return [
         {
