@@ -1,4 +1,5 @@
 // embedding: the rows of a table that indices name, with the table's gradient. The table may be cut over ranks.
+#include <ATen/ops/aminmax.h>
 #include <ATen/ops/embedding.h>
 #include <ATen/ops/embedding_dense_backward.h>
 #include <ATen/ops/empty.h>
@@ -37,9 +38,19 @@ c10::SymInt check_embedding(const Tensor& indices, const Tensor& weight, int64_t
   return rows;
 }
 
+// On a CPU. On a GPU torch's kernel ends the process's use of it, as that of torch.nn.functional.embedding does.
+void check_range(const Tensor& indices, int64_t rows) {
+  if (!indices.is_cpu() || indices.numel() == 0) return;
+  const auto [least, most] = at::aminmax(indices);
+  const auto first = least.item<int64_t>(), last = most.item<int64_t>();
+  TP_CHECK_VALUE(first >= 0 && last < rows, kOp, "indices", "rows of the table, 0 to " << rows - 1,
+                 first << " to " << last, "Pass indices of rows");
+}
+
 Tensor embedding(const Tensor& indices, const Tensor& weight, int64_t padding_idx,
                  std::string_view weight_shard) {
-  check_embedding(indices, weight, padding_idx, weight_shard);
+  const c10::SymInt rows = check_embedding(indices, weight, padding_idx, weight_shard);
+  check_range(indices, rows.guard_int(__FILE__, __LINE__));
   const BelowAutograd guard;
   if (weight_shard.empty()) return at::embedding(weight, indices, padding_idx);
   const Quantized part{weight, Tensor(), Tensor()};

@@ -63,7 +63,7 @@ def redrawn(call: Call, kind: str, dtype: torch.dtype, seed: int) -> dict[str, A
     arguments = copied(call.arguments)
     for name, value in arguments.items():
         only_written = name in BUFFERS[call.op] and call.op not in DELAYED
-        if only_written or name in ("group_sizes", "seed", "noop", "rows"):
+        if only_written or name in ("group_sizes", "indices", "seed", "noop", "rows"):
             continue
         if name == "dtype":
             arguments[name] = dtype

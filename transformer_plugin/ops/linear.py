@@ -177,7 +177,7 @@ def embedding(indices: Tensor, weight: Tensor, padding_idx: int = -1, weight_sha
     """The rows of a table that indices name: ``torch.nn.functional.embedding``, for a table that may be cut over ranks.
 
     Args:
-        indices: ``[...]`` int32 or int64. On a CPU those outside of the table raise an ``IndexError``.
+        indices: ``[...]`` int32 or int64, of rows. On a GPU others are not noticed by the host, as in torch.
         weight: ``[N, K]``, any float dtype.
         padding_idx: a row without a gradient; -1: none.
         weight_shard: the key of a table that is cut over ranks (:mod:`transformer_plugin.ops.sharded`); ``weight`` is
@@ -187,7 +187,8 @@ def embedding(indices: Tensor, weight: Tensor, padding_idx: int = -1, weight_sha
         ``[..., K]`` in the dtype of ``weight``. Differentiable in ``weight``.
 
     Raises:
-        TypeError: another dtype. ValueError: another number of dimensions, a ``padding_idx`` outside of the table.
+        TypeError: another dtype. ValueError: another number of dimensions, a ``padding_idx`` outside of the table, or,
+        on a CPU, such an index.
     """
     try:
         return _ops.embedding.default(indices, weight, padding_idx, weight_shard)
