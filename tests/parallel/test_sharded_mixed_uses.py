@@ -207,3 +207,28 @@ def check_dtypes_of_sums(rank: Rank) -> None:
 
 def test_dtypes_of_sums(ranks: RankPool) -> None:
     ranks.run(check_dtypes_of_sums)
+
+
+def check_wrappers(rank: Rank, folder: str) -> None:
+    from torch.distributed.checkpoint import FileSystemReader, async_save, load
+    from torch.distributed.fsdp import fully_shard
+
+    cut = shard_(dense(None, rank.device), rank.group)
+    with pytest.raises(
+        ValueError, match="fully_shard: argument 'module': expected weights that no other wrapper"
+    ):
+        fully_shard(cut)
+    async_save({"model": cut.state_dict()}, checkpoint_id=folder).result()
+    assert list(FileSystemReader(folder).read_metadata().state_dict_metadata["model.1.weight"].size) == [
+        192,
+        256,
+    ]
+    torch.manual_seed(5)
+    other = shard_(dense(None, rank.device), rank.group)
+    load({"model": other.state_dict()}, checkpoint_id=folder)
+    for one, two in zip(cut.parameters(), other.parameters(), strict=True):
+        assert_same_bits(one.detach(), two.detach())
+
+
+def test_fsdp2_and_asynchronous_saves(make_pool: Any, tmp_path: Any) -> None:
+    make_pool(2).run(check_wrappers, str(tmp_path / "saved"))
