@@ -29,7 +29,7 @@ void check_weight_shard(const WeightArgument& weight, const MainGrad& main_grad)
 // before two backwards. `name`: of the argument. Nothing without either.
 void save_main_grad(torch::autograd::AutogradContext* ctx, const char* name, const MainGrad& main_grad,
                     at::TensorList weight);
-// Always: what tells the backward that the weight is cut over ranks.
+// In the forward: saves the key of a sharded weight, which the backward gathers again.
 void save_weight_shard(torch::autograd::AutogradContext* ctx, const MainGrad& main_grad);
 
 // In the backward: what becomes of the gradient of one weight.
@@ -70,7 +70,7 @@ class WeightGradient {
   std::optional<at::Tensor> queue_;
   std::string shard_;
   at::Tensor weight_;         // of a cut weight
-  mutable at::Tensor parts_;  // that are on their way to be added
+  mutable at::Tensor parts_;  // operand of the reduce-scatter that compute() has started
 };
 
 }  // namespace transformer_plugin::linear

@@ -20,7 +20,7 @@ constexpr const char* kOp = "gather_weight";
 [[maybe_unused]] constexpr int64_t kStartNanoseconds = 15000;
 constexpr int64_t kAny = -2;  // in place of the use before the last one
 
-// Ranks that gather different weights of one shape are told so.
+// The header contains the name of the weight: ranks that gather different weights of one shape raise an error.
 distributed::Call call_of(const Gather& gather, at::TensorList parts) {
   distributed::Call call = tensor_parallel::list_call(phases::kGatherWeight, "data", parts);
   const size_t name = std::hash<std::string>()(gather.shard.name) >> 2;

@@ -1,4 +1,5 @@
-// gather_weight: the tensors of one direction of a weight, from those that each rank quantized from its rows.
+// gather_weight: the tensors of one direction of a weight, from those that each rank quantized from its rows. The ops
+// configure_gathers, clear_gathers, count_gathers and note_weights_changed control the prefetches of gather_cache.h.
 #include "sharded/gather_weight.h"
 
 #include <ATen/ops/empty.h>

@@ -1,4 +1,4 @@
-// What csrc/sharded keeps for a group of ranks: gathers begun early, and gradients on their way.
+// The state of sharded weights for one process group: prefetched all-gathers and asynchronous reduce-scatters.
 #pragma once
 
 #include "sharded/gather_cache.h"

@@ -37,7 +37,7 @@ void call_reduce_scatter_out(const Tensor& parts, const Tensor& out, bool accumu
       [&] { op.call(parts, out, accumulate, shard.ranks, shard.group, shard.timeout_ms, factor_of(shard)); });
 }
 
-// Whether somebody is told when the gradient is accumulated, or asked for it by name: then it must be the node's result.
+// Whether a hook observes the gradient, or torch.autograd.grad requested it: then the node must return it.
 bool is_observed(const Tensor& weight) {
   namespace impl = torch::autograd::impl;
   if (!weight.is_leaf() || !weight.requires_grad()) return true;
@@ -67,7 +67,7 @@ at::ScalarType sum_dtype(const Tensor& parts, const Tensor& weight) {
 }
 
 // Into `weight.grad`, as autograd would, and on the stream on which autograd does so: others may add to it in this backward.
-void accumulate_late(const Tensor& parts, const WeightShard& shard, const Tensor& weight) {
+void accumulate_asynchronously(const Tensor& parts, const WeightShard& shard, const Tensor& weight) {
   const Tensor out =
       at::empty(weight.sizes(), weight.options().dtype(sum_dtype(parts, weight)).requires_grad(false));
   submit(parts, out, false, shard, [weight, out] {
@@ -81,8 +81,8 @@ void accumulate_late(const Tensor& parts, const WeightShard& shard, const Tensor
   });
 }
 
-bool can_be_late(const WeightShard& shard, const Tensor& parts, const GradientTarget& target) {
-  if (!shard.late || is_traced(parts) || is_observed(target.weight)) return false;
+bool can_be_asynchronous(const WeightShard& shard, const Tensor& parts, const GradientTarget& target) {
+  if (!shard.asynchronous || is_traced(parts) || is_observed(target.weight)) return false;
   const Tensor& grad = target.weight.grad();
   return target.main_grad || !grad.defined() || (grad.layout() == at::kStrided && !grad.requires_grad());
 }
@@ -126,7 +126,7 @@ void reduce_gradient_out(const Tensor& parts, const Tensor& weight, const Tensor
   check_apart(kOp, {{"out", out}}, {{"parts", parts}, {"weight", weight}});
   const WeightShard shard = parse_weight_shard(kOp, key);
   const bool in_backward = torch::autograd::get_current_graph_task_id() >= 0;
-  if (in_backward && can_be_late(shard, parts, {weight, out, accumulate})) {
+  if (in_backward && can_be_asynchronous(shard, parts, {weight, out, accumulate})) {
     submit(parts, out, accumulate, shard);
   } else {
     call_reduce_scatter_out(parts, out, accumulate, shard);
@@ -195,8 +195,8 @@ Tensor reduce_gradient(const Tensor& parts, std::string_view shard_key, const Gr
     return {};
   }
   const WeightShard shard = parse_weight_shard(kOp, shard_key);
-  if (can_be_late(shard, parts, target)) {
-    accumulate_late(parts, shard, target.weight);
+  if (can_be_asynchronous(shard, parts, target)) {
+    accumulate_asynchronously(parts, shard, target.weight);
     return {};
   }
   using Signature = Tensor(const Tensor&, const Tensor&, std::string_view);

@@ -1,4 +1,4 @@
-// Gradients that ranks add while the backward goes on (sharded/reductions.h).
+// Reduce-scatters of gradients that overlap with the backward (sharded/reductions.h).
 #include "sharded/reductions.h"
 
 #include <torch/csrc/autograd/engine.h>

@@ -1,4 +1,4 @@
-// Gradients that ranks add while the backward goes on.
+// Reduce-scatters of gradients that overlap with the backward.
 #pragma once
 
 #include <deque>
@@ -9,8 +9,8 @@
 
 namespace transformer_plugin::sharded {
 
-// The sums of one group on their way, oldest first. What they read is kept until they are done. At most two are on their way,
-// so that memory is bounded; at the end of the backward, none.
+// The asynchronous reduce-scatters of one process group, oldest first. Their operands are kept until they have completed. At
+// most two are in flight, which bounds the memory; at the end of the backward, none.
 //
 // A sum is enqueued after the next gather, because collectives of one group run one after the other: the gather is needed soon,
 // the sum only at the end.

@@ -47,7 +47,7 @@ bool parse(std::string_view key, WeightShard& shard) {
   if (!reader.take_number("rows=", shard.rows) || !reader.take_number("ranks=", shard.ranks)) return false;
   shard.mean = reader.take("mean,");
   shard.bfloat16_parts = reader.take("parts=bf16,");
-  shard.late = reader.take("late,");
+  shard.asynchronous = reader.take("async,");
   if (reader.rest().substr(0, 11) == "timeout_ms=" && !reader.take_number("timeout_ms=", shard.timeout_ms)) {
     return false;
   }
@@ -65,7 +65,7 @@ WeightShard parse_weight_shard(const char* op, std::string_view key) {
   TP_CHECK_VALUE(
       parse(key, shard), op, "weight_shard",
       "'', or a key such as 'rows=1024,ranks=4,mean,group=0' with options in the order rows, ranks, mean, "
-      "parts=bf16, late, timeout_ms, set, name, group",
+      "parts=bf16, async, timeout_ms, set, name, group",
       "'" << key << "'", "Make it with transformer_plugin.parallel.WeightShard");
   return shard;
 }

@@ -5,7 +5,7 @@
 //   ranks=<n>       size of the group
 //   mean            the gradient is the mean over the ranks; otherwise their sum
 //   parts=bf16      gradients travel in bfloat16 also where they are added to float32; the sums are in float32
-//   late            gradients are in `weight.grad` or in `main_grad` at the end of the backward, and not before
+//   async           gradients are in `weight.grad` or in `main_grad` at the end of the backward, and not before
 //   timeout_ms=<n>  for waits on other ranks; default: the timeout of the group
 //   set=<n>         the weights that are used together, as those of a model; of weights without one, none is gathered early
 //   name=<name>     of the parameter, for errors; without a comma
@@ -29,7 +29,7 @@ struct WeightShard {
   int64_t ranks = 0;  // 0: the weight is whole
   bool mean = false;
   bool bfloat16_parts = false;
-  bool late = false;
+  bool asynchronous = false;
   int64_t timeout_ms = -1;
   int64_t set = 0;  // 0: none
   std::string name = {};

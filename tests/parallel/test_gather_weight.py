@@ -29,6 +29,19 @@ def quantized(rows: Tensor, key: str, columnwise: bool, amax: Tensor | None) -> 
     return [*tensors, amax] if format.needs_amax and amax is not None else tensors
 
 
+Values = tuple[Tensor, Tensor | None]
+
+
+def compare(whole: Values, mine: Values, key: str, columnwise: bool, shard: str) -> None:
+    """What is gathered with what quantizing the whole gives; each with its amax, if there is one."""
+    want = quantized(whole[0], key, columnwise, whole[1])
+    part: list[Any] = [*quantized(mine[0], key, columnwise, mine[1]), None]
+    for backward in (False, True, True):
+        got = ops.gather_weight(*part[:3], key, columnwise, backward, shard)
+        for one, other in zip(got, want, strict=False):
+            assert_same_bits(one, other, f"{key} {list(whole[0].shape)} columnwise={columnwise}")
+
+
 def check_matrix(rank: Rank, key: str) -> None:
     format = Format.parse(key)
     block = 1 if format.block is None else max(format.block)
@@ -47,12 +60,7 @@ def check_matrix(rank: Rank, key: str) -> None:
             amax = ops.amax(whole, key) if takes_amax else None
             shard = str(WeightShard(rows=rows, ranks=rank.size, group_name=rank.group_name))
             for columnwise in (False, True):
-                want = quantized(whole, key, columnwise, amax)
-                part: list[Any] = [*quantized(mine, key, columnwise, amax), None]
-                for backward in (False, True, True):
-                    got = ops.gather_weight(*part[:3], key, columnwise, backward, shard)
-                    for one, other in zip(got, want, strict=False):
-                        assert_same_bits(one, other, f"{key} {rows}x{width} columnwise={columnwise}")
+                compare((whole, amax), (mine, amax), key, columnwise, shard)
 
 
 @pytest.mark.parametrize("key", FORMATS)
@@ -76,11 +84,7 @@ def check_stack(rank: Rank, key: str) -> None:
         own = ops.amax(mine, key) if needs_amax else None
         shard = str(WeightShard(rows=matrices, ranks=rank.size, group_name=rank.group_name))
         for columnwise in (False, True):
-            want = quantized(whole, key, columnwise, amax)
-            part: list[Any] = [*quantized(mine, key, columnwise, own), None]
-            got = ops.gather_weight(*part[:3], key, columnwise, False, shard)
-            for one, other in zip(got, want, strict=False):
-                assert_same_bits(one, other, f"{key} {matrices} columnwise={columnwise}")
+            compare((whole, amax), (mine, own), key, columnwise, shard)
 
 
 @pytest.mark.parametrize("key", FORMATS)

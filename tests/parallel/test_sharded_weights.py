@@ -64,7 +64,7 @@ def test_three_ranks(make_pool: Any, key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"gradient": "sum"}, {"format": "none"}, {"ahead": 0}, {"ahead": 3}], ids=str
+    "options", [{"gradient": "sum"}, {"format": "none"}, {"prefetch": 0}, {"prefetch": 3}], ids=str
 )
 def test_options(pair: RankPool, options: dict[str, Any]) -> None:
     for key in ("bf16", "fp8_tensor"):

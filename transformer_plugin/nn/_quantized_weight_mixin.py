@@ -10,15 +10,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from transformer_plugin.functional._values import is_quantized
-from transformer_plugin.nn._module import PluginModule
+from transformer_plugin.nn._sharded_weight import ShardedWeightMixin
 from transformer_plugin.nn.quantized_parameters import tensors_of
 from transformer_plugin.nn.quantized_weight import QuantizedWeight
 from transformer_plugin.parallel._shard_experts import ExpertShardMixin
-from transformer_plugin.parallel._weight_part import as_copy, mark
 from transformer_plugin.recipes import DelayedScaling, Recipe
 
 
-class QuantizedWeightMixin(ExpertShardMixin, PluginModule):
+class QuantizedWeightMixin(ExpertShardMixin, ShardedWeightMixin):
     """A module that quantizes its weight, in each forward or once for many."""
 
     recipe: Recipe | None
@@ -27,10 +26,6 @@ class QuantizedWeightMixin(ExpertShardMixin, PluginModule):
     quantized_weight: QuantizedWeight | None = None
     #: Whether the weight is cut over ranks that exchange quantized parts (:func:`transformer_plugin.parallel.shard_`).
     gathers_quantized: bool = False
-    weight_shard: str
-    named_weight_shard: str
-    #: What the weight is a part of, a ``WeightPart``; None if it is whole.
-    weight_part: Any = None
 
     def quantize_weights(self, first_micro_batch: bool | Tensor = True) -> None:
         """Quantizes the weight to the recipe's formats for every forward and backward until the next call.
@@ -111,11 +106,6 @@ class QuantizedWeightMixin(ExpertShardMixin, PluginModule):
             self.quantized_weight = QuantizedPart(self.weight, self._formats, part.group, part.layers)
         return self.quantized_weight
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        if self.weight_part is not None:
-            as_copy(self)
-
     def _check_recipe(self) -> None:
         if self._formats[1] != "none" and not isinstance(self.recipe, DelayedScaling):
             return
@@ -126,7 +116,4 @@ class QuantizedWeightMixin(ExpertShardMixin, PluginModule):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         self.forget_quantized_weights()
-        applied = super()._apply(fn, recurse)
-        if self.weight_part is not None:
-            mark(self)
-        return applied
+        return super()._apply(fn, recurse)

@@ -76,10 +76,6 @@ class RecipeModule(QuantizedWeightMixin, DelayedWgradMixin):
     save_original_input: bool = False
     #: whether the forward leaves out the bias and returns it.
     return_bias: bool = False
-    #: the key of a weight that is cut over ranks (:mod:`transformer_plugin.ops.sharded`); "" if it is whole.
-    weight_shard: str = ""
-    #: the same with the parameter's name.
-    named_weight_shard: str = ""
 
     @property
     def recipe(self) -> Recipe | None:
@@ -147,8 +143,7 @@ class RecipeModule(QuantizedWeightMixin, DelayedWgradMixin):
         if self.save_original_input:
             arguments["save_original_input"] = self._saves_original_input()
         if self.weight_shard:
-            compiling = torch.compiler.is_compiling()
-            arguments["weight_shard"] = self.weight_shard if compiling else self.named_weight_shard
+            arguments["weight_shard"] = self._shard_key()
         return arguments if queue is None else {**arguments, "wgrad_queue": queue}
 
     def _saves_original_input(self) -> bool:

@@ -8,22 +8,17 @@ import torch
 from torch import Tensor
 
 from transformer_plugin import ops
-from transformer_plugin.nn._module import PluginModule, layer_forward, registered
-from transformer_plugin.parallel._weight_part import as_copy, mark
+from transformer_plugin.nn._module import layer_forward, registered
+from transformer_plugin.nn._sharded_weight import ShardedWeightMixin
 
 
-class Embedding(PluginModule, torch.nn.Embedding):
+class Embedding(ShardedWeightMixin, torch.nn.Embedding):
     """The rows of a table ``[N, K]`` that indices name.
 
     A drop-in replacement for :class:`torch.nn.Embedding`, of which it is a subclass: the same constructor, initial
     values, parameters and ``state_dict``. :func:`transformer_plugin.parallel.shard_` cuts its table over ranks. It
     has no ``max_norm``, ``scale_grad_by_freq`` and ``sparse``.
     """
-
-    weight_shard: str = ""
-    named_weight_shard: str = ""
-    #: What the table is a part of, a ``WeightPart``; None if it is whole.
-    weight_part: Any = None
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -39,16 +34,4 @@ class Embedding(PluginModule, torch.nn.Embedding):
         """Returns ``[..., K]`` for int32 or int64 indices ``[...]``, differentiable in the table."""
         weight = registered(self, self._parameters, "weight")
         padding = -1 if self.padding_idx is None else self.padding_idx
-        shard = self.weight_shard if torch.compiler.is_compiling() else self.named_weight_shard
-        return ops.embedding(input, weight, padding, shard)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        if self.weight_part is not None:
-            as_copy(self)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        applied = super()._apply(fn, recurse)
-        if self.weight_part is not None:
-            mark(self)
-        return applied
+        return ops.embedding(input, weight, padding, self._shard_key())

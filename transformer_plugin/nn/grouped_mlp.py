@@ -295,8 +295,7 @@ class GroupedMLP(LaunchedModule):
         if self.glu_interleave:
             options["interleave"] = self.glu_interleave
         if fc1.weight_shard:
-            compiling = torch.compiler.is_compiling()
-            options["weight_shard"] = fc1.weight_shard if compiling else fc1.named_weight_shard
+            options["weight_shard"] = fc1._shard_key()
         return options
 
     @staticmethod

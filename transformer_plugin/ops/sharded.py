@@ -11,9 +11,9 @@ key, a constant under ``torch.compile``: ``"rows=1000,ranks=4,mean,group=0"``, o
 - ``mean``: the gradient is the mean over the ranks, in place of the sum. Both are made in float32 in ascending order of
   ranks, and rounded once.
 - ``parts=bf16``: gradients travel in bfloat16 also where the buffer they are added to is float32.
-- ``late``: on CUDA the gradient travels on a side stream while the backward goes on. It is in ``weight.grad``, or in
+- ``async``: on CUDA the gradient travels on a side stream while the backward goes on. It is in ``weight.grad``, or in
   ``main_grad``, at the end of the backward. Where a hook of the weight waits for its gradient, or
-  ``torch.autograd.grad`` asks for it, it is not late.
+  ``torch.autograd.grad`` asks for it, it is not asynchronous.
 - ``timeout_ms``: for waits on other ranks; without it the timeout of the group.
 - ``set``: a number of weights that are used together and exist as long as each other, as those of a model. Only after a
   weight of its set is a weight gathered early.
@@ -61,7 +61,7 @@ class GatherCounts(NamedTuple):
     #: Collectives.
     gathers: int
     #: Of them those that were begun before the weight was needed.
-    early: int
+    prefetched: int
     #: Of those, how many were used.
     hits: int
     #: And how many were not, because another weight was needed, or the weight had changed.
@@ -116,7 +116,7 @@ def reduce_gradient_out(parts: Tensor, weight: Tensor, out: Tensor, accumulate: 
     """Write this rank's part of the ranks' gradients of the whole weight into a buffer, or add it to the buffer.
 
     :func:`~transformer_plugin.ops.reduce_scatter_out` with the options of the key. In a backward, where the key has
-    ``late`` and nothing waits for the gradient of ``weight``, it runs on a side stream, and ``out`` is complete at the
+    ``async`` and nothing waits for the gradient of ``weight``, it runs on a side stream, and ``out`` is complete at the
     end of the backward. Layers call it.
 
     Args:

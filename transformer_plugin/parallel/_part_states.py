@@ -17,7 +17,7 @@ _HANDLED = "_has_states_of_parts"
 def handle_module(layer: torch.nn.Module) -> None:
     """Once for each layer whose ``weight`` is cut."""
     layer.register_state_dict_post_hook(_save_module)
-    layer.register_load_state_dict_post_hook(lambda module, _: mark(module))
+    layer.register_load_state_dict_post_hook(_mark_loaded)
     layer.register_load_state_dict_pre_hook(_load_module)
 
 
@@ -26,6 +26,10 @@ def _save_module(layer: Any, state: dict[str, Any], prefix: str, *_: Any) -> Non
     value = state.get(prefix + "weight")
     if part is not None and isinstance(value, Tensor) and not value.requires_grad:
         state[prefix + "weight"] = PartTensor(value, part.rows, part.rank)
+
+
+def _mark_loaded(layer: Any, _: Any) -> None:
+    mark(layer)
 
 
 def _load_module(layer: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -24,7 +24,7 @@ class WeightShard:
     #: Whether gradients travel in bfloat16 where they are added to float32.
     bfloat16_parts: bool = False
     #: Whether, on CUDA, gradients are complete at the end of the backward, and not before.
-    late: bool = False
+    asynchronous: bool = False
     #: For each wait on other ranks; None: the timeout of the group.
     timeout_ms: int | None = None
     #: A number of the weights that are used together and exist as long as each other; only those are gathered ahead of
@@ -36,7 +36,7 @@ class WeightShard:
     def __str__(self) -> str:
         options = ["mean"] if self.mean else []
         options += ["parts=bf16"] if self.bfloat16_parts else []
-        options += ["late"] if self.late else []
+        options += ["async"] if self.asynchronous else []
         options += [] if self.timeout_ms is None else [f"timeout_ms={self.timeout_ms}"]
         options += [f"set={self.set}"] if self.set else []
         options += [f"name={self.name}"] if self.name else []

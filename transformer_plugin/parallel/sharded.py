@@ -60,7 +60,7 @@ def shard_(
     format: str | Format | None = None,
     gradient: Literal["mean", "sum"] = "mean",
     gradient_dtype: torch.dtype | None = None,
-    ahead: int = 1,
+    prefetch: int = 1,
     timeout_ms: int | None = None,
     filter: Callable[[str, torch.nn.Module], bool] | None = None,
 ) -> torch.nn.Module:
@@ -78,7 +78,7 @@ def shard_(
             values, which are quantized after each gather. Or the format of the recipes.
         gradient: whether the gradient of a part is the mean over the ranks or their sum.
         gradient_dtype: ``torch.bfloat16``: gradients travel in it also where ``main_grad`` is float32.
-        ahead: how many weights are gathered ahead of their use.
+        prefetch: how many weights are gathered ahead of their use.
         timeout_ms: for each wait on other ranks; None: the timeout of the group.
         filter: which layers, by name and module; None: all.
 
@@ -91,20 +91,20 @@ def shard_(
     """
     if group is None or group.size() == 1:
         return module
-    options = _options(format, gradient, gradient_dtype, ahead, timeout_ms)
+    options = _options(format, gradient, gradient_dtype, prefetch, timeout_ms)
     ranks = tuple(dist.get_process_group_ranks(group))
     targets = list(_targets(module, filter))
     _check_shared(module, targets)
     for target in targets:
         _check(target, ranks, options)
-    _compare_ranks(targets, group, options, ahead)
+    _compare_ranks(targets, group, options, prefetch)
     layers = tuple(weakref.ref(target.module) for target in targets)
     for target in targets:
         _cut(target, group, ranks, options, layers)
     for target in targets:
         if getattr(target.module, "gathers_quantized", False) and not target.module.weight.is_meta:
             target.module._quantized_part()  # compiled code cannot make it
-    ops.configure_gathers(group.group_name, ahead)
+    ops.configure_gathers(group.group_name, prefetch)
     _watch_optimizers()
     _watch_clipping()
     install_wrapper_checks()
@@ -115,15 +115,15 @@ def _options(
     format: str | Format | None,
     gradient: str,
     gradient_dtype: torch.dtype | None,
-    ahead: int,
+    prefetch: int,
     timeout_ms: int | None,
 ) -> _Options:
     if gradient not in ("mean", "sum"):
         _refuse("gradient", "'mean' or 'sum'", repr(gradient), "Use one of the two")
     if gradient_dtype not in (None, torch.bfloat16):
         _refuse("gradient_dtype", "None or torch.bfloat16", str(gradient_dtype), "Use one of the two")
-    if ahead < 0:
-        _refuse("ahead", "at least 0", str(ahead), "Pass how many weights are gathered ahead")
+    if prefetch < 0:
+        _refuse("prefetch", "at least 0", str(prefetch), "Pass how many weights are gathered ahead")
     key = format.key if isinstance(format, Format) else format
     return _Options(key, gradient == "mean", gradient_dtype is not None, timeout_ms, next(_SETS))
 
@@ -208,10 +208,10 @@ def _check_format(target: _Target, options: _Options) -> None:
         _refuse("format", "None, 'none', or the format of the recipe", got, "Leave it out")
 
 
-def _compare_ranks(targets: list[_Target], group: ProcessGroup, options: _Options, ahead: int) -> None:
+def _compare_ranks(targets: list[_Target], group: ProcessGroup, options: _Options, prefetch: int) -> None:
     """Raises on all ranks if they do not cut the same weights in the same way."""
     lines = [f"{t.full_name} {list(t.weight.shape)} {t.weight.dtype} {_formats_of(t)}" for t in targets]
-    mine = "\n".join([f"{options._replace(set=0)} ahead={ahead}", *lines])
+    mine = "\n".join([f"{options._replace(set=0)} prefetch={prefetch}", *lines])
     every = torch.ops.transformer_plugin.all_gather_text.default(group.group_name, mine, -1)
     for rank, other in enumerate(every):
         if other == every[0]:
@@ -263,7 +263,7 @@ def _cut(
         group_name=group.group_name,
         mean=options.mean,
         bfloat16_parts=options.bfloat16_parts,
-        late=True,
+        asynchronous=True,
         timeout_ms=options.timeout_ms,
         set=options.set,
     )

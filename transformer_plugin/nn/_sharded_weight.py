@@ -1,0 +1,38 @@
+"""Modules whose weight may be sharded over the ranks of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_plugin.nn._module import PluginModule
+from transformer_plugin.parallel._weight_part import as_copy, mark
+
+
+class ShardedWeightMixin(PluginModule):
+    """A module with a parameter ``weight`` that :func:`transformer_plugin.parallel.shard_` can shard."""
+
+    #: The key of a sharded weight (:mod:`transformer_plugin.ops.sharded`); "" if it is whole.
+    weight_shard: str = ""
+    #: The same with the parameter's name.
+    named_weight_shard: str = ""
+    #: What the weight is a part of, a ``WeightPart``; None if it is whole.
+    weight_part: Any = None
+
+    def _shard_key(self) -> str:
+        """The argument of the ops. Compiled code has no name in it, so that one graph serves equal layers."""
+        return self.weight_shard if torch.compiler.is_compiling() else self.named_weight_shard
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self.weight_part is not None:
+            as_copy(self)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        applied = super()._apply(fn, recurse)
+        if self.weight_part is not None:
+            mark(self)
+        return applied
