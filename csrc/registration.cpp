@@ -321,6 +321,8 @@ TORCH_LIBRARY(transformer_plugin, m) {
   m.def(
       "reduce_scatter_out(Tensor parts, Tensor(a!) out, bool accumulate=False, int num_ranks=1, str "
       "group_name=\"\", int timeout_ms=-1, float factor=1.0) -> ()");
+  m.def("sum_over_ranks(Tensor input, int num_ranks=1, str group_name=\"\", int timeout_ms=-1) -> Tensor");
+  m.def("copy_to_ranks(Tensor(a) input, int num_ranks=1, str group_name=\"\", int timeout_ms=-1) -> Tensor(a)");
 
   // sharded: weights whose first dimension is cut over ranks. `shard`, and `weight_shard` of layers: the key of such a weight
   // (sharded/weight_shard.h). gather_weight: the tensors of one direction of the whole weight, from this rank's.

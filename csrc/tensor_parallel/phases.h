@@ -22,8 +22,10 @@ inline constexpr Phase kReduceScatterOut{203, "reduce_scatter_out", "parts"};
 // of a weight that is cut over ranks
 inline constexpr Phase kGatherWeight{204, "gather_weight", "parts"};
 
-inline constexpr Phase kAll[] = {kAllGather, kReduceScatter, kAllGatherList, kReduceScatterOut,
-                                 kGatherWeight};
+inline constexpr Phase kSumOverRanks{205, "sum_over_ranks", "parts"};
+
+inline constexpr Phase kAll[] = {kAllGather,        kReduceScatter, kAllGatherList,
+                                 kReduceScatterOut, kGatherWeight,  kSumOverRanks};
 
 }  // namespace phases
 

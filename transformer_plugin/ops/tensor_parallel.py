@@ -22,7 +22,14 @@ from torch import Tensor
 
 from transformer_plugin.errors import peer_timeout
 
-__all__ = ["all_gather", "all_gather_list_out", "reduce_scatter", "reduce_scatter_out"]
+__all__ = [
+    "all_gather",
+    "all_gather_list_out",
+    "copy_to_ranks",
+    "reduce_scatter",
+    "reduce_scatter_out",
+    "sum_over_ranks",
+]
 
 _ops = torch.ops.transformer_plugin
 
@@ -144,5 +151,56 @@ def reduce_scatter_out(
     """
     try:
         _ops.reduce_scatter_out.default(parts, out, accumulate, num_ranks, group_name, timeout_ms, factor)
+    except RuntimeError as error:
+        raise peer_timeout(error) or error from None
+
+
+def sum_over_ranks(input: Tensor, num_ranks: int = 1, group_name: str = "", timeout_ms: int = -1) -> Tensor:
+    """Return the sum of a tensor over all ranks, on every rank.
+
+    For products whose inner dimension is sharded over ranks: each rank has a part of the sum.
+
+    Args:
+        input: ``[...]`` float32, bfloat16, float16 (float64 on a CPU), any strides, the same shape on every rank.
+        num_ranks, group_name, timeout_ms: see above.
+
+    Returns:
+        ``[...]``, contiguous: the sum in ascending order of ranks, as in :func:`reduce_scatter`.
+
+    Differentiable in ``input``: the gradient is that of the result, which must be the same on all ranks, as the result
+    is. It is counted once and not for each rank; no communication in the backward.
+
+    Raises:
+        TypeError, ValueError: sizes or dtypes do not match, on this rank or between ranks.
+        PeerTimeoutError: a rank did not take part in time.
+    """
+    try:
+        return _ops.sum_over_ranks.default(input, num_ranks, group_name, timeout_ms)
+    except RuntimeError as error:
+        raise peer_timeout(error) or error from None
+
+
+def copy_to_ranks(input: Tensor, num_ranks: int = 1, group_name: str = "", timeout_ms: int = -1) -> Tensor:
+    """Return a tensor that is the same on all ranks, and of which each uses a different part or in a different way.
+
+    For the input of products whose weight is sharded over ranks, and for parameters that each rank applies to other
+    rows. No communication in the forward.
+
+    Args:
+        input: ``[...]`` float32, bfloat16, float16 (float64 on a CPU), the same values on every rank.
+        num_ranks, group_name, timeout_ms: see above.
+
+    Returns:
+        ``input``, or a view of it.
+
+    Differentiable in ``input``: the gradient is the sum over ranks, as :func:`sum_over_ranks` makes it. All ranks take
+    part in the backward, with zeros where a rank has no gradient.
+
+    Raises:
+        TypeError, ValueError: wrong arguments, on this rank; in the backward, differences between ranks.
+        PeerTimeoutError: in the backward, a rank did not take part in time.
+    """
+    try:
+        return _ops.copy_to_ranks.default(input, num_ranks, group_name, timeout_ms)
     except RuntimeError as error:
         raise peer_timeout(error) or error from None

@@ -23,6 +23,17 @@ def reduce_scatter(parts: list[Tensor]) -> list[Tensor]:
     return [chunk.contiguous() for chunk in total.to(dtype).tensor_split(len(parts))]
 
 
+def sum_over_ranks(input: list[Tensor]) -> list[Tensor]:
+    """Returns the sum on every rank, made in ascending order of ranks and rounded once."""
+    whole = torch.cat([part.reshape(1, -1) for part in input]).t()  # a row for each element
+    return [torch.cat(reduce_scatter(list(whole.unbind(1)))).view(input[0].shape) for _ in input]
+
+
+def copy_to_ranks(input: list[Tensor]) -> list[Tensor]:
+    """Returns the input on every rank."""
+    return list(input)
+
+
 def all_gather_list_out(parts: list[list[Tensor]], out: list[list[Tensor]]) -> None:
     """Writes on every rank, for each tensor of its list, the parts of all ranks."""
     for buffers in out:

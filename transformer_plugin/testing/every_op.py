@@ -257,6 +257,8 @@ def _expert_parallel_calls(draw: Draw, indices: Tensor, experts: int, capacity: 
     yield "combine_backward", "", {"grad": draw(tokens, K), **slots, **group}
     yield "all_gather", "", {"part": draw(tokens, K), "num_ranks": 1, **group}
     yield "reduce_scatter", "", {"parts": draw(tokens, K), "num_ranks": 1, **group}
+    yield "sum_over_ranks", "", {"input": draw(tokens, K), "num_ranks": 1, **group}
+    yield "copy_to_ranks", "", {"input": draw(tokens, K), "num_ranks": 1, **group}
     both = {"parts": [draw(tokens, K), draw(K)], "out": [draw(tokens, K), draw(K)]}
     yield "all_gather_list_out", "", {**both, "num_ranks": 1, **group}
     summed = {"parts": draw(tokens, K), "out": draw(tokens, K), "accumulate": True}

@@ -1,0 +1,139 @@
+// sum_over_ranks: the sum of a tensor over ranks, on every rank; its gradient is that of the result. copy_to_ranks: a tensor
+// that all ranks have; its gradient is the sum over ranks. With these two a product whose operands are sharded has the values
+// and gradients of the whole one.
+#include <ATen/ops/empty.h>
+
+#include "common/register.h"
+#include "common/tensor.h"
+#include "distributed/sum_ranks.h"
+#include "tensor_parallel/exchange.h"
+
+namespace transformer_plugin::tensor_parallel {
+namespace {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+constexpr const char *kSumOp = "sum_over_ranks", *kCopyOp = "copy_to_ranks";
+// Up to so many gathered bytes one collective takes less time than two.
+constexpr int64_t kGatheredBytes = 256 * 1024;
+
+void check_input(const char* op, const Tensor& input, int64_t num_ranks, int64_t timeout_ms) {
+  distributed::check_timeout(op, timeout_ms);
+  const Argument argument{op, "input", input};
+  check_strided(argument);
+  check_dtype(argument, {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble});
+  TP_CHECK_VALUE(num_ranks >= 1, op, "num_ranks", "at least 1", num_ranks, "Pass group.size()");
+  check_memory(argument);
+}
+
+// [1, n] of each rank -> [1, n]: every rank adds all parts.
+Tensor gathered_sum(const RankGroup& group, const Tensor& flat) {
+  return distributed::sum_ranks(group.all_gather(flat, phases::kSumOverRanks), group.size(), 1);
+}
+
+// The same: each rank adds its share of the columns, and all gather the shares.
+Tensor shared_sum(const RankGroup& group, const Tensor& flat) {
+  const int64_t ranks = group.size(), elements = flat.size(1), share = (elements + ranks - 1) / ranks;
+  Tensor padded = flat;
+  if (share * ranks != elements) {
+    padded = at::empty({1, share * ranks}, flat.options());
+    padded.narrow(1, 0, elements).copy_(flat);
+    padded.narrow(1, elements, share * ranks - elements).zero_();
+  }
+  const Tensor received = group.start_all_to_all(padded.view({ranks, share}), phases::kSumOverRanks).wait();
+  const Tensor sums = distributed::sum_ranks(received, ranks, 1);
+  return group.all_gather(sums, phases::kSumOverRanks).view({1, share * ranks}).narrow(1, 0, elements);
+}
+
+Tensor sum_over_ranks(const Tensor& input, int64_t num_ranks, std::string group_name, int64_t timeout_ms) {
+  check_input(kSumOp, input, num_ranks, timeout_ms);
+  RankGroup group(kSumOp, group_name, timeout_ms, input);
+  check_ranks(kSumOp, group, num_ranks);
+  if (num_ranks == 1) return input.clone(at::MemoryFormat::Contiguous);
+  const bool gathers = num_ranks * static_cast<int64_t>(input.nbytes()) <= kGatheredBytes;
+  const Tensor rows = input.dim() == 0 ? input.view({1}) : input;
+  group.begin_call(exchange_call(phases::kSumOverRanks, "input", rows, false), gathers ? 1 : 2);
+  const Tensor flat = input.contiguous().view({1, input.numel()});
+  return (gathers ? gathered_sum(group, flat) : shared_sum(group, flat)).view(input.sizes());
+}
+
+Tensor sum_over_ranks_meta(const Tensor& input, int64_t num_ranks, std::string, int64_t timeout_ms) {
+  check_input(kSumOp, input, num_ranks, timeout_ms);
+  return empty(input, input.sym_sizes(), input.scalar_type());
+}
+
+Tensor call_sum_over_ranks(const Tensor& input, int64_t num_ranks, const std::string& group_name,
+                           int64_t timeout_ms) {
+  using Signature = Tensor(const Tensor&, int64_t, std::string, int64_t);
+  static const auto op = find_op<Signature>(kSumOp);
+  return op.call(input, num_ranks, group_name, timeout_ms);
+}
+
+// The gradient is the same on all ranks, as the sum is.
+class SumOverRanksFunction : public CheckedFunction<SumOverRanksFunction> {
+ public:
+  static constexpr const char* kName = "sum_over_ranks";
+  static constexpr bool is_traceable = true;
+
+  static Tensor forward(AutogradContext*, const Tensor& input, int64_t num_ranks,
+                        const std::string& group_name, int64_t timeout_ms) {
+    const BelowAutograd guard;
+    return call_sum_over_ranks(input, num_ranks, group_name, timeout_ms);
+  }
+
+  static variable_list backward(AutogradContext*, const variable_list& grads) {
+    return {grads[0], Tensor(), Tensor(), Tensor()};
+  }
+};
+
+Tensor sum_over_ranks_autograd(const Tensor& input, int64_t num_ranks, std::string group_name,
+                               int64_t timeout_ms) {
+  if (any_wants_grad(input)) {
+    return SumOverRanksFunction::apply(input, num_ranks, group_name, timeout_ms);
+  }
+  const BelowAutograd guard;
+  return call_sum_over_ranks(input, num_ranks, group_name, timeout_ms);
+}
+
+class CopyToRanksFunction : public CheckedFunction<CopyToRanksFunction> {
+ public:
+  static constexpr const char* kName = "copy_to_ranks";
+  static constexpr bool is_traceable = true;
+
+  // torch returns a view of an input that is an output.
+  static Tensor forward(AutogradContext* ctx, const Tensor& input, int64_t num_ranks,
+                        const std::string& group_name, int64_t timeout_ms) {
+    ctx->saved_data["num_ranks"] = num_ranks;
+    ctx->saved_data["group_name"] = group_name;
+    ctx->saved_data["timeout_ms"] = timeout_ms;
+    return input;
+  }
+
+  // A gradient that is absent here is zeros: other ranks may have one, and all take part.
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    auto& saved = ctx->saved_data;
+    const Tensor grad =
+        call_sum_over_ranks(grads[0], saved["num_ranks"].toInt(), saved["group_name"].toStringRef(),
+                            saved["timeout_ms"].toInt());
+    return {grad, Tensor(), Tensor(), Tensor()};
+  }
+};
+
+// One function for all backends, above autograd: tracers see a view of the input, and the sum in the backward.
+Tensor copy_to_ranks(const Tensor& input, int64_t num_ranks, std::string group_name, int64_t timeout_ms) {
+  check_input(kCopyOp, input, num_ranks, timeout_ms);
+  if (!is_traced(input) && !input.is_meta()) {
+    check_ranks(kCopyOp, RankGroup(kCopyOp, group_name, timeout_ms, input), num_ranks);
+  }
+  if (!any_wants_grad(input)) return input;
+  return CopyToRanksFunction::apply(input, num_ranks, group_name, timeout_ms);
+}
+
+}  // namespace
+
+TP_IMPL(kSumOp, sum_over_ranks, sum_over_ranks_meta, sum_over_ranks_autograd);
+TP_IMPL_FOR(CompositeImplicitAutograd, kCopyOp, copy_to_ranks);
+
+}  // namespace transformer_plugin::tensor_parallel
