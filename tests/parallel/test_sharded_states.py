@@ -4,6 +4,7 @@ and what is refused."""
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 from pathlib import Path
 from typing import Any
@@ -135,8 +136,10 @@ def check_state_dict(rank: Rank) -> None:
         NotImplementedError, match=r"PartTensor: argument 'self': expected an op that copies or moves"
     ):
         value + 1
-    loaded["1.weight"] = PartTensor(value.part, value.rows, (rank.rank + 1) % rank.size)
-    with pytest.raises(ValueError, match=r"load_state_dict: argument '1.weight': expected the rows of rank"):
+    loaded["1.weight"] = PartTensor(
+        value.part, dataclasses.replace(value.part_layout, rank=(rank.rank + 1) % rank.size)
+    )
+    with pytest.raises(ValueError, match=r"load_state_dict: argument '1.weight': expected what rank"):
         other.load_state_dict(loaded)
     loaded["1.weight"] = torch.ones(3, 256)
     with pytest.raises(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import torch
 from torch.autograd import profiler
@@ -13,6 +13,9 @@ from torch.compiler import is_compiling
 from torch.utils._pytree import _register_namedtuple
 
 from transformer_plugin.errors import peer_timeout
+
+if TYPE_CHECKING:
+    from transformer_plugin.nn._tensor_parallel import TensorParallel
 
 Forward = TypeVar("Forward", bound=Callable[..., Any])
 Output = TypeVar("Output", bound=tuple[Any, ...])
@@ -25,6 +28,8 @@ class PluginModule(torch.nn.Module):
 
     #: the names that attribute lookup finds in the class; None if a subclass has another ``__getattr__``.
     _class_attributes: frozenset[str] | None = None
+    #: the ranks that share the module's product, or apply it to other rows of one loss; None if there are none.
+    tensor_parallel: TensorParallel | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Notes the names of the class for :func:`registered`."""

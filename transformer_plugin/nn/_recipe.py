@@ -165,6 +165,7 @@ class RecipeModule(QuantizedWeightMixin, DelayedWgradMixin):
         text += ", delay_wgrad_compute=True" if self.delay_wgrad_compute else ""
         text += ", save_original_input=True" if self.save_original_input else ""
         text += f", weight_shard={self.weight_shard!r}" if self.weight_shard else ""
+        text += "" if self.tensor_parallel is None else str(self.tensor_parallel)
         return text + (", return_bias=True" if self.return_bias else "")
 
     def _any_weight(self) -> Tensor:

@@ -1,19 +1,22 @@
-"""Modules whose weight may be sharded over the ranks of a group."""
+"""Modules whose parameters may be parts of whole ones: sharded weights and tensor parallelism."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from transformer_plugin.nn._module import PluginModule
+from transformer_plugin.parallel._tensor_slices import TensorSlices
 from transformer_plugin.parallel._weight_part import as_copy, mark
 
 
 class ShardedWeightMixin(PluginModule):
-    """A module with a parameter ``weight`` that :func:`transformer_plugin.parallel.shard_` can shard."""
+    """A module whose ``weight`` :func:`transformer_plugin.parallel.shard_` can shard, and whose parameters may be one
+    rank's slices under tensor parallelism."""
 
     #: The key of a sharded weight (:mod:`transformer_plugin.ops.sharded`); "" if it is whole.
     weight_shard: str = ""
@@ -21,6 +24,8 @@ class ShardedWeightMixin(PluginModule):
     named_weight_shard: str = ""
     #: What the weight is a part of, a ``WeightPart``; None if it is whole.
     weight_part: Any = None
+    #: Of the parameters that are slices, by their names.
+    tensor_slices: Mapping[str, TensorSlices] = MappingProxyType({})
 
     def _shard_key(self) -> str:
         """The argument of the ops. Compiled code has no name in it, so that one graph serves equal layers."""
@@ -28,11 +33,11 @@ class ShardedWeightMixin(PluginModule):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if self.weight_part is not None:
+        if self.weight_part is not None or self.tensor_slices:
             as_copy(self)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         applied = super()._apply(fn, recurse)
-        if self.weight_part is not None:
+        if self.weight_part is not None or self.tensor_slices:
             mark(self)
         return applied

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -27,9 +27,22 @@ from transformer_plugin.nn._layouts import (
 )
 from transformer_plugin.nn._module import layer_forward, registered
 from transformer_plugin.nn._recipe import RecipeModule
+from transformer_plugin.nn._tensor_parallel import (
+    ParallelMode,
+    plain_layout,
+    plan_of,
+    shard_parameters,
+    tensor_parallel_of,
+    whole_parameters,
+    without_buffers,
+)
 from transformer_plugin.nn.quantized_parameters import chosen_recipe, in_high_precision, quantize_parameter
 from transformer_plugin.parallel._shard_experts import draw_uniform
 from transformer_plugin.recipes import DelayedScaling, Recipe
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 _ops = torch.ops.transformer_plugin
 _NO_OPTIONS = LaunchOptions()
@@ -79,6 +92,8 @@ class GroupedLinear(RecipeModule):
             operands until then; an attribute that may be set later. Not with ``DelayedScaling``.
         return_bias: whether ``forward`` leaves out the bias and returns it beside the output.
         save_original_input: as in :class:`Linear`.
+        parallel_mode, tp_group, sections: tensor parallelism of every group's product, as in :class:`Linear`, with
+            packed parameters. All ranks have the same rows; in mode ``"row"`` the first rank adds the bias.
 
     Initial values are those of G layers ``torch.nn.Linear(K, N)``.
 
@@ -111,16 +126,18 @@ class GroupedLinear(RecipeModule):
         return_bias: bool = False,
         delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
+        parallel_mode: ParallelMode | None = None,
+        tp_group: ProcessGroup | DeviceMesh | None = None,
+        sections: Sequence[int] = (),
     ) -> None:
         super().__init__()
+        parallel = tensor_parallel_of(type(self).__name__, parallel_mode, tp_group, False)
         if scale_bias and not bias:
             raise ValueError(
                 "transformer_plugin::GroupedLinear: argument 'scale_bias': expected False without a bias, "
                 "got True. Pass bias=True or leave scale_bias out."
             )
         self.num_groups = num_groups
-        self.in_features = in_features
-        self.out_features = out_features
         self.scale_bias = scale_bias
         self.launch_options = launch_options
         if num_groups == 0 and parameters == "list":
@@ -139,8 +156,13 @@ class GroupedLinear(RecipeModule):
             register(self, "bias", parameters, torch.empty(num_groups, out_features, **options))
         else:
             self.register_parameter("bias", None)
-        self.recipe = chosen_recipe(recipe)
         self.reset_parameters()
+        if parallel is not None:
+            plain_layout(type(self).__name__, parameters)
+            shard_parameters(self, parallel, plan_of(parallel.mode, sections, dim=1))
+            out_features, in_features = self.weight.shape[1:]
+        self.in_features, self.out_features = in_features, out_features
+        self.recipe = chosen_recipe(recipe)
         if chosen_recipe(None) is not None:
             self._check_quantizable_layout()
             quantize_parameter(self, "weight", self._formats[1])
@@ -185,6 +207,8 @@ class GroupedLinear(RecipeModule):
         """This rank's part of the packed weight and bias."""
         found = self._parameters
         weight, bias = registered(self, found, "weight"), registered(self, found, "bias")
+        if self.tensor_parallel is not None and self.tensor_parallel.mode == "row":
+            bias = self.tensor_parallel.once(bias)
         if self._expert_ranks is None:
             return weight, bias
         return self._local(weight), None if bias is None else self._local(bias)
@@ -216,8 +240,10 @@ class GroupedLinear(RecipeModule):
 
     def reset_parameters(self) -> None:
         """Uniform within ``1 / sqrt(K)``, as in ``torch.nn.Linear``. Also resets the state of delayed scaling."""
-        bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0.0
-        with torch.no_grad(), in_high_precision(self, *self._weight_names):
+        with torch.no_grad(), in_high_precision(self, *self._weight_names), whole_parameters(self):
+            weights = self._parameters_named(self._weight_names[:1])
+            columns = weights[0].shape[-1] if weights else 0
+            bound = 1 / math.sqrt(columns) if columns else 0.0
             for parameter in self._parameters_named((*self._weight_names, *self._bias_names)):
                 if parameter is not None:
                     draw_uniform(self, packed(parameter), bound)
@@ -260,12 +286,17 @@ class GroupedLinear(RecipeModule):
         kept_bias = self._biases() if self.return_bias and self.has_bias else None
         if self.return_bias:
             bias = bias_scale = None
-        into = self._weight_gradient()
+        into, parallel = self._weight_gradient(), self.tensor_parallel
+        if parallel is not None:
+            without_buffers(type(self).__name__, parallel, out, dgrad_out)
+            input = parallel.input(input)
         if out is not None or dgrad_out is not None:
             out, buffers = into_buffers(type(self).__name__, self.recipe, out, dgrad_out, self.weight_shard)
             into.update(buffers)
         given = (input, weight, group_sizes, bias, bias_scale)
         output = self._product(given, quantized_weight, into, out)
+        if parallel is not None:
+            output = parallel.output(output, None)
         return (output, kept_bias) if self.return_bias else output
 
     def _product(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,8 +25,13 @@ from transformer_plugin.nn._layouts import Layout
 from transformer_plugin.nn._module import layer_forward, registered
 from transformer_plugin.nn._recipe import RoleFormats
 from transformer_plugin.nn._slots import Slots
+from transformer_plugin.nn._tensor_parallel import without_buffers
 from transformer_plugin.nn.grouped_linear import GroupedLinear, sizes_tensor
 from transformer_plugin.recipes import DelayedScaling, Recipe
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def _is_plain(layer: Any) -> bool:
@@ -83,6 +88,8 @@ class GroupedMLP(LaunchedModule):
             32. With a recipe each forward and backward copies the output of ``fc1`` into the other order.
         launch_options: of the GEMMs of both layers; an attribute that may be set later.
         parameters, fuse_wgrad_accumulation, delay_wgrad_compute: of both layers, as in :class:`GroupedLinear`.
+        tp_group: a process group or a mesh of one dimension whose ranks divide F: tensor parallelism of each expert.
+            All ranks have the same rows, sizes and probabilities. ``ffn_hidden`` of the module is this rank's.
 
     Parameters, packed: ``fc1.weight [G, 2F, H]``, ``fc2.weight [G, H, F]``, and with bias ``fc1.bias [G, 2F]``,
     ``fc2.bias [G, H]``.
@@ -120,18 +127,25 @@ class GroupedMLP(LaunchedModule):
         parameters: Layout = "packed",
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
+        tp_group: ProcessGroup | DeviceMesh | None = None,
     ) -> None:
         super().__init__()
         checked(launch_options, type(self).__name__)
         _check_interleave(glu_interleave, ffn_hidden)
-        self.num_groups, self.hidden, self.ffn_hidden, self.bias = num_groups, hidden, ffn_hidden, bias
+        self.num_groups, self.hidden, self.bias = num_groups, hidden, bias
         self.glu_interleave = glu_interleave
         of_layers: dict[str, Any] = {"device": device, "dtype": dtype, "recipe": recipe}
         of_layers["launch_options"] = launch_options
         of_layers.update(parameters=parameters, fuse_wgrad_accumulation=fuse_wgrad_accumulation)
-        of_layers["delay_wgrad_compute"] = delay_wgrad_compute
-        self.fc1 = GroupedLinear(num_groups, hidden, 2 * ffn_hidden, bias, **of_layers)
-        self.fc2 = GroupedLinear(num_groups, ffn_hidden, hidden, bias, scale_bias=bias, **of_layers)
+        of_layers.update(delay_wgrad_compute=delay_wgrad_compute, tp_group=tp_group)
+        column, row = (None, None) if tp_group is None else ("column", "row")
+        both = () if tp_group is None or glu_interleave else (ffn_hidden, ffn_hidden)
+        first: dict[str, Any] = {**of_layers, "parallel_mode": column, "sections": both}
+        second: dict[str, Any] = {**of_layers, "parallel_mode": row, "scale_bias": bias}
+        self.fc1 = GroupedLinear(num_groups, hidden, 2 * ffn_hidden, bias, **first)
+        self.fc2 = GroupedLinear(num_groups, ffn_hidden, hidden, bias, **second)
+        self.ffn_hidden = self.fc2.in_features
+        _check_interleave(glu_interleave, self.ffn_hidden)
 
     def reset_parameters(self) -> None:
         """Fresh initial values for both products."""
@@ -186,7 +200,11 @@ class GroupedMLP(LaunchedModule):
         group_sizes = sizes_tensor(group_sizes, input)
         if is_one_op:
             return self._fused(fc1, fc2, input, group_sizes, probs, out, dgrad_out)
-        if out is None and dgrad_out is None and self._can_fuse(fc1, fc2) and allow_one_op(fc1, fc2):
+        parallel = getattr(fc1, "tensor_parallel", None)
+        if parallel is not None:
+            without_buffers(type(self).__name__, parallel, out, dgrad_out)
+            probs = parallel.copied(probs)
+        elif out is None and dgrad_out is None and self._can_fuse(fc1, fc2) and allow_one_op(fc1, fc2):
             return self._fused_with_hooks(input, group_sizes, probs)
         if input.dim() == 2 and (
             probs.shape != input.shape[:1] or probs.dtype != torch.float32 or probs.device != input.device
@@ -249,7 +267,26 @@ class GroupedMLP(LaunchedModule):
         dgrad_out: Tensor | None = None,
         slots: Slots | None = None,
     ) -> Tensor:
-        """Both layers in one op."""
+        """Both layers in one op, whose output is a part of a sum under tensor parallelism."""
+        parallel = fc2.tensor_parallel
+        if parallel is None:
+            return self._one_op(fc1, fc2, input, group_sizes, probs, out, dgrad_out, slots)
+        without_buffers(type(self).__name__, parallel, out, dgrad_out)
+        input, probs = parallel.copied(input), parallel.copied(probs)
+        output = self._one_op(fc1, fc2, input, group_sizes, probs, None, None, slots)
+        return parallel.output(output, None)
+
+    def _one_op(
+        self,
+        fc1: GroupedLinear,
+        fc2: GroupedLinear,
+        input: Tensor,
+        group_sizes: Tensor,
+        probs: Tensor,
+        out: Tensor | None,
+        dgrad_out: Tensor | None,
+        slots: Slots | None,
+    ) -> Tensor:
         options = self._op_options(fc1, fc2)
         first, second = fc1._main_grad(), fc2._main_grad()
         if first:
@@ -330,6 +367,7 @@ class GroupedMLP(LaunchedModule):
             and not fc1.scale_bias
             and fc2.scale_bias == fc2.has_bias
             and not (fc1.return_bias or fc2.return_bias)
+            and (fc1.tensor_parallel is None) == (fc2.tensor_parallel is None)
             and fc1.weight_shard == fc2.weight_shard
             and not (fc1.save_original_input or fc2.save_original_input)
             and fc1.fuse_wgrad_accumulation == fc2.fuse_wgrad_accumulation

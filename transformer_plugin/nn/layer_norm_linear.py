@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,8 +16,19 @@ from transformer_plugin.nn._autocast import operands
 from transformer_plugin.nn._caller_buffers import into_buffers, with_gradient_into
 from transformer_plugin.nn._module import layer_forward, registered
 from transformer_plugin.nn._recipe import RecipeModule
+from transformer_plugin.nn._tensor_parallel import (
+    plan_of,
+    shard_parameters,
+    tensor_parallel_of,
+    whole_parameters,
+    without_buffers,
+)
 from transformer_plugin.nn.quantized_parameters import chosen_recipe, in_high_precision, quantize_parameter
 from transformer_plugin.recipes import DelayedScaling, Recipe
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 #: The names of the norms, and what the ops call them.
 _NORMS = {"LayerNorm": "layer_norm", "RMSNorm": "rms_norm"}
@@ -43,6 +55,9 @@ class LayerNormLinear(RecipeModule):
         zero_centered: whether gamma is 1 + ``norm_weight``, which then starts at 0.
         return_normalized: whether ``forward`` returns the norm, too.
         fuse_wgrad_accumulation, delay_wgrad_compute, return_bias: as in :class:`Linear`.
+        parallel_mode: ``"column"``: tensor parallelism, as in :class:`Linear`. Each rank normalizes whole rows: all of
+            them, or with ``sequence_parallel`` its own, which are then gathered. The norm's gradients are complete.
+        tp_group, sequence_parallel, sections, pad_outputs: as in :class:`Linear`.
         recipe: the formats of the normalized input, the weight and the gradient; None multiplies in the dtype of the
             parameters.
         device, dtype: of the parameters; ``device="meta"`` defers the initial values to ``reset_parameters()``.
@@ -81,10 +96,38 @@ class LayerNormLinear(RecipeModule):
         fuse_wgrad_accumulation: bool = False,
         return_bias: bool = False,
         delay_wgrad_compute: bool = False,
+        parallel_mode: Literal["column"] | None = None,
+        tp_group: ProcessGroup | DeviceMesh | None = None,
+        sequence_parallel: bool = False,
+        sections: Sequence[int] = (),
+        pad_outputs: bool = False,
     ) -> None:
         super().__init__()
+        own = type(self).__name__
+        parallel = tensor_parallel_of(own, parallel_mode, tp_group, sequence_parallel, ("column",))
         self.fuse_wgrad_accumulation, self.return_bias = fuse_wgrad_accumulation, return_bias
         self.delay_wgrad_compute = delay_wgrad_compute
+        self._check(normalization, in_features)
+        self.in_features = in_features
+        self.normalization = normalization
+        self.eps = eps
+        self.zero_centered = zero_centered
+        self.return_normalized = return_normalized
+
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.norm_weight = Parameter(torch.empty(in_features, **options))
+        of_norm = Parameter(torch.empty(in_features, **options)) if normalization == "LayerNorm" else None
+        self.register_parameter("norm_bias", of_norm)
+        self.weight = Parameter(torch.empty(out_features, in_features, **options))
+        self.register_parameter("bias", Parameter(torch.empty(out_features, **options)) if bias else None)
+        self.reset_parameters()
+        if parallel is not None:
+            shard_parameters(self, parallel, plan_of("column", sections, pad_outputs))
+        self.out_features = self.weight.shape[0]
+        self.recipe = chosen_recipe(recipe)
+        quantize_parameter(self, "weight", self._formats[1])
+
+    def _check(self, normalization: str, in_features: int) -> None:
         if normalization not in _NORMS:
             raise self._error(
                 "normalization", "'LayerNorm' or 'RMSNorm'", repr(normalization), "Use one of the two"
@@ -93,34 +136,17 @@ class LayerNormLinear(RecipeModule):
             raise self._error(
                 "in_features", "at least 1", in_features, "There is nothing to normalize in an empty row"
             )
-        self.in_features = in_features
-        self.out_features = out_features
-        self.normalization = normalization
-        self.eps = eps
-        self.zero_centered = zero_centered
-        self.return_normalized = return_normalized
-
-        def parameter(*sizes: int) -> Parameter:
-            return Parameter(torch.empty(sizes, device=device, dtype=dtype))
-
-        self.norm_weight = parameter(in_features)
-        self.register_parameter("norm_bias", parameter(in_features) if normalization == "LayerNorm" else None)
-        self.weight = parameter(out_features, in_features)
-        self.register_parameter("bias", parameter(out_features) if bias else None)
-        self.recipe = chosen_recipe(recipe)
-        self.reset_parameters()
-        quantize_parameter(self, "weight", self._formats[1])
 
     def reset_parameters(self) -> None:
         """Gamma 1, the norm's bias 0, weight and bias as in ``torch.nn.Linear``. Also resets delayed scaling."""
         torch.nn.init.constant_(self.norm_weight, 0.0 if self.zero_centered else 1.0)
         if self.norm_bias is not None:
             torch.nn.init.zeros_(self.norm_bias)
-        with in_high_precision(self, "weight"):
+        with in_high_precision(self, "weight"), whole_parameters(self):
             torch.nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
-        if self.bias is not None:
-            bound = 1 / math.sqrt(self.in_features)
-            torch.nn.init.uniform_(self.bias, -bound, bound)
+            if self.bias is not None:
+                bound = 1 / math.sqrt(self.in_features)
+                torch.nn.init.uniform_(self.bias, -bound, bound)
         self._reset_state()
 
     @layer_forward
@@ -143,22 +169,17 @@ class LayerNormLinear(RecipeModule):
         *of_norm, own_weight, own_bias = [registered(self, self._parameters, name) for name in names]
         input, norm_weight, norm_bias = operands(input, *of_norm)
         _, weight, bias = operands(input, own_weight, None if self.return_bias else own_bias)
-        into = self._weight_gradient()
+        into, parallel = self._weight_gradient(), self.tensor_parallel
+        if parallel is not None:
+            without_buffers(type(self).__name__, parallel, out, dgrad_out)
         if out is not None or dgrad_out is not None:
             out, _ = into_buffers(type(self).__name__, self.recipe, out, dgrad_out, self.weight_shard)
             if dgrad_out is not None:
                 input = with_gradient_into(type(self).__name__, input, dgrad_out)
-        if isinstance(self.recipe, DelayedScaling):
-            normalized = self._norm(input, norm_weight, norm_bias)
-            scale = self._delayed_scales(self.recipe, self._op_accepts(normalized, weight, bias))
-            amax = self._current_amax if self.training else None
-            output = ops.linear_scaled(normalized, weight, scale, amax, bias, *self._formats)
-        elif out is not None:
-            normalized, output = self._norm(input, norm_weight, norm_bias), out
-            of_product: dict[str, Any] = {**into, "quantized_weight": quantized_weight}
-            ops.linear_out(normalized, weight, out, bias, *self._formats, **of_product)
-            self._op_took(into)
-        else:
+        if self._is_one_op() and out is None:
+            if parallel is not None:  # gradients of the norm's sum over ranks
+                input, norm_weight = parallel.copied(input), parallel.copied(norm_weight)
+                norm_bias = parallel.copied(norm_bias)
             output, normalized = ops.norm_linear(
                 input,
                 norm_weight,
@@ -173,11 +194,45 @@ class LayerNormLinear(RecipeModule):
                 quantized_weight,
                 **into,
             )
-            self._op_took(into)
+        else:
+            if parallel is not None:
+                norm_weight, norm_bias = parallel.of_rows(norm_weight), parallel.of_rows(norm_bias)
+            normalized = self._norm(input, norm_weight, norm_bias)
+            read = normalized if parallel is None else parallel.input(normalized)
+            output = self._product(read, weight, bias, quantized_weight, into, out)
+        self._op_took(into)
         results: list[Any] = [output]
         results += [own_bias] if self.return_bias else []
         results += [normalized] if self.return_normalized else []
         return tuple(results) if len(results) > 1 else output
+
+    def _is_one_op(self) -> bool:
+        """Whether one op has the norm and the product."""
+        if isinstance(self.recipe, DelayedScaling):
+            return False
+        # Of a tensor-parallel product the gradient is a part of a sum over ranks, that of the norm it returns is not.
+        parallel = self.tensor_parallel
+        return parallel is None or not (parallel.sequence_parallel or self.return_normalized)
+
+    def _product(
+        self,
+        normalized: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        quantized_weight: Any,
+        into: dict[str, Any],
+        out: Tensor | None,
+    ) -> Tensor:
+        """The product as an op of its own."""
+        if isinstance(self.recipe, DelayedScaling):
+            scale = self._delayed_scales(self.recipe, self._op_accepts(normalized, weight, bias))
+            amax = self._current_amax if self.training else None
+            return ops.linear_scaled(normalized, weight, scale, amax, bias, *self._formats)
+        options: dict[str, Any] = {**into, "quantized_weight": quantized_weight}
+        if out is None:
+            return ops.linear(normalized, weight, bias, *self._formats, **options)
+        ops.linear_out(normalized, weight, out, bias, *self._formats, **options)
+        return out
 
     def _norm(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.normalization == "LayerNorm":

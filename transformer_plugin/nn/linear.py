@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,8 +13,20 @@ from transformer_plugin.nn._autocast import operands
 from transformer_plugin.nn._caller_buffers import into_buffers
 from transformer_plugin.nn._module import layer_forward, registered
 from transformer_plugin.nn._recipe import RecipeModule
+from transformer_plugin.nn._tensor_parallel import (
+    ParallelMode,
+    plan_of,
+    shard_parameters,
+    tensor_parallel_of,
+    whole_parameters,
+    without_buffers,
+)
 from transformer_plugin.nn.quantized_parameters import chosen_recipe, in_high_precision, quantize_parameter
 from transformer_plugin.recipes import DelayedScaling, Recipe
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Linear(RecipeModule, torch.nn.Linear):
@@ -39,6 +52,17 @@ class Linear(RecipeModule, torch.nn.Linear):
         save_original_input: whether the backward keeps the input itself, and quantizes it again for the weight's
             gradient, with the same bits; worth it where another layer keeps that tensor too, which then takes memory
             once. An attribute that may be set later. Not with ``DelayedScaling`` or stochastic rounding of the input.
+        parallel_mode: tensor parallelism over the ranks of ``tp_group``, see :doc:`/tensor-parallel`. ``"column"``:
+            this rank has some of the outputs, ``weight [N / R, K]`` and ``bias [N / R]``. ``"row"``: it has some of the
+            inputs, ``weight [N, K / R]``; the products are summed over ranks, and the bias is added once. N and K are
+            the sizes of the whole layer; ``in_features`` and ``out_features`` of the module are this rank's.
+        tp_group: a process group, or a mesh of one dimension.
+        sequence_parallel: whether the rows, the first dimension, of the input of ``"column"`` and of the output of
+            ``"row"`` are sharded over the same ranks; otherwise all ranks have all rows.
+        sections: with ``"column"``, sizes that add up to N, each of which is divided among the ranks: for weights with
+            several outputs, such as gate and up, or query, key and value.
+        pad_outputs: with ``"column"``, whether N need not divide by the ranks; the outputs of the last ranks are then
+            zeros. For the logits of :func:`~transformer_plugin.ops.cross_entropy_over_ranks`.
 
     Buffers: with ``DelayedScaling`` ``delayed_history [H, 3]``, ``delayed_scale [3]`` and ``delayed_amax [3]``,
     float32, of the input, the weight and the gradient. Otherwise none.
@@ -61,8 +85,17 @@ class Linear(RecipeModule, torch.nn.Linear):
         return_bias: bool = False,
         delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
+        parallel_mode: ParallelMode | None = None,
+        tp_group: ProcessGroup | DeviceMesh | None = None,
+        sequence_parallel: bool = False,
+        sections: Sequence[int] = (),
+        pad_outputs: bool = False,
     ) -> None:
+        parallel = tensor_parallel_of(type(self).__name__, parallel_mode, tp_group, sequence_parallel)
         super().__init__(in_features, out_features, bias, device, dtype)
+        if parallel is not None:
+            shard_parameters(self, parallel, plan_of(parallel.mode, sections, pad_outputs))
+            self.out_features, self.in_features = self.weight.shape
         self.save_original_input = save_original_input
         self.fuse_wgrad_accumulation, self.return_bias = fuse_wgrad_accumulation, return_bias
         self.delay_wgrad_compute = delay_wgrad_compute
@@ -71,7 +104,7 @@ class Linear(RecipeModule, torch.nn.Linear):
 
     def reset_parameters(self) -> None:
         """Fresh initial values, as in :class:`torch.nn.Linear`. Also resets the state of delayed scaling."""
-        with in_high_precision(self, "weight"):
+        with in_high_precision(self, "weight"), whole_parameters(self):
             super().reset_parameters()
         self._reset_state()
 
@@ -91,9 +124,12 @@ class Linear(RecipeModule, torch.nn.Linear):
         """
         quantized_weight = self._quantized_weight()
         weight = registered(self, self._parameters, "weight")
-        own_bias = registered(self, self._parameters, "bias")
+        own_bias, parallel = registered(self, self._parameters, "bias"), self.tensor_parallel
         input, weight, bias = operands(input, weight, None if self.return_bias else own_bias)
         into = self._weight_gradient()
+        if parallel is not None:
+            without_buffers(type(self).__name__, parallel, out, dgrad_out)
+            input, bias, own_bias, added = parallel.before(input, bias, own_bias)
         if out is not None or dgrad_out is not None:
             out, buffers = into_buffers(type(self).__name__, self.recipe, out, dgrad_out, self.weight_shard)
             into.update(buffers)
@@ -109,6 +145,8 @@ class Linear(RecipeModule, torch.nn.Linear):
                 input, weight, out, bias, *self._formats, quantized_weight=quantized_weight, **into
             )
         self._op_took(into)
+        if parallel is not None:
+            output = parallel.output(output, added)
         return (output, own_bias) if self.return_bias else output
 
     def extra_repr(self) -> str:

@@ -16,6 +16,7 @@ from transformer_plugin.nn._launched import LaunchedModule
 from transformer_plugin.nn._layouts import Layout
 from transformer_plugin.nn._module import layer_forward, registered, serializable
 from transformer_plugin.nn._recipe import DTYPES, RowRules, formats_of, row_rules
+from transformer_plugin.nn._tensor_parallel import TensorParallel, sequence_parallel_group
 from transformer_plugin.nn.exchange import DispatchConfig, GroupExchange, LocalExchange
 from transformer_plugin.nn.grouped_mlp import GroupedMLP
 from transformer_plugin.nn.quantized_parameters import chosen_recipe
@@ -82,6 +83,19 @@ def _check_layout(parameters: Any, dtensor: bool, group: Any, mesh: Any) -> None
         )
 
 
+def _check_shares_experts(parallel: TensorParallel | None, group: ProcessGroup | None) -> None:
+    """Refuses ranks that have copies of experts and other tokens: their gradients would be parts of a sum."""
+    if parallel is None:
+        return
+    experts = [] if group is None else torch.distributed.get_process_group_ranks(group)
+    if not set(parallel.ranks) <= set(experts):
+        raise ValueError(
+            "transformer_plugin::MoE: argument 'tp_group': expected ranks that share the experts, got "
+            f"{list(parallel.ranks)} with experts on {experts or 'each rank'}. Pass a 'group' of experts that contains "
+            "the tensor-parallel ranks."
+        )
+
+
 def _size_of(group: ProcessGroup, dtensor: bool) -> int:
     """The number of ranks. Refuses quantized experts that would be DTensors."""
     if dtensor and chosen_recipe(None) is not None:
@@ -120,6 +134,10 @@ class MoE(LaunchedModule):
             padding of the experts' rows as the recipe requires.
         glu_interleave, launch_options, parameters, fuse_wgrad_accumulation, delay_wgrad_compute: of the experts, as in
             :class:`GroupedMLP`. With several ranks the layouts ``"list"`` and ``"grouped"`` need ``dtensor=False``.
+        sequence_parallel: whether the ranks of ``tp_group`` have other tokens of the same sequences, and one loss, see
+            :doc:`/tensor-parallel`. These ranks must share the experts. The router's gradient is the sum over them, and
+            the auxiliary loss the mean.
+        tp_group: with ``sequence_parallel``, a process group or a mesh of one dimension.
 
     Parameters: ``router.weight [E, H]``, the same on every rank; reduce its gradient as for any replicated parameter.
     And ``experts.*``. With several ranks these are ``DTensor`` s of all experts, ``Shard(0)`` over the mesh, so that
@@ -162,8 +180,11 @@ class MoE(LaunchedModule):
         parameters: Layout = "packed",
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
+        tp_group: ProcessGroup | DeviceMesh | None = None,
+        sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
+        parallel = sequence_parallel_group("MoE", tp_group, sequence_parallel)
         _check_types(router, dispatch, recipe, dtype)
         _check_layout(parameters, dtensor, group, mesh)
         self.hidden, self.ffn_hidden, self.num_experts, self.bias = hidden, ffn_hidden, num_experts, bias
@@ -178,27 +199,21 @@ class MoE(LaunchedModule):
             place = (dispatch, alignment, multiple, device)
             self.exchange = GroupExchange(found, num_experts, hidden, topk, *place)
         self.router = TopKRouter(hidden, num_experts, topk, router, device=device, dtype=dtype)
+        self.router.tensor_parallel = parallel
+        _check_shares_experts(parallel, found)
         # Sharded experts are initialized below, when it is known which experts this rank holds.
         first = device if ranks == 1 else "meta"
-        self.experts = GroupedMLP(
-            num_experts // ranks,
-            hidden,
-            ffn_hidden,
-            bias,
-            device=first,
-            dtype=dtype,
-            recipe=recipe,
-            glu_interleave=glu_interleave,
-            launch_options=launch_options,
-            parameters=parameters,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            delay_wgrad_compute=delay_wgrad_compute,
-        )
+        of_experts: dict[str, Any] = {"device": first, "dtype": dtype, "recipe": recipe}
+        of_experts.update(glu_interleave=glu_interleave, launch_options=launch_options, parameters=parameters)
+        of_experts.update(fuse_wgrad_accumulation=fuse_wgrad_accumulation)
+        of_experts.update(delay_wgrad_compute=delay_wgrad_compute)
+        self.experts = GroupedMLP(num_experts // ranks, hidden, ffn_hidden, bias, **of_experts)
         self._exchange_rules = RowRules(alignment, multiple)
         if found is not None and isinstance(self.exchange, GroupExchange):
             self.experts.to_empty(device=torch.get_default_device() if device is None else device)
             over = expert_mesh or mesh_of(found, self.exchange.context.device)
-            shard_experts(self.experts, self.router, found, over if dtensor else None)
+            ranks_per_loss = len(parallel.ranks) if parallel else 1
+            shard_experts(self.experts, self.router, found, over if dtensor else None, ranks_per_loss)
             self.experts.reset_parameters()
             install_wrapper_checks()
 

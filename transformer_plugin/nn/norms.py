@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,11 @@ from torch import Tensor
 from transformer_plugin import ops
 from transformer_plugin.nn._autocast import as_weight
 from transformer_plugin.nn._module import PluginModule, layer_forward, registered
+from transformer_plugin.nn._tensor_parallel import sequence_parallel_group
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def _last_dimension(normalized_shape: int | Sequence[int], module: str) -> int | Sequence[int]:
@@ -28,11 +34,17 @@ class _ZeroCenteredNorm(PluginModule):
 
     zero_centered: bool = False  # while torch's constructor runs
 
-    def _center(self, zero_centered: bool) -> None:
+    def _center(self, zero_centered: bool, tp_group: Any, sequence_parallel: bool) -> None:
         """Called at the end of a constructor."""
         self.zero_centered = zero_centered
+        self.tensor_parallel = sequence_parallel_group(type(self).__name__, tp_group, sequence_parallel)
         if zero_centered:
             self.reset_parameters()
+
+    def _own(self, name: str) -> Tensor | None:
+        """A parameter, whose gradient is the sum over the ranks that apply it to other rows."""
+        parameter: Tensor | None = registered(self, self._parameters, name)
+        return parameter if self.tensor_parallel is None else self.tensor_parallel.of_rows(parameter)
 
     def reset_parameters(self) -> None:
         """Sets gamma to 1 (with ``zero_centered`` the weight to 0), and a bias to 0."""
@@ -43,7 +55,11 @@ class _ZeroCenteredNorm(PluginModule):
 
     def extra_repr(self) -> str:
         """As in torch, and ``zero_centered`` where it is set."""
-        return super().extra_repr() + (", zero_centered=True" if self.zero_centered else "")
+        return (
+            super().extra_repr()
+            + (", zero_centered=True" if self.zero_centered else "")
+            + (", sequence_parallel=True" if self.tensor_parallel else "")
+        )
 
 
 class RMSNorm(_ZeroCenteredNorm, torch.nn.RMSNorm):
@@ -60,6 +76,9 @@ class RMSNorm(_ZeroCenteredNorm, torch.nn.RMSNorm):
         device, dtype: of the parameters; ``device="meta"`` defers the initial values to ``reset_parameters()``.
         zero_centered: whether gamma is 1 + ``weight``, so that weight decay pulls it towards 1; ``weight`` then starts
             at 0.
+        sequence_parallel: whether the ranks of ``tp_group`` normalize other rows with the same parameters, whose
+            gradients are then the sum over these ranks, see :doc:`/tensor-parallel`.
+        tp_group: with ``sequence_parallel``, a process group or a mesh of one dimension.
 
     Parameter: ``weight [H]``, if ``elementwise_affine``.
 
@@ -77,15 +96,17 @@ class RMSNorm(_ZeroCenteredNorm, torch.nn.RMSNorm):
         dtype: torch.dtype | None = None,
         *,
         zero_centered: bool = False,
+        tp_group: ProcessGroup | DeviceMesh | None = None,
+        sequence_parallel: bool = False,
     ) -> None:
         shape = _last_dimension(normalized_shape, "RMSNorm")
         super().__init__(shape, eps, elementwise_affine, device, dtype)  # type: ignore[arg-type]
-        self._center(zero_centered)
+        self._center(zero_centered, tp_group, sequence_parallel)
 
     @layer_forward
     def forward(self, x: Tensor) -> Tensor:
         """Normalizes the last dimension. See the class for dtypes."""
-        weight = registered(self, self._parameters, "weight")
+        weight = self._own("weight")
         x = as_weight(x, weight)
         eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
         return ops.rms_norm(x, weight, eps, self.zero_centered)
@@ -106,6 +127,9 @@ class LayerNorm(_ZeroCenteredNorm, torch.nn.LayerNorm):
         device, dtype: of the parameters; ``device="meta"`` defers the initial values to ``reset_parameters()``.
         zero_centered: whether gamma is 1 + ``weight``, so that weight decay pulls it towards 1; ``weight`` then starts
             at 0.
+        sequence_parallel: whether the ranks of ``tp_group`` normalize other rows with the same parameters, whose
+            gradients are then the sum over these ranks, see :doc:`/tensor-parallel`.
+        tp_group: with ``sequence_parallel``, a process group or a mesh of one dimension.
 
     Parameters: ``weight [H]`` and ``bias [H]``.
 
@@ -122,14 +146,15 @@ class LayerNorm(_ZeroCenteredNorm, torch.nn.LayerNorm):
         dtype: torch.dtype | None = None,
         *,
         zero_centered: bool = False,
+        tp_group: ProcessGroup | DeviceMesh | None = None,
+        sequence_parallel: bool = False,
     ) -> None:
         shape = _last_dimension(normalized_shape, "LayerNorm")
         super().__init__(shape, eps, elementwise_affine, bias, device, dtype)  # type: ignore[arg-type]
-        self._center(zero_centered)
+        self._center(zero_centered, tp_group, sequence_parallel)
 
     @layer_forward
     def forward(self, input: Tensor) -> Tensor:
         """Normalizes the last dimension. See the class for dtypes."""
-        weight = registered(self, self._parameters, "weight")
-        bias = registered(self, self._parameters, "bias")
+        weight, bias = self._own("weight"), self._own("bias")
         return ops.layer_norm(as_weight(input, weight), weight, bias, self.eps, self.zero_centered)

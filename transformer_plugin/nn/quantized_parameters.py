@@ -77,6 +77,9 @@ def quantize_parameter(module: torch.nn.Module, name: str, key: str) -> None:
     weight = module._parameters[name]
     if choice is None or weight is None:
         return
+    if getattr(module, "tensor_parallel", None) is not None:
+        expected = "layers without parallel_mode, whose checkpoints have slices of plain tensors"
+        raise ValueError(_error(expected, type(module).__name__, "Make the layer outside of quantized_init"))
     quantized = Parameter(quantize(weight.detach(), key, columnwise=True), weight.requires_grad)
     if choice.keeps_values:
         quantized.high_precision_init_val = _kept(weight)  # type: ignore[attr-defined]

@@ -320,7 +320,8 @@ class TopKRouter(PluginModule):
         return self._routing(logits), tokens
 
     def _operands(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        weight: Tensor = registered(self, self._parameters, "weight")
+        own: Tensor = registered(self, self._parameters, "weight")
+        weight = own if self.tensor_parallel is None else self.tensor_parallel.copied(own)
         alike = tokens.dtype == weight.dtype and tokens.dtype in DTYPES
         if self._config.router_dtype is None and alike:
             return tokens, weight
@@ -345,9 +346,10 @@ class TopKRouter(PluginModule):
     def _aux_loss(self, logits: Tensor, load: Tensor) -> Tensor:
         scores = ops.router_scores(logits, self.config.score_function)
         tokens: int | Tensor = logits.shape[0]
-        if isinstance(tokens, Tensor):  # torch.jit.trace returns sizes as CPU tensors
-            tokens = tokens.to(logits.device)
-        return ops.aux_loss(scores, load, tokens, self.topk, self.config.aux_loss_coeff)
+        if isinstance(tokens, Tensor):
+            tokens = tokens.to(logits.device)  # torch.jit.trace returns sizes as CPU tensors
+        loss = ops.aux_loss(scores, load, tokens, self.topk, self.config.aux_loss_coeff)
+        return loss if self.tensor_parallel is None else self.tensor_parallel.mean(loss)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], *arguments: Any) -> None:
         super()._load_from_state_dict(state_dict, *arguments)

@@ -14,7 +14,8 @@ from transformer_plugin.parallel.facade import (
     ep_prepare,
     is_ep_bootstrapped,
 )
-from transformer_plugin.parallel.sharded import shard_, whole_state_dict, whole_weight
+from transformer_plugin.parallel.sharded import shard_
+from transformer_plugin.parallel.whole import whole_state_dict, whole_weight
 
 __all__ = [
     "EpBuffer",

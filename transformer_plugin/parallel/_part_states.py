@@ -8,24 +8,33 @@ import torch
 from torch import Tensor
 
 from transformer_plugin.parallel._part_tensor import PartTensor, part_for
-from transformer_plugin.parallel._weight_part import WeightPart, mark, part_of
+from transformer_plugin.parallel._tensor_slices import PartLayout
+from transformer_plugin.parallel._weight_part import layout_of, mark
 
-#: Set on optimizers whose state dicts are handled.
+#: Set on layers and optimizers whose state dicts are handled.
 _HANDLED = "_has_states_of_parts"
 
 
 def handle_module(layer: torch.nn.Module) -> None:
-    """Once for each layer whose ``weight`` is cut."""
+    """For each layer with parts of parameters; nothing a second time."""
+    if getattr(layer, _HANDLED, False):
+        return
+    setattr(layer, _HANDLED, True)
     layer.register_state_dict_post_hook(_save_module)
     layer.register_load_state_dict_post_hook(_mark_loaded)
     layer.register_load_state_dict_pre_hook(_load_module)
 
 
 def _save_module(layer: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    part: WeightPart | None = layer.weight_part
-    value = state.get(prefix + "weight")
-    if part is not None and isinstance(value, Tensor) and not value.requires_grad:
-        state[prefix + "weight"] = PartTensor(value, part.rows, part.rank)
+    for name, layout in _layouts(layer).items():
+        value = state.get(prefix + name)
+        if isinstance(value, Tensor) and not value.requires_grad:
+            state[prefix + name] = PartTensor(value, layout)
+
+
+def _layouts(layer: torch.nn.Module) -> dict[str, PartLayout]:
+    found = {name: layout_of(p) for name, p in layer._parameters.items() if p is not None}
+    return {name: layout for name, layout in found.items() if layout is not None}
 
 
 def _mark_loaded(layer: Any, _: Any) -> None:
@@ -33,17 +42,17 @@ def _mark_loaded(layer: Any, _: Any) -> None:
 
 
 def _load_module(layer: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    part: WeightPart | None = layer.weight_part
-    key = prefix + "weight"
-    if part is not None and isinstance(state.get(key), Tensor):
-        state[key] = part_for(state[key], layer.weight, part.rows, part.rank, key)
+    for name, layout in _layouts(layer).items():
+        key = prefix + name
+        if isinstance(state.get(key), Tensor):
+            state[key] = part_for(state[key], layout, key)
 
 
 def handle_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Makes the state of a part a :class:`PartTensor` in ``state_dict()``. Nothing without parts, or a second time."""
     if getattr(optimizer, _HANDLED, False):
         return
-    if not any(part_of(p) for settings in optimizer.param_groups for p in settings["params"]):
+    if not any(layout_of(p) for settings in optimizer.param_groups for p in settings["params"]):
         return
     optimizer.register_state_dict_post_hook(_save_optimizer)
     optimizer.register_load_state_dict_pre_hook(_load_optimizer)
@@ -52,20 +61,20 @@ def handle_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 def _parts_by_key(
     optimizer: torch.optim.Optimizer, state: dict[str, Any]
-) -> dict[Any, tuple[Tensor, WeightPart]]:
+) -> dict[Any, tuple[Tensor, PartLayout]]:
     """By what a state dict calls the parameters, in their order."""
     parameters = [p for settings in optimizer.param_groups for p in settings["params"]]
     keys = [key for settings in state["param_groups"] for key in settings["params"]]
-    found = ((key, p, part_of(p)) for key, p in zip(keys, parameters, strict=False))
-    return {key: (p, part) for key, p, part in found if part is not None}
+    found = ((key, p, layout_of(p)) for key, p in zip(keys, parameters, strict=False))
+    return {key: (p, layout) for key, p, layout in found if layout is not None}
 
 
 def _save_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     states = dict(state["state"])
-    for i, (parameter, part) in _parts_by_key(optimizer, state).items():
+    for i, (parameter, layout) in _parts_by_key(optimizer, state).items():
         if i in states:
             states[i] = {
-                name: PartTensor(value, part.rows, part.rank) if _is_like(value, parameter) else value
+                name: PartTensor(value, layout) if _is_like(value, parameter) else value
                 for name, value in states[i].items()
             }
     return {**state, "state": states}
@@ -73,13 +82,12 @@ def _save_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     states = dict(state["state"])
-    for i, (parameter, part) in _parts_by_key(optimizer, state).items():
+    for i, (_, layout) in _parts_by_key(optimizer, state).items():
         if i not in states:
             continue
-        whole = (part.rows.rows, *parameter.shape[1:])
         states[i] = {
-            name: part_for(value, parameter, part.rows, part.rank, f"{part.name}.{name}")
-            if isinstance(value, Tensor) and tuple(value.shape) == whole
+            name: part_for(value, layout, f"{i}.{name}")
+            if isinstance(value, Tensor) and tuple(value.shape) == layout.shape
             else value
             for name, value in states[i].items()
         }

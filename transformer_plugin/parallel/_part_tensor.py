@@ -1,55 +1,58 @@
-"""PartTensor: this rank's rows of a tensor, as checkpoints see them."""
+"""PartTensor: what this rank has of a tensor, as checkpoints see it."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from transformer_plugin.parallel._row_shard import RowShard
+from transformer_plugin.parallel._tensor_slices import Chunk, PartLayout, TensorSlices
 from transformer_plugin.tensor._layout import message
 
 _aten = torch.ops.aten
 
 
 class PartTensor(Tensor):
-    """A whole tensor ``[N, ...]`` of which this process has some rows, without padding.
+    """A whole tensor of which this process has some rows or columns, without padding.
 
-    The ``state_dict`` of a module with sharded weights has them, and that of its optimizer. Its shape is that of the
-    whole, so that checkpoints are of the model and not of the ranks: ``torch.distributed.checkpoint`` saves each row
-    once, and loads them on any number of ranks. ``torch.save`` saves this rank's rows, for as many ranks. It computes
-    nothing: :attr:`part` is this rank's tensor, padding included.
+    The ``state_dict`` of a module with sharded or tensor-parallel weights has them, and that of its optimizer. Its
+    shape is that of the whole, so that checkpoints are of the model and not of the ranks:
+    ``torch.distributed.checkpoint`` saves each element once, and loads them on any number of ranks. ``torch.save``
+    saves this rank's part, for as many ranks. It computes nothing: :attr:`part` is this rank's tensor, padding
+    included.
     """
 
-    #: ``[S, ...]``, over the memory of the parameter.
+    #: Over the memory of the parameter.
     part: Tensor
-    rows: RowShard
-    rank: int
+    part_layout: PartLayout
 
     @staticmethod
-    def __new__(cls, part: Tensor, rows: RowShard, rank: int) -> PartTensor:
+    def __new__(cls, part: Tensor, layout: PartLayout) -> PartTensor:
         part = part.detach()
-        shape = (rows.rows, *part.shape[1:])
-        made: PartTensor = Tensor._make_wrapper_subclass(cls, shape, dtype=part.dtype, device=part.device)
-        made.part, made.rows, made.rank = part, rows, rank
+        made: PartTensor = Tensor._make_wrapper_subclass(
+            cls, layout.shape, dtype=part.dtype, device=part.device
+        )
+        made.part, made.part_layout = part, layout
         return made
 
-    def __init__(self, part: Tensor, rows: RowShard, rank: int) -> None:
+    def __init__(self, part: Tensor, layout: PartLayout) -> None:
         pass
 
-    @property
-    def valid(self) -> Tensor:
-        """This rank's rows, without padding: a view."""
-        return self.part[: self.rows.valid_rows(self.rank)]
-
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        first = self.rows.offset(self.rank)
-        held = f"{first}:{first + self.rows.valid_rows(self.rank)}"
-        return f"PartTensor(rows {held} of {list(self.shape)}, {self.dtype}, device='{self.device}')"
+        held = ", ".join(
+            "[" + ", ".join(f"{at}:{at + size}" for at, size in zip(c.offsets, c.sizes, strict=True)) + "]"
+            for c in self.part_layout.chunks()
+        )
+        return f"PartTensor({held or 'nothing'} of {list(self.shape)}, {self.dtype}, device='{self.device}')"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuild, (self.part, self.rows.rows, self.rows.ranks, self.rows.align, self.rank)
+        layout = self.part_layout
+        rows = None if layout.rows is None else dataclasses.astuple(layout.rows)
+        slices = None if layout.slices is None else dataclasses.astuple(layout.slices)
+        return _rebuild, (self.part, layout.shape, slices, rows, layout.rank)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -57,18 +60,18 @@ class PartTensor(Tensor):
         kwargs = kwargs or {}
         own = args[0]
         if func in (_aten.detach.default, _aten.alias.default):
-            return PartTensor(own.part, own.rows, own.rank)
+            return PartTensor(own.part, own.part_layout)
         if func in (_aten.clone.default, _aten._to_copy.default, _aten.empty_like.default):
-            return PartTensor(func(own.part, **kwargs), own.rows, own.rank)
+            return PartTensor(func(own.part, **kwargs), own.part_layout)
         if func is _aten.new_empty.default and list(args[1]) == list(own.shape):
-            return PartTensor(func(own.part, own.part.shape, **kwargs), own.rows, own.rank)
+            return PartTensor(func(own.part, own.part.shape, **kwargs), own.part_layout)
         if func is _aten.copy_.default and all(
-            isinstance(t, PartTensor) and t.rows == own.rows for t in args[:2]
+            isinstance(t, PartTensor) and t.part_layout == own.part_layout for t in args[:2]
         ):
             own.part.copy_(args[1].part)
             return own
         got = f"{func}, which computes with values that other ranks have"
-        advice = "Use .part for this rank's rows, or transformer_plugin.parallel.whole_weight(parameter)"
+        advice = "Use .part for what this rank has, or transformer_plugin.parallel.whole_weight(parameter)"
         raise NotImplementedError(message("PartTensor", "self", "an op that copies or moves", got, advice))
 
     # The protocol of torch.distributed.checkpoint, as DTensor has it.
@@ -90,40 +93,57 @@ class PartTensor(Tensor):
     def __create_chunk_list__(self) -> list[Any]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-        valid = self.valid
-        if valid.shape[0] == 0:
-            return []
-        offsets = torch.Size([self.rows.offset(self.rank)] + [0] * (valid.dim() - 1))
-        return [ChunkStorageMetadata(offsets=offsets, sizes=valid.shape)]
+        return [
+            ChunkStorageMetadata(offsets=torch.Size(chunk.offsets), sizes=torch.Size(chunk.sizes))
+            for chunk in self.part_layout.chunks()
+        ]
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        return self.valid
+        chunk = next(c for c in self.part_layout.chunks() if list(c.offsets) == list(index.offset))
+        return _view(self.part, chunk)
 
 
-def _rebuild(part: Tensor, rows: int, ranks: int, align: int, rank: int) -> PartTensor:
-    return PartTensor(part, RowShard(rows, ranks, align), rank)
+def _view(part: Tensor, chunk: Chunk) -> Tensor:
+    for dim, (start, size) in enumerate(zip(chunk.local, chunk.sizes, strict=True)):
+        part = part.narrow(dim, start, size)
+    return part
+
+
+def _rebuild(part: Tensor, shape: Any, slices: Any, rows: Any, rank: int) -> PartTensor:
+    layout = PartLayout(
+        tuple(shape),
+        None if slices is None else TensorSlices(*slices),
+        None if rows is None else RowShard(*rows),
+        rank,
+    )
+    return PartTensor(part, layout)
 
 
 torch.serialization.add_safe_globals([_rebuild])
 
 
-def part_for(value: Any, like: Tensor, rows: RowShard, rank: int, name: str) -> Tensor:
-    """This rank's part of a value of a checkpoint: of a :class:`PartTensor` of the same cut, or of a whole tensor.
+def part_for(value: Any, layout: PartLayout, name: str) -> Tensor:
+    """This rank's part of a value of a checkpoint: of a :class:`PartTensor` of the same layout, or of a whole tensor.
 
     Raises:
-        ValueError: a value of another model, another cut, or another rank.
+        ValueError: a value of another model, another number of ranks, or another rank.
     """
-    advice = "Load it with torch.distributed.checkpoint, which cuts again, or load the whole tensor"
-    whole = [rows.rows, *like.shape[1:]]
+    advice = "Load it with torch.distributed.checkpoint, which shards again, or load the whole tensor"
     if isinstance(value, PartTensor):
-        if (value.rows, value.rank) != (rows, rank) or value.part.shape != like.shape:
-            got = f"rank {value.rank} of {value.rows}"
-            raise ValueError(
-                message("load_state_dict", name, f"the rows of rank {rank} of {rows}", got, advice)
-            )
-        return value.part
-    if list(value.shape) != whole:
+        if _same(value.part_layout, layout) and tuple(value.part.shape) == layout.part_shape:
+            return value.part
+        got = f"rank {value.part_layout.rank} of {value.part_layout}"
+        raise ValueError(
+            message("load_state_dict", name, f"what rank {layout.rank} has of {layout}", got, advice)
+        )
+    if tuple(value.shape) != layout.shape:
         got = f"a tensor of sizes {list(value.shape)}"
         advice = "Load a checkpoint of this model, not one of a part of it"
-        raise ValueError(message("load_state_dict", name, f"the whole weight, of sizes {whole}", got, advice))
-    return rows.cut(value.detach(), rank)
+        expected = f"the whole weight, of sizes {list(layout.shape)}"
+        raise ValueError(message("load_state_dict", name, expected, got, advice))
+    return layout.cut(value)
+
+
+def _same(one: PartLayout, other: PartLayout) -> bool:
+    """Whether both have the same blocks; names of groups may differ between runs."""
+    return (one.shape, one.part_shape, one.chunks()) == (other.shape, other.part_shape, other.chunks())

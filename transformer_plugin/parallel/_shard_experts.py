@@ -26,6 +26,13 @@ class Ranks:
     group_name: str
     #: the mesh of the parameters; None if the parameters are plain tensors with this rank's experts.
     mesh: DeviceMesh | None
+    #: how many of these ranks have tokens of one loss, as those of a tensor-parallel group.
+    ranks_per_loss: int = 1
+
+    @property
+    def losses(self) -> int:
+        """How many losses the gradient of an expert is a sum over."""
+        return len(self.ranks) // self.ranks_per_loss
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
         return self
@@ -111,7 +118,11 @@ def _first_expert(parameter: Tensor, over: Ranks) -> int:
 
 
 def shard_experts(
-    experts: torch.nn.Module, router: torch.nn.Module, group: ProcessGroup, mesh: DeviceMesh | None
+    experts: torch.nn.Module,
+    router: torch.nn.Module,
+    group: ProcessGroup,
+    mesh: DeviceMesh | None,
+    ranks_per_loss: int = 1,
 ) -> None:
     """Marks the modules that hold this rank's experts, and the router that chooses among all experts.
 
@@ -124,7 +135,8 @@ def shard_experts(
         sharded_parameter,
     )
 
-    ranks = Ranks(tuple(torch.distributed.get_process_group_ranks(group)), group.group_name, mesh)
+    members = tuple(torch.distributed.get_process_group_ranks(group))
+    ranks = Ranks(members, group.group_name, mesh, ranks_per_loss)
     setattr(router, ROUTER_RANKS, ranks)
     for module in experts.modules():
         setattr(module, EXPERT_RANKS, ranks)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from transformer_plugin.parallel._row_shard import RowShard
+from transformer_plugin.parallel._tensor_slices import TENSOR_SLICES, PartLayout, slices_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -50,10 +51,14 @@ class WeightPart:
 
 
 def mark(layer: Any) -> None:
-    """Says again what the weight of a layer is a part of, where another parameter has taken its place."""
+    """Says again what the parameters of a layer are parts of, where other parameters have taken their place."""
     weight = layer._parameters.get("weight")
     if layer.weight_part is not None and weight is not None and WEIGHT_PART not in weight.__dict__:
         setattr(weight, WEIGHT_PART, layer.weight_part)
+    for name, slices in layer.tensor_slices.items():
+        parameter = layer._parameters.get(name)
+        if parameter is not None and TENSOR_SLICES not in parameter.__dict__:
+            setattr(parameter, TENSOR_SLICES, slices)
 
 
 def as_copy(layer: Any) -> None:
@@ -67,3 +72,18 @@ def as_copy(layer: Any) -> None:
 def part_of(parameter: Tensor) -> WeightPart | None:
     """What a parameter is a part of; None for a whole parameter."""
     return parameter.__dict__.get(WEIGHT_PART) if hasattr(parameter, "__dict__") else None
+
+
+def layout_of(parameter: Tensor) -> PartLayout | None:
+    """Which blocks of a whole tensor a parameter has; None for a whole parameter."""
+    part, slices = part_of(parameter), slices_of(parameter)
+    if part is None and slices is None:
+        return None
+    shape = list(parameter.shape)
+    if part is not None:
+        shape[0] = part.rows.rows
+    if slices is not None:
+        shape[slices.dim] = slices.size
+    if part is None:
+        return PartLayout(tuple(shape), slices)
+    return PartLayout(tuple(shape), slices, part.rows, part.rank)

@@ -21,6 +21,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from transformer_plugin.parallel._shard_experts import EXPERT_RANKS, ROUTER_RANKS, Ranks
+from transformer_plugin.parallel._tensor_slices import slices_of
 from transformer_plugin.parallel._weight_part import part_of
 from transformer_plugin.tensor._base import FormatTensor
 
@@ -49,7 +50,7 @@ def install_wrapper_checks() -> None:
         ranks = _check_fsdp_group(params, modules, mesh_info.mesh)
         original(self, params, modules, mesh_info, *rest, **named)
         if ranks is not None:
-            _average_over_all_ranks(self, mesh_info.mesh, len(ranks.ranks))
+            _average_over_all_ranks(self, mesh_info.mesh, ranks.losses)
 
     FSDPParamGroup.__init__ = init  # type: ignore[method-assign]
 
@@ -64,13 +65,14 @@ def _check_ddp(wrapper: torch.nn.Module, name: str, model: torch.nn.Module | Non
             full = f"{prefix}.{key}" if prefix else key
             if full in wrapper.parameters_to_ignore:
                 continue
-            part = part_of(parameter)
-            if part is not None and len(together.intersection(part.ranks)) > 1:
-                raise _ddp_error(
-                    "parameters that are replicated on all ranks",
-                    f"'{full}', which shard_ has cut over the ranks {list(part.ranks)}: rank 0's values would "
-                    "overwrite the others",
-                )
+            for part, kind in ((part_of(parameter), "shard_"), (slices_of(parameter), "tensor parallelism")):
+                if part is not None and len(together.intersection(part.ranks)) > 1:
+                    raise _ddp_error(
+                        "parameters that are replicated on all ranks",
+                        f"'{full}', which {kind} has sharded over the ranks {list(part.ranks)}: rank 0's values would "
+                        "overwrite the others",
+                        "Pass the process_group of ranks with the same slices" if kind != "shard_" else None,
+                    )
             if isinstance(expert_ranks, Ranks) and (
                 len(together.intersection(expert_ranks.ranks)) > 1 or hasattr(parameter, "to_local")
             ):
@@ -87,10 +89,11 @@ def _check_ddp(wrapper: torch.nn.Module, name: str, model: torch.nn.Module | Non
                 )
 
 
-def _ddp_error(expected: str, got: str) -> ValueError:
+def _ddp_error(expected: str, got: str, advice: str | None = None) -> ValueError:
+    own = "Use transformer_plugin.parallel.data_parallel(model) in place of DistributedDataParallel(model)"
     return ValueError(
-        f"transformer_plugin::MoE: argument 'module' of DistributedDataParallel: expected {expected}, got {got}. Use "
-        "transformer_plugin.parallel.data_parallel(model) in place of DistributedDataParallel(model)."
+        f"transformer_plugin::MoE: argument 'module' of DistributedDataParallel: expected {expected}, got {got}. "
+        f"{advice or own}."
     )
 
 
@@ -103,6 +106,14 @@ def _check_not_quantized(params: list[Any]) -> None:
                 "transformer_plugin::fully_shard: argument 'module': expected weights that no other wrapper has cut, "
                 f"got '{part.name}', which shard_ has cut over the ranks {list(part.ranks)}. Pass these parameters as "
                 "ignored_params, or leave them to fully_shard alone."
+            )
+        slices = slices_of(parameter)
+        if slices is not None:
+            raise ValueError(
+                "transformer_plugin::fully_shard: argument 'module': expected parameters that no other wrapper has "
+                f"sharded, got a slice of sizes {list(parameter.shape)}, which tensor parallelism has over the ranks "
+                f"{list(slices.ranks)}: checkpoints would have one slice. Shard these layers with "
+                "transformer_plugin.parallel.shard_, or make them tensor parallel with torch's parallelize_module."
             )
         if isinstance(parameter, FormatTensor) and parameter.format.is_quantized:
             raise ValueError(

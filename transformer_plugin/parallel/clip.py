@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
+from transformer_plugin.parallel._tensor_slices import slices_of
 from transformer_plugin.parallel._weight_part import part_of
 
 if TYPE_CHECKING:
@@ -128,8 +130,9 @@ def gradient_of(parameter: Any, op: str) -> Tensor | None:
 def _groups_and_part(parameter: Tensor, gradient: Tensor) -> tuple[list[ProcessGroup], Tensor]:
     """Returns the groups over which a gradient is sharded, and this rank's shard of it."""
     if not hasattr(gradient, "to_local"):
-        cut = part_of(parameter)  # rows of padding are zeros
-        return [] if cut is None else [cut.group], gradient
+        part, slices = part_of(parameter), slices_of(parameter)  # padding is zeros
+        groups = [] if part is None else [part.group]
+        return groups + ([] if slices is None else [_group_named(slices.group_name)]), gradient
     from torch.distributed.tensor import Replicate
 
     whole: Any = gradient
@@ -141,6 +144,12 @@ def _groups_and_part(parameter: Tensor, gradient: Tensor) -> tuple[list[ProcessG
     dimensions = [d for d, placement in enumerate(whole.placements) if not isinstance(placement, Replicate)]
     mesh = whole.device_mesh
     return [mesh.get_group(d) for d in dimensions if mesh.size(d) > 1], whole.to_local()
+
+
+def _group_named(name: str) -> ProcessGroup:
+    resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+    group: ProcessGroup = resolve(name)
+    return group
 
 
 def _reduced(tensors: list[Tensor], groups: list[ProcessGroup], p: float) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from transformer_plugin.parallel._shard_experts import EXPERT_RANKS, Ranks, local
+from transformer_plugin.parallel._tensor_slices import slices_of
 from transformer_plugin.parallel._weight_part import part_of
 from transformer_plugin.parallel._wrapping import sharded_modules
 
@@ -44,11 +45,13 @@ def data_parallel(
     parameters that are replicated on all ranks. The gradient of an expert contains the tokens of all ranks of the
     experts' group; it is divided by the size of that group. If several ranks hold the same expert, it is also averaged
     over them. Weights that :func:`~transformer_plugin.parallel.shard_` has cut are averaged over the ranks that have
-    the same part. ``no_sync()`` works as usual. When the model is wrapped, the first of the ranks that hold the same
-    experts broadcasts them to the others, and rank 0 broadcasts everything else.
+    the same part, and slices of tensor parallelism over those that have the same slices. Tensor-parallel ranks have one
+    loss together. ``no_sync()`` works as usual. When the model is wrapped, the first of the ranks that hold the same
+    experts or parts broadcasts them to the others, and rank 0 broadcasts everything else.
 
     Args:
-        model: contains :class:`~transformer_plugin.nn.MoE` layers, made with a ``group`` or a ``mesh``.
+        model: any, with :class:`~transformer_plugin.nn.MoE` layers made with a ``group`` or a ``mesh``, sharded
+            weights, or tensor-parallel layers.
         process_group: all ranks that train; None for the world. The experts of every layer are sharded over all of
             them, or over subgroups of equal size.
         options: options of ``DistributedDataParallel``, such as ``device_ids``.
@@ -64,8 +67,8 @@ def data_parallel(
     for prefix, (module, _) in mine.items():
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         ignored += [f"{prefix}.{name}" if prefix else name for name, _ in tensors]
-    cut = {name: p for name, p in model.named_parameters() if part_of(p) is not None}
-    ignored += cut
+    parts = {name: p for name, p in model.named_parameters() if part_of(p) or slices_of(p)}
+    ignored += parts
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
     wrapped = ExpertDataParallel(model, process_group=process_group, **options)
     copies: dict[tuple[int, ...], ProcessGroup | None] = {}
@@ -74,13 +77,35 @@ def data_parallel(
             copies[ranks.ranks] = _group_of_copies(everyone, ranks)
         for parameter in module.parameters(recurse=False):
             if part_of(parameter) is None:
-                _average(wrapped, parameter, copies[ranks.ranks], divide_by=len(ranks.ranks))
-    for parameter in cut.values():
-        part: Any = part_of(parameter)
-        if part.ranks not in copies:
-            copies[part.ranks] = _group_of_copies(everyone, Ranks(part.ranks, part.group.group_name, None))
-        _average(wrapped, parameter, copies[part.ranks], divide_by=1 if part.mean else len(part.ranks))
+                _average(wrapped, parameter, copies[ranks.ranks], divide_by=ranks.losses)
+    same: dict[Any, ProcessGroup | None] = {}
+    for parameter in parts.values():
+        part, slices = part_of(parameter), slices_of(parameter)
+        key = (None if slices is None else slices.ranks, None if part is None else part.ranks)
+        if key not in same:
+            place = (None if slices is None else slices.rank, None if part is None else part.rank)
+            same[key] = _group_of_same(everyone, place)
+        divide_by = 1 if part is None or part.mean else len(part.ranks)
+        _average(wrapped, parameter, same[key], divide_by)
     return wrapped
+
+
+def _group_of_same(everyone: ProcessGroup, place: Any) -> ProcessGroup | None:
+    """Returns the group of the ranks at the same place, which have the same part; None if there is no other."""
+    world = dist.get_process_group_ranks(everyone)
+    places: list[Any] = [None] * len(world)
+    dist.all_gather_object(places, place, group=everyone)
+    members: dict[Any, list[int]] = {}
+    for rank, other in zip(world, places, strict=True):
+        members.setdefault(other, []).append(rank)
+    if len({len(ranks) for ranks in members.values()}) > 1:  # on all ranks, which have the same places
+        raise ValueError(
+            "transformer_plugin::data_parallel: argument 'process_group': expected as many copies of each part, got "
+            f"the ranks {world} with parts over {places}. Pass the group of all ranks that train."
+        )
+    if len(members[place]) == 1:
+        return None
+    return _new_group(members[place], [members[each] for each in sorted(members, key=str)], world)
 
 
 def _group_of_copies(everyone: ProcessGroup, ranks: Ranks) -> ProcessGroup | None:
@@ -101,11 +126,18 @@ def _group_of_copies(everyone: ProcessGroup, ranks: Ranks) -> ProcessGroup | Non
     copies: list[list[int]] = [[] for _ in range(count)]
     for rank, other in zip(world, places, strict=True):
         copies[other.index(rank)].append(rank)
+    return _new_group(copies[place], copies, world)
+
+
+def _new_group(own: list[int], all_of_them: list[list[int]], world: list[int]) -> ProcessGroup:
+    """The group of some ranks, made by all ranks of the world."""
     if len(world) < dist.get_world_size():
-        return dist.new_group(copies[place], use_local_synchronization=True)
+        group: ProcessGroup = dist.new_group(own, use_local_synchronization=True)
+        return group
     # Not with local synchronization: torch then derives the name of a group from how many groups the process has, and
     # ranks that are members of different numbers of groups would wait for each other under different names.
-    return [dist.new_group(each) for each in copies][place]
+    made = [dist.new_group(each) for each in all_of_them]
+    return made[all_of_them.index(own)]
 
 
 def _average(
@@ -196,5 +228,5 @@ def _mesh_of_copies(mesh: DeviceMesh, ranks: Ranks) -> DeviceMesh | None:
 def _divide_once(experts: torch.nn.Module, ranks: Ranks) -> None:
     for parameter in experts.parameters():
         if parameter.requires_grad and not getattr(parameter, "_divided_by_ranks", False):
-            parameter.register_hook(_divide_by(len(ranks.ranks)))
+            parameter.register_hook(_divide_by(ranks.losses))
             parameter._divided_by_ranks = True  # type: ignore[attr-defined]

@@ -18,6 +18,7 @@ from transformer_plugin import ops
 from transformer_plugin.formats import Format
 from transformer_plugin.parallel._part_states import handle_module, handle_optimizer
 from transformer_plugin.parallel._row_shard import RowShard
+from transformer_plugin.parallel._tensor_slices import slices_of
 from transformer_plugin.parallel._weight_part import WEIGHT_PART, WeightPart, part_of
 from transformer_plugin.parallel._weight_shard import WeightShard
 from transformer_plugin.parallel._wrapping import install_wrapper_checks
@@ -105,8 +106,7 @@ def shard_(
         if getattr(target.module, "gathers_quantized", False) and not target.module.weight.is_meta:
             target.module._quantized_part()  # compiled code cannot make it
     ops.configure_gathers(group.group_name, prefetch)
-    _watch_optimizers()
-    _watch_clipping()
+    watch_parts()
     install_wrapper_checks()
     return module
 
@@ -182,6 +182,11 @@ def _check(target: _Target, ranks: tuple[int, ...], options: _Options) -> None:
     if len(shared) > 1:
         got = f"the ranks {shared}, which hold different experts of '{name}'"
         _refuse("group", "ranks with the same weights", got, "Pass the group of ranks with the same experts")
+    slices = slices_of(weight)
+    peers = sorted(set(ranks) & set(slices.ranks)) if slices is not None else []
+    if len(peers) > 1:
+        got = f"the ranks {peers}, which have different slices of '{name}' under tensor parallelism"
+        _refuse("group", "ranks with the same slices", got, "Pass a group across the tensor-parallel groups")
     if not hasattr(layer, "recipe"):
         return  # an embedding
     if isinstance(layer.recipe, DelayedScaling):
@@ -276,6 +281,12 @@ def _cut(
         layer.gathers_quantized = quantizes
 
 
+def watch_parts() -> None:
+    """Once per process: state dicts of torch's optimizers, and torch's clipping, take note of parts."""
+    _watch_optimizers()
+    _watch_clipping()
+
+
 @functools.cache
 def _watch_optimizers() -> None:
     """Once per process: steps of torch's optimizers change weights, and one of whole weights has no effect."""
@@ -301,10 +312,11 @@ def _watch_clipping() -> None:
     @functools.wraps(original)
     def clip(parameters: Any, *arguments: Any, **options: Any) -> Any:
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        part = next((p for p in map(part_of, parameters) if p is not None), None)
-        if part is not None:
+        found: Any = next(filter(None, (part_of(p) or slices_of(p) for p in parameters)), None)
+        if found is not None:
             advice = "Use transformer_plugin.parallel.clip_grad_norm_"
-            got = f"'{part.name}', of which each of {len(part.ranks)} ranks has a part"
+            name = f"'{found.name}'" if isinstance(found, WeightPart) else "a tensor-parallel parameter"
+            got = f"{name}, of which each of {len(found.ranks)} ranks has a part"
             text = message("clip_grad_norm_", "parameters", "whole parameters", got, advice)
             raise ValueError(text)
         return original(parameters, *arguments, **options)
@@ -358,27 +370,3 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 def _refuse(argument: str, expected: str, got: str, advice: str) -> NoReturn:
     raise ValueError(message(_OP, argument, expected, got, advice))
-
-
-def whole_weight(parameter: Tensor) -> Tensor:
-    """The whole weight ``[N, ...]`` of a part, without padding, on every rank: a copy without a gradient.
-
-    All ranks of the part's group call it. A parameter that is not a part is returned as a copy.
-    """
-    part = part_of(parameter)
-    if part is None:
-        return parameter.detach().clone()
-    gathered = ops.all_gather(parameter.detach(), part.rows.ranks, part.group.group_name)
-    return part.rows.strip(gathered)
-
-
-def whole_state_dict(module: torch.nn.Module) -> dict[str, Any]:
-    """The ``state_dict()`` of a module with whole tensors, as the module would have it without :func:`shard_`.
-
-    For exports and for readers that know no parts. All ranks call it, and all get all tensors, on the module's device.
-    """
-    state: dict[str, Any] = module.state_dict()
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if name in state and part_of(parameter) is not None:
-            state[name] = whole_weight(parameter)
-    return state

@@ -1,0 +1,285 @@
+"""Tensor parallelism of a layer: this rank's slices of its parameters, and what moves before and after its product."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from transformer_plugin import ops
+from transformer_plugin.parallel._part_states import handle_module
+from transformer_plugin.parallel._tensor_slices import (
+    TENSOR_SLICES,
+    Pieces,
+    TensorSlices,
+    even_slices,
+    padded_slices,
+)
+from transformer_plugin.parallel._weight_part import mark
+from transformer_plugin.parallel._wrapping import install_wrapper_checks
+from transformer_plugin.tensor._layout import message
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from transformer_plugin.nn._sharded_weight import ShardedWeightMixin
+
+Given = TypeVar("Given", Tensor, Tensor | None)
+ParallelMode = Literal["column", "row"]
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """How a rank takes part in the product of a layer."""
+
+    #: "column": the weight's outputs are sharded, "row": its inputs.
+    mode: ParallelMode
+    #: Global ranks of the group, this process's place among them, and the group's name.
+    ranks: tuple[int, ...]
+    rank: int
+    group_name: str
+    #: Whether rows of the tensors outside of the sharded products are sharded, too.
+    sequence_parallel: bool = False
+
+    @property
+    def group(self) -> tuple[int, str]:
+        """The arguments of ops."""
+        return len(self.ranks), self.group_name
+
+    def input(self, input: Tensor) -> Tensor:
+        """What the product reads."""
+        if self.mode == "row":
+            return input
+        if self.sequence_parallel:
+            return ops.all_gather(input, *self.group)
+        return ops.copy_to_ranks(input, *self.group)
+
+    def before(
+        self, input: Tensor, bias: Tensor | None, own_bias: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """The input and the bias of the product, the bias that the layer may return, and the one that it adds."""
+        if self.mode == "column":
+            return self.input(input), bias, own_bias, None
+        return input, None, self.of_rows(own_bias), self.of_rows(bias)
+
+    def once(self, tensor: Given) -> Given:
+        """A whole tensor on the first rank, and zeros on the others, so that a sum over ranks has it once."""
+        copied = self.copied(tensor)
+        return None if copied is None else copied * (1.0 if self.rank == 0 else 0.0)
+
+    def output(self, product: Tensor, bias: Tensor | None) -> Tensor:
+        """What the layer returns; ``bias`` is that of mode "row", which is added once."""
+        if self.mode == "column":
+            return product
+        summed = ops.reduce_scatter if self.sequence_parallel else ops.sum_over_ranks
+        output = summed(product, *self.group)
+        return output if bias is None else output + bias
+
+    def copied(self, tensor: Given) -> Given:
+        """A whole tensor that each rank uses in another way; its gradient is the sum over ranks."""
+        return None if tensor is None else ops.copy_to_ranks(tensor, *self.group)
+
+    def mean(self, value: Tensor) -> Tensor:
+        """The mean over the ranks of a value that each has for its rows."""
+        return ops.sum_over_ranks(value, *self.group) / len(self.ranks)
+
+    def of_rows(self, parameter: Given) -> Given:
+        """A whole parameter that is applied to this rank's rows; its gradient is the sum over ranks."""
+        return self.copied(parameter) if self.sequence_parallel else parameter
+
+    def __str__(self) -> str:
+        text = f", parallel_mode={self.mode!r}, tp_size={len(self.ranks)}"
+        return text + (", sequence_parallel=True" if self.sequence_parallel else "")
+
+
+def tensor_parallel_of(
+    layer: str,
+    mode: str | None,
+    group: ProcessGroup | DeviceMesh | None,
+    sequence_parallel: bool,
+    modes: Sequence[str] = ("column", "row"),
+) -> TensorParallel | None:
+    """The arguments of a layer; None without a mode, or if the group has one rank."""
+    if mode is None:
+        for name, value in (("tp_group", group), ("sequence_parallel", sequence_parallel or None)):
+            if value is not None:
+                _refuse(layer, name, "parallel_mode beside it", f"parallel_mode=None and {name}={value}")
+        return None
+    if mode not in modes:
+        _refuse(layer, "parallel_mode", " or ".join(repr(each) for each in modes), repr(mode))
+    if group is None:
+        _refuse(layer, "tp_group", "the group of ranks that share the layer", "None")
+    name, ranks = group_of(layer, group)
+    if len(ranks) == 1:
+        return None
+    made: Any = mode
+    return TensorParallel(made, ranks, ranks.index(dist.get_rank()), name, bool(sequence_parallel))
+
+
+def group_of(layer: str, group: Any) -> tuple[str, tuple[int, ...]]:
+    """The name and the global ranks of a process group, or of the only dimension of a mesh."""
+    if hasattr(group, "get_group"):
+        if group.ndim != 1:
+            got = f"a mesh of {group.ndim} dimensions"
+            _refuse(layer, "tp_group", "a process group, or a mesh of one dimension", got)
+        group = group.get_group()
+    if not isinstance(group, dist.ProcessGroup):
+        _refuse(layer, "tp_group", "a process group of which this process is a member", repr(group))
+    return group.group_name, tuple(dist.get_process_group_ranks(group))
+
+
+def shard_parameters(layer: ShardedWeightMixin, parallel: TensorParallel, plan: dict[str, SlicePlan]) -> None:
+    """Replaces whole parameters by this rank's slices."""
+    made: dict[str, TensorSlices] = {}
+    for name, how in plan.items():
+        given = layer._parameters.get(name)
+        if given is not None:
+            made[name] = _slices(type(layer).__name__, given, parallel, how)
+    for name, slices in made.items():
+        whole: Any = layer._parameters[name]
+        part = Parameter(slices.cut(whole.detach()), whole.requires_grad)
+        for key, value in whole.__dict__.items():
+            setattr(part, key, value)
+        setattr(part, TENSOR_SLICES, slices)
+        layer.register_parameter(name, part)
+    layer.tensor_parallel, layer.tensor_slices = parallel, made
+    mark(layer)
+    handle_module(layer)
+    install_wrapper_checks()
+    watch_parts()
+    same_on_ranks(layer)
+
+
+@dataclass(frozen=True)
+class SlicePlan:
+    """How a dimension of a parameter is divided among ranks."""
+
+    dim: int
+    #: The argument that has its size, for errors.
+    argument: str
+    #: Sizes of parts of the dimension that are divided one by one.
+    sections: tuple[int, ...] = ()
+    #: Whether the last ranks may have fewer, and zeros.
+    pads: bool = False
+
+
+def _slices(layer: str, whole: Tensor, parallel: TensorParallel, plan: SlicePlan) -> TensorSlices:
+    size, ranks = whole.shape[plan.dim], len(parallel.ranks)
+    if plan.sections and sum(plan.sections) != size:
+        got = f"{list(plan.sections)}, {sum(plan.sections)} together"
+        _refuse(layer, "sections", f"sizes that add up to {plan.argument}={size}", got)
+    for section in plan.sections or (size,):
+        if section % ranks and not plan.pads:
+            argument = "sections" if plan.sections else plan.argument
+            _refuse(layer, argument, f"a multiple of {ranks}, the ranks of tp_group", str(section))
+    pieces: tuple[Pieces, ...]
+    pieces = padded_slices(size, ranks) if plan.pads else even_slices(size, ranks, plan.sections)
+    return TensorSlices(
+        dim=plan.dim,
+        size=size,
+        local_size=-(-size // ranks),
+        pieces=pieces,
+        rank=parallel.rank,
+        ranks=parallel.ranks,
+        group_name=parallel.group_name,
+    )
+
+
+def plan_of(
+    mode: ParallelMode, sections: Sequence[int] = (), pads_outputs: bool = False, dim: int = 0
+) -> dict[str, SlicePlan]:
+    """How ranks divide a weight, whose outputs are dimension ``dim``, and its bias."""
+    if mode == "row":
+        return {"weight": SlicePlan(dim + 1, "in_features")}
+    outputs = SlicePlan(dim, "out_features", tuple(sections), pads_outputs)
+    return {"weight": outputs, "bias": outputs}
+
+
+def plain_layout(layer: str, parameters: str) -> None:
+    """Raises if a grouped layer has parameters that ranks cannot divide."""
+    if parameters != "packed":
+        _refuse(layer, "parameters", "'packed' with parallel_mode", repr(parameters))
+
+
+@contextmanager
+def whole_parameters(layer: ShardedWeightMixin) -> Iterator[None]:
+    """Context in which a layer has whole parameters, of which it keeps this rank's slices.
+
+    For initial values: they depend on the sizes of the whole, and are its values if all ranks have the same random
+    state.
+    """
+    parts: dict[str, Any] = {name: layer._parameters.get(name) for name in layer.tensor_slices}
+    for name, part in parts.items():
+        shape, slices = list(part.shape), layer.tensor_slices[name]
+        shape[slices.dim] = slices.size
+        layer._parameters[name] = Parameter(part.detach().new_empty(shape), part.requires_grad)
+    try:
+        yield
+        with torch.no_grad():
+            for name, part in parts.items():
+                made: Any = layer._parameters[name]
+                part.copy_(layer.tensor_slices[name].cut(made.detach()))
+    finally:
+        layer._parameters.update(parts)
+    if parts:
+        same_on_ranks(layer)
+
+
+def same_on_ranks(layer: ShardedWeightMixin) -> None:
+    """Gives the whole parameters of a layer the first rank's values: other ranks may have another random state."""
+    parallel = layer.tensor_parallel
+    if parallel is None:
+        return
+    for name, parameter in layer._parameters.items():
+        if parameter is None or name in layer.tensor_slices or parameter.is_meta:
+            continue
+        with torch.no_grad():
+            every = ops.all_gather(parameter.detach().reshape(1, -1), *parallel.group)
+            parameter.copy_(every[0].view(parameter.shape))
+
+
+def watch_parts() -> None:
+    """State dicts of optimizers and torch's clipping take note of parts."""
+    from transformer_plugin.parallel.sharded import watch_parts
+
+    watch_parts()
+
+
+def without_buffers(layer: str, parallel: TensorParallel | None, out: Any, dgrad_out: Any) -> None:
+    """Raises if a tensor-parallel layer gets a buffer: what it returns comes from a collective."""
+    for name, buffer in (("out", out), ("dgrad_out", dgrad_out)):
+        if parallel is not None and buffer is not None:
+            _refuse(layer, name, "None with parallel_mode", "a buffer")
+
+
+def sequence_parallel_group(layer: str, group: Any, sequence_parallel: bool) -> TensorParallel | None:
+    """Of a layer whose parameters are whole, such as a norm: the ranks that apply them to other rows."""
+    if not sequence_parallel:
+        if group is not None:
+            _refuse(layer, "tp_group", "None without sequence_parallel", repr(group))
+        return None
+    return tensor_parallel_of(layer, "column", group, True)
+
+
+def with_mode(parallel: TensorParallel | None, mode: ParallelMode) -> TensorParallel | None:
+    """The same ranks in the other mode."""
+    return None if parallel is None else replace(parallel, mode=mode)
+
+
+def _refuse(layer: str, argument: str, expected: str, got: str) -> NoReturn:
+    advice = {
+        "tp_group": "Pass the tensor-parallel group, for example mesh['tp']",
+        "parallel_mode": "Use one of these, or None",
+        "sequence_parallel": "Pass parallel_mode and tp_group, too",
+        "parameters": "Leave it out, or leave out parallel_mode",
+        "out": "Leave it out",
+        "dgrad_out": "Leave it out",
+    }.get(argument, "Choose sizes that divide by the ranks, or fewer ranks")
+    raise ValueError(message(layer, argument, expected, got, advice))

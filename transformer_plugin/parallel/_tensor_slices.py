@@ -1,0 +1,143 @@
+"""Which slices of a parameter a rank has under tensor parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from transformer_plugin.parallel._row_shard import RowShard
+
+#: The attribute of a parameter that is one rank's slices.
+TENSOR_SLICES = "tensor_slices"
+#: Offset and size of each slice of one rank, in the order in which the rank's tensor has them.
+Pieces = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class TensorSlices:
+    """One rank's slices of one dimension of a tensor; zeros may follow them in the rank's tensor."""
+
+    dim: int
+    #: Of that dimension: of the whole tensor, and of each rank's.
+    size: int
+    local_size: int
+    #: Of each rank.
+    pieces: tuple[Pieces, ...]
+    rank: int
+    #: The global ranks of the group, and its name.
+    ranks: tuple[int, ...]
+    group_name: str
+
+    @property
+    def own(self) -> Pieces:
+        """The slices of this rank."""
+        return self.pieces[self.rank]
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """This rank's tensor of a whole one: a contiguous copy."""
+        parts = [whole.narrow(self.dim, offset, size) for offset, size in self.own]
+        missing = self.local_size - sum(size for _, size in self.own)
+        if missing:
+            sizes = list(whole.shape)
+            sizes[self.dim] = missing
+            parts.append(whole.new_zeros(sizes))
+        return torch.cat(parts, self.dim).contiguous()
+
+    def join(self, of_ranks: Sequence[Tensor]) -> Tensor:
+        """The whole tensor of those of all ranks."""
+        sizes = list(of_ranks[0].shape)
+        sizes[self.dim] = self.size
+        whole = of_ranks[0].new_empty(sizes)
+        for tensor, pieces in zip(of_ranks, self.pieces, strict=True):
+            place = 0
+            for offset, size in pieces:
+                whole.narrow(self.dim, offset, size).copy_(tensor.narrow(self.dim, place, size))
+                place += size
+        return whole
+
+
+def even_slices(size: int, ranks: int, sections: Sequence[int]) -> tuple[Pieces, ...]:
+    """The slices of each rank: of each section of the dimension, or of all of it, an equal one."""
+    made = []
+    for rank in range(ranks):
+        pieces, first = [], 0
+        for section in sections or (size,):
+            pieces.append((first + rank * (section // ranks), section // ranks))
+            first += section
+        made.append(tuple(pieces))
+    return tuple(made)
+
+
+def padded_slices(size: int, ranks: int) -> tuple[Pieces, ...]:
+    """Equally many for each rank, of which the last ranks have fewer or none."""
+    rows = RowShard(size, ranks)
+    return tuple(((rows.offset(r), rows.valid_rows(r)),) if rows.valid_rows(r) else () for r in range(ranks))
+
+
+def slices_of(parameter: Tensor) -> TensorSlices | None:
+    """The slices that a parameter is; None for a parameter without tensor parallelism."""
+    return parameter.__dict__.get(TENSOR_SLICES) if hasattr(parameter, "__dict__") else None
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A block of the whole tensor: where it is there, where in this rank's tensor, and its sizes."""
+
+    offsets: tuple[int, ...]
+    local: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PartLayout:
+    """Which blocks of a whole tensor are in this rank's: its slices, and of their first dimension its rows."""
+
+    shape: tuple[int, ...]
+    slices: TensorSlices | None = None
+    rows: RowShard | None = None
+    #: In the group that shards the rows.
+    rank: int = 0
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """Of this rank's tensor, with padding."""
+        shape = list(self.shape)
+        if self.slices is not None:
+            shape[self.slices.dim] = self.slices.local_size
+        if self.rows is not None:
+            shape[0] = self.rows.shard_rows
+        return tuple(shape)
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """This rank's tensor of a whole one: a contiguous copy without a gradient."""
+        part = whole.detach() if self.slices is None else self.slices.cut(whole.detach())
+        if self.rows is not None:
+            return self.rows.cut(part, self.rank)
+        return part.clone(memory_format=torch.contiguous_format) if self.slices is None else part
+
+    def chunks(self) -> list[Chunk]:
+        """The blocks of this rank, without padding."""
+        dim = 0 if self.slices is None else self.slices.dim
+        pieces = ((0, self.shape[dim]),) if self.slices is None else self.slices.own
+        first, last = 0, self.part_shape[0]
+        if self.rows is not None:
+            first = self.rows.offset(self.rank)
+            last = first + self.rows.valid_rows(self.rank)
+        elif dim != 0:
+            last = self.shape[0]
+        chunks, place = [], 0
+        for offset, size in pieces:
+            offsets, local, sizes = [0] * len(self.shape), [0] * len(self.shape), list(self.shape)
+            if dim == 0:  # of the piece, what is in this rank's rows
+                low, high = max(place, first), min(place + size, last)
+                offsets[0], local[0], sizes[0] = offset + low - place, low - first, high - low
+            else:
+                offsets[0], sizes[0] = first, last - first
+                offsets[dim], local[dim], sizes[dim] = offset, place, size
+            if sizes[0] > 0:
+                chunks.append(Chunk(tuple(offsets), tuple(local), tuple(sizes)))
+            place += size
+        return chunks

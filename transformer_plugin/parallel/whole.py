@@ -1,0 +1,40 @@
+"""Whole weights and state dicts of modules of which each rank has parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_plugin import ops
+from transformer_plugin.parallel._tensor_slices import slices_of
+from transformer_plugin.parallel._weight_part import part_of
+
+
+def whole_weight(parameter: Tensor) -> Tensor:
+    """The whole weight ``[N, ...]`` of a part, without padding, on every rank: a copy without a gradient.
+
+    Of sharded weights and of tensor-parallel ones. All ranks that have parts call it. A parameter that is not a part is
+    returned as a copy.
+    """
+    part, slices = part_of(parameter), slices_of(parameter)
+    whole = parameter.detach()
+    if part is not None:
+        whole = part.rows.strip(ops.all_gather(whole, part.rows.ranks, part.group.group_name))
+    if slices is not None:
+        every = ops.all_gather(whole.unsqueeze(0), len(slices.ranks), slices.group_name)
+        whole = slices.join(every.unbind(0))
+    return whole.clone() if part is None and slices is None else whole
+
+
+def whole_state_dict(module: torch.nn.Module) -> dict[str, Any]:
+    """The ``state_dict()`` of a module with whole tensors, as the module would have it on one rank.
+
+    For exports and for readers that know no parts. All ranks call it, and all get all tensors, on the module's device.
+    """
+    state: dict[str, Any] = module.state_dict()
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if name in state and (part_of(parameter) or slices_of(parameter)):
+            state[name] = whole_weight(parameter)
+    return state
