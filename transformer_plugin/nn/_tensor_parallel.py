@@ -21,7 +21,7 @@ from transformer_plugin.parallel._tensor_slices import (
     even_slices,
     padded_slices,
 )
-from transformer_plugin.parallel._weight_part import mark
+from transformer_plugin.parallel._weight_part import layout_of, mark
 from transformer_plugin.parallel._wrapping import install_wrapper_checks
 from transformer_plugin.tensor._layout import message
 
@@ -137,6 +137,7 @@ def group_of(layer: str, group: Any) -> tuple[str, tuple[int, ...]]:
 
 def shard_parameters(layer: ShardedWeightMixin, parallel: TensorParallel, plan: dict[str, SlicePlan]) -> None:
     """Replaces whole parameters by this rank's slices."""
+    _check_whole(layer)
     made: dict[str, TensorSlices] = {}
     for name, how in plan.items():
         given = layer._parameters.get(name)
@@ -155,6 +156,16 @@ def shard_parameters(layer: ShardedWeightMixin, parallel: TensorParallel, plan: 
     install_wrapper_checks()
     watch_parts()
     same_on_ranks(layer)
+
+
+def _check_whole(layer: ShardedWeightMixin) -> None:
+    layout = getattr(layer, "parameter_layout", "packed")
+    if layout != "packed":
+        _refuse(type(layer).__name__, "parameters", "'packed' with parallel_mode", repr(layout))
+    for name, parameter in layer._parameters.items():
+        if parameter is not None and (type(parameter) is not Parameter or layout_of(parameter) is not None):
+            kind = "a part" if layout_of(parameter) is not None else f"a {type(parameter).__name__}"
+            _refuse(type(layer).__name__, name, "a plain parameter, which is whole", kind)
 
 
 @dataclass(frozen=True)
@@ -200,12 +211,6 @@ def plan_of(
         return {"weight": SlicePlan(dim + 1, "in_features")}
     outputs = SlicePlan(dim, "out_features", tuple(sections), pads_outputs)
     return {"weight": outputs, "bias": outputs}
-
-
-def plain_layout(layer: str, parameters: str) -> None:
-    """Raises if a grouped layer has parameters that ranks cannot divide."""
-    if parameters != "packed":
-        _refuse(layer, "parameters", "'packed' with parallel_mode", repr(parameters))
 
 
 @contextmanager
@@ -268,9 +273,9 @@ def sequence_parallel_group(layer: str, group: Any, sequence_parallel: bool) -> 
     return tensor_parallel_of(layer, "column", group, True)
 
 
-def with_mode(parallel: TensorParallel | None, mode: ParallelMode) -> TensorParallel | None:
-    """The same ranks in the other mode."""
-    return None if parallel is None else replace(parallel, mode=mode)
+def with_mode(parallel: TensorParallel, mode: ParallelMode) -> TensorParallel:
+    """The same ranks in a mode."""
+    return replace(parallel, mode=mode)
 
 
 def _refuse(layer: str, argument: str, expected: str, got: str) -> NoReturn:
@@ -281,5 +286,7 @@ def _refuse(layer: str, argument: str, expected: str, got: str) -> NoReturn:
         "parameters": "Leave it out, or leave out parallel_mode",
         "out": "Leave it out",
         "dgrad_out": "Leave it out",
+        "weight": "Divide a layer among ranks once, before other wrappers",
+        "bias": "Divide a layer among ranks once, before other wrappers",
     }.get(argument, "Choose sizes that divide by the ranks, or fewer ranks")
     raise ValueError(message(layer, argument, expected, got, advice))

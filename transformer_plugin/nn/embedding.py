@@ -12,6 +12,7 @@ from transformer_plugin.nn._module import layer_forward, registered
 from transformer_plugin.nn._sharded_weight import ShardedWeightMixin
 from transformer_plugin.nn._tensor_parallel import (
     SlicePlan,
+    TensorParallel,
     shard_parameters,
     tensor_parallel_of,
     whole_parameters,
@@ -55,8 +56,12 @@ class Embedding(ShardedWeightMixin, torch.nn.Embedding):
                     f"{getattr(self, name)}. Use torch.nn.Embedding for that."
                 )
         if parallel is not None:
-            shard_parameters(self, parallel, {"weight": SlicePlan(0, "num_embeddings", pads=True)})
-            self.num_embeddings = self.weight.shape[0]
+            self._divide(parallel)
+
+    def _divide(self, parallel: TensorParallel) -> None:
+        """Keeps this rank's rows."""
+        shard_parameters(self, parallel, {"weight": SlicePlan(0, "num_embeddings", pads=True)})
+        self.num_embeddings = self.weight.shape[0]
 
     def reset_parameters(self) -> None:
         """Fresh initial values, as in :class:`torch.nn.Embedding`."""

@@ -29,7 +29,7 @@ from transformer_plugin.nn._module import layer_forward, registered
 from transformer_plugin.nn._recipe import RecipeModule
 from transformer_plugin.nn._tensor_parallel import (
     ParallelMode,
-    plain_layout,
+    TensorParallel,
     plan_of,
     shard_parameters,
     tensor_parallel_of,
@@ -157,15 +157,18 @@ class GroupedLinear(RecipeModule):
         else:
             self.register_parameter("bias", None)
         self.reset_parameters()
-        if parallel is not None:
-            plain_layout(type(self).__name__, parameters)
-            shard_parameters(self, parallel, plan_of(parallel.mode, sections, dim=1))
-            out_features, in_features = self.weight.shape[1:]
         self.in_features, self.out_features = in_features, out_features
+        if parallel is not None:
+            self._divide(parallel, sections)
         self.recipe = chosen_recipe(recipe)
         if chosen_recipe(None) is not None:
             self._check_quantizable_layout()
             quantize_parameter(self, "weight", self._formats[1])
+
+    def _divide(self, parallel: TensorParallel, sections: Sequence[int] = ()) -> None:
+        """Keeps this rank's slices."""
+        shard_parameters(self, parallel, plan_of(parallel.mode, sections, dim=1))
+        self._out_features, self._in_features = self.weight.shape[1:]
 
     def _check_quantizable_layout(self) -> None:
         if self.parameter_layout != "list":

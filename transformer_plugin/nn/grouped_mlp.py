@@ -25,7 +25,12 @@ from transformer_plugin.nn._layouts import Layout
 from transformer_plugin.nn._module import layer_forward, registered
 from transformer_plugin.nn._recipe import RoleFormats
 from transformer_plugin.nn._slots import Slots
-from transformer_plugin.nn._tensor_parallel import without_buffers
+from transformer_plugin.nn._tensor_parallel import (
+    TensorParallel,
+    tensor_parallel_of,
+    with_mode,
+    without_buffers,
+)
 from transformer_plugin.nn.grouped_linear import GroupedLinear, sizes_tensor
 from transformer_plugin.recipes import DelayedScaling, Recipe
 
@@ -130,22 +135,28 @@ class GroupedMLP(LaunchedModule):
         tp_group: ProcessGroup | DeviceMesh | None = None,
     ) -> None:
         super().__init__()
+        mode = None if tp_group is None else "column"
+        parallel = tensor_parallel_of(type(self).__name__, mode, tp_group, False)
         checked(launch_options, type(self).__name__)
         _check_interleave(glu_interleave, ffn_hidden)
-        self.num_groups, self.hidden, self.bias = num_groups, hidden, bias
+        self.num_groups, self.hidden, self.ffn_hidden, self.bias = num_groups, hidden, ffn_hidden, bias
         self.glu_interleave = glu_interleave
         of_layers: dict[str, Any] = {"device": device, "dtype": dtype, "recipe": recipe}
         of_layers["launch_options"] = launch_options
         of_layers.update(parameters=parameters, fuse_wgrad_accumulation=fuse_wgrad_accumulation)
-        of_layers.update(delay_wgrad_compute=delay_wgrad_compute, tp_group=tp_group)
-        column, row = (None, None) if tp_group is None else ("column", "row")
-        both = () if tp_group is None or glu_interleave else (ffn_hidden, ffn_hidden)
-        first: dict[str, Any] = {**of_layers, "parallel_mode": column, "sections": both}
-        second: dict[str, Any] = {**of_layers, "parallel_mode": row, "scale_bias": bias}
-        self.fc1 = GroupedLinear(num_groups, hidden, 2 * ffn_hidden, bias, **first)
-        self.fc2 = GroupedLinear(num_groups, ffn_hidden, hidden, bias, **second)
-        self.ffn_hidden = self.fc2.in_features
-        _check_interleave(glu_interleave, self.ffn_hidden)
+        of_layers["delay_wgrad_compute"] = delay_wgrad_compute
+        self.fc1 = GroupedLinear(num_groups, hidden, 2 * ffn_hidden, bias, **of_layers)
+        self.fc2 = GroupedLinear(num_groups, ffn_hidden, hidden, bias, scale_bias=bias, **of_layers)
+        if parallel is not None:
+            self._divide(parallel)
+
+    def _divide(self, parallel: TensorParallel) -> None:
+        """Keeps this rank's slices of both layers."""
+        gate_and_linear = () if self.glu_interleave else (self.ffn_hidden, self.ffn_hidden)
+        self.fc1._divide(with_mode(parallel, "column"), gate_and_linear)
+        self.fc2._divide(with_mode(parallel, "row"))
+        self._ffn_hidden, self.tensor_parallel = self.fc2.in_features, parallel
+        _check_interleave(self.glu_interleave, self.ffn_hidden)
 
     def reset_parameters(self) -> None:
         """Fresh initial values for both products."""

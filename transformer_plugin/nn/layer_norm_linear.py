@@ -17,6 +17,7 @@ from transformer_plugin.nn._caller_buffers import into_buffers, with_gradient_in
 from transformer_plugin.nn._module import layer_forward, registered
 from transformer_plugin.nn._recipe import RecipeModule
 from transformer_plugin.nn._tensor_parallel import (
+    TensorParallel,
     plan_of,
     shard_parameters,
     tensor_parallel_of,
@@ -108,7 +109,7 @@ class LayerNormLinear(RecipeModule):
         self.fuse_wgrad_accumulation, self.return_bias = fuse_wgrad_accumulation, return_bias
         self.delay_wgrad_compute = delay_wgrad_compute
         self._check(normalization, in_features)
-        self.in_features = in_features
+        self.in_features, self.out_features = in_features, out_features
         self.normalization = normalization
         self.eps = eps
         self.zero_centered = zero_centered
@@ -122,10 +123,16 @@ class LayerNormLinear(RecipeModule):
         self.register_parameter("bias", Parameter(torch.empty(out_features, **options)) if bias else None)
         self.reset_parameters()
         if parallel is not None:
-            shard_parameters(self, parallel, plan_of("column", sections, pad_outputs))
-        self.out_features = self.weight.shape[0]
+            self._divide(parallel, sections, pad_outputs)
         self.recipe = chosen_recipe(recipe)
         quantize_parameter(self, "weight", self._formats[1])
+
+    def _divide(
+        self, parallel: TensorParallel, sections: Sequence[int] = (), pad_outputs: bool = False
+    ) -> None:
+        """Keeps this rank's slices."""
+        shard_parameters(self, parallel, plan_of("column", sections, pad_outputs))
+        self._out_features = self.weight.shape[0]
 
     def _check(self, normalization: str, in_features: int) -> None:
         if normalization not in _NORMS:

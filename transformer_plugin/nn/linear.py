@@ -15,6 +15,7 @@ from transformer_plugin.nn._module import layer_forward, registered
 from transformer_plugin.nn._recipe import RecipeModule
 from transformer_plugin.nn._tensor_parallel import (
     ParallelMode,
+    TensorParallel,
     plan_of,
     shard_parameters,
     tensor_parallel_of,
@@ -94,13 +95,19 @@ class Linear(RecipeModule, torch.nn.Linear):
         parallel = tensor_parallel_of(type(self).__name__, parallel_mode, tp_group, sequence_parallel)
         super().__init__(in_features, out_features, bias, device, dtype)
         if parallel is not None:
-            shard_parameters(self, parallel, plan_of(parallel.mode, sections, pad_outputs))
-            self.out_features, self.in_features = self.weight.shape
+            self._divide(parallel, sections, pad_outputs)
         self.save_original_input = save_original_input
         self.fuse_wgrad_accumulation, self.return_bias = fuse_wgrad_accumulation, return_bias
         self.delay_wgrad_compute = delay_wgrad_compute
         self.recipe = chosen_recipe(recipe)
         quantize_parameter(self, "weight", self._formats[1])
+
+    def _divide(
+        self, parallel: TensorParallel, sections: Sequence[int] = (), pad_outputs: bool = False
+    ) -> None:
+        """Keeps this rank's slices."""
+        shard_parameters(self, parallel, plan_of(parallel.mode, sections, pad_outputs))
+        self.out_features, self.in_features = self.weight.shape
 
     def reset_parameters(self) -> None:
         """Fresh initial values, as in :class:`torch.nn.Linear`. Also resets the state of delayed scaling."""

@@ -1,4 +1,4 @@
-"""Expert parallelism over a group of ranks, weights that are cut over ranks, and data parallelism around both."""
+"""Expert parallelism over a group of ranks, sharded weights, tensor parallelism, and data parallelism around them."""
 
 from transformer_plugin.parallel._quantized_gather import quantize_all_gather
 from transformer_plugin.parallel._weight_shard import WeightShard
@@ -14,6 +14,7 @@ from transformer_plugin.parallel.facade import (
     ep_prepare,
     is_ep_bootstrapped,
 )
+from transformer_plugin.parallel.random import RankRandom
 from transformer_plugin.parallel.sharded import shard_
 from transformer_plugin.parallel.whole import whole_state_dict, whole_weight
 
@@ -23,6 +24,7 @@ __all__ = [
     "EpContext",
     "EpPlan",
     "ExpertDataParallel",
+    "RankRandom",
     "WeightShard",
     "clip_grad_norm_",
     "data_parallel",
