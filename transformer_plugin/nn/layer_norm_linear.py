@@ -13,6 +13,7 @@ from transformer_plugin import ops
 from transformer_plugin.nn._attributes import fixed
 from transformer_plugin.nn._autocast import operands
 from transformer_plugin.nn._caller_buffers import into_buffers, with_gradient_into
+from transformer_plugin.nn._dtensor import is_dtensor, run_norm_linear
 from transformer_plugin.nn._module import layer_forward, registered
 from transformer_plugin.nn._recipe import RecipeModule
 from transformer_plugin.nn.quantized_parameters import chosen_recipe, in_high_precision, quantize_parameter
@@ -148,7 +149,11 @@ class LayerNormLinear(RecipeModule):
             out, _ = into_buffers(type(self).__name__, self.recipe, out, dgrad_out, self.weight_shard)
             if dgrad_out is not None:
                 input = with_gradient_into(type(self).__name__, input, dgrad_out)
-        if isinstance(self.recipe, DelayedScaling):
+        if is_dtensor(weight):
+            all_operands = (input, norm_weight, norm_bias, weight, bias)
+            output, normalized = run_norm_linear(self, all_operands, quantized_weight, into, out)
+            self._op_took(into)
+        elif isinstance(self.recipe, DelayedScaling):
             normalized = self._norm(input, norm_weight, norm_bias)
             scale = self._delayed_scales(self.recipe, self._op_accepts(normalized, weight, bias))
             amax = self._current_amax if self.training else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from transformer_plugin import ops
 from transformer_plugin.nn._autocast import as_weight
+from transformer_plugin.nn._dtensor import is_dtensor, run_norm
 from transformer_plugin.nn._module import PluginModule, layer_forward, registered
 
 
@@ -88,6 +90,9 @@ class RMSNorm(_ZeroCenteredNorm, torch.nn.RMSNorm):
         weight = registered(self, self._parameters, "weight")
         x = as_weight(x, weight)
         eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        if is_dtensor(weight):
+            norm = functools.partial(ops.rms_norm, eps=eps, zero_centered=self.zero_centered)
+            return run_norm("RMSNorm", norm, x, weight)
         return ops.rms_norm(x, weight, eps, self.zero_centered)
 
 
@@ -132,4 +137,8 @@ class LayerNorm(_ZeroCenteredNorm, torch.nn.LayerNorm):
         """Normalizes the last dimension. See the class for dtypes."""
         weight = registered(self, self._parameters, "weight")
         bias = registered(self, self._parameters, "bias")
-        return ops.layer_norm(as_weight(input, weight), weight, bias, self.eps, self.zero_centered)
+        input = as_weight(input, weight)
+        if is_dtensor(weight):
+            norm = functools.partial(ops.layer_norm, eps=self.eps, zero_centered=self.zero_centered)
+            return run_norm("LayerNorm", norm, input, weight, bias)
+        return ops.layer_norm(input, weight, bias, self.eps, self.zero_centered)
