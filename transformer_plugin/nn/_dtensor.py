@@ -63,10 +63,14 @@ def run_linear(
     mesh, layout = _mesh_of(name, input, weight), _weight_layout(layer, input, weight, bias, into)
     _refuse_buffers(name, out is not None or "dgrad_out" in into)
     if layout == Shard(0):
-        parts = _part_of(input, Replicate(), Partial()), _part_of(weight, layout), _part_of(bias, layout)
+        parts = _part_of(input, Replicate(), Partial()), _part_of_parameter(weight), _part_of_parameter(bias)
         output_layout: Any = Shard(last)
     elif layout == Shard(1):
-        parts = _part_of(input, Shard(last)), _part_of(weight, layout), _on_rank_0(_whole(bias, False), mesh)
+        parts = (
+            _part_of(input, Shard(last)),
+            _part_of_parameter(weight),
+            _on_rank_0(_whole(bias, False), mesh),
+        )
         output_layout = Partial()
     else:
         output_layout = _rows_layout(input)
@@ -105,7 +109,7 @@ def run_norm_linear(
     local_input = _part_of(input, rows, Partial() if by_columns else None)
     of_norm = _whole(norm_weight, sums), _whole(norm_bias, sums)
     if by_columns:
-        of_product = _part_of(weight, layout), _part_of(bias, layout)
+        of_product = _part_of_parameter(weight), _part_of_parameter(bias)
     else:
         of_product = _whole(weight, sums), _whole(bias, sums)
     norm = "layer_norm" if layer.normalization == "LayerNorm" else "rms_norm"
@@ -122,10 +126,10 @@ def run_embedding(layer: Embedding, input: Any, weight: Any, padding: int) -> Te
     name = type(layer).__name__
     mesh, layout = _mesh_of(name, input, weight), weight.placements[0]
     if layout == Shard(0):
-        found = _rows_here(_part_of(input, Replicate()), _part_of(weight, layout), weight, padding)
+        found = _rows_here(_part_of(input, Replicate()), _part_of_parameter(weight), weight, padding)
         output_layout: Any = Partial()
     elif layout == Shard(1):
-        found = ops.embedding(_part_of(input, Replicate()), _part_of(weight, layout), padding)
+        found = ops.embedding(_part_of(input, Replicate()), _part_of_parameter(weight), padding)
         output_layout = Shard(input.dim())
     else:
         _check_layout(name, "weight", weight, "Shard(0), Shard(1) or Replicate()")
@@ -159,6 +163,34 @@ def _check_indices(indices: Tensor, rows: int) -> None:
     if least < 0 or most >= rows:
         got = f"{least} to {most}"
         _refuse("embedding", "indices", f"rows of the table, 0 to {rows - 1}", got, "Pass indices of rows")
+
+
+class _UnequalPart(torch.autograd.Function):
+    """This rank's part of a parameter in unequal parts. ``to_local`` would give the gradient strides of equal ones."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Any) -> Tensor:
+        ctx.mesh, ctx.layouts = parameter.device_mesh, parameter.placements
+        ctx.shape, ctx.strides = parameter.shape, parameter.stride()
+        part: Tensor = parameter.to_local()
+        return part.view_as(part)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        from torch.distributed.tensor import DTensor
+
+        sizes = {"shape": ctx.shape, "stride": ctx.strides}
+        return DTensor.from_local(grad.contiguous(), ctx.mesh, ctx.layouts, run_check=False, **sizes)
+
+
+def _part_of_parameter(parameter: Any) -> Any:
+    """This rank's part of a sharded parameter."""
+    if parameter is None:
+        return None
+    layout = parameter.placements[0]
+    if parameter.shape[layout.dim] % parameter.device_mesh.size() != 0:
+        return _UnequalPart.apply(parameter)
+    return _part_of(parameter, layout)
 
 
 def _part_of(tensor: Any, layout: Any, grad_layout: Any = None) -> Any:

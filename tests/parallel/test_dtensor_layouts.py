@@ -1,0 +1,265 @@
+"""Layers with DTensor parameters in every layout, with parts of unequal sizes, and what they refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from tests.parallel.dtensor_model import results
+from transformer_plugin.nn import Embedding, LayerNorm, LayerNormLinear, Linear, RMSNorm
+from transformer_plugin.parallel.styles import NormColwiseParallel
+from transformer_plugin.recipes import DelayedScaling, Float8CurrentScaling, NVFP4BlockScaling
+from transformer_plugin.testing.distributed import Rank, RankPool
+
+Make = Callable[[], torch.nn.Module]
+
+
+def distribute(layer: torch.nn.Module, mesh: DeviceMesh, layouts: dict[str, Any]) -> None:
+    """Replicates the parameters that have no layout."""
+    for name, parameter in list(layer.named_parameters()):
+        part = distribute_tensor(parameter, mesh, [layouts.get(name, Replicate())])
+        layer.register_parameter(name, torch.nn.Parameter(part))
+
+
+def compare(rank: Rank, make: Make, layouts: dict[str, Any], shape: tuple[int, ...], of_input: Any) -> None:
+    """Output, input gradient and parameter gradients, eager and compiled, of an input in a layout."""
+    mesh = init_device_mesh("cpu", (rank.size,))
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(0)
+    layer = make()
+    expected = results(layer, layer, x.clone().requires_grad_())
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        layer, whole = make(), x.clone().requires_grad_()
+        distribute(layer, mesh, layouts)
+        run = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+
+        def forward(x: Tensor, run: Any = run) -> Tensor:
+            given = DTensor.from_local(x, mesh, [Replicate()]).redistribute(placements=[of_input])
+            output = run(given)
+            return output.redistribute(placements=[Replicate()]).to_local()
+
+        got = results(layer, forward, whole)
+        assert got.keys() == expected.keys()
+        for name, tensor in got.items():
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=2e-5, msg=name)
+
+
+def linear() -> torch.nn.Module:
+    return Linear(32, 48)
+
+
+def odd_linear() -> torch.nn.Module:
+    return Linear(33, 17)
+
+
+def rms_norm() -> torch.nn.Module:
+    return RMSNorm(32, zero_centered=True)
+
+
+def layer_norm() -> torch.nn.Module:
+    return LayerNorm(32)
+
+
+def layer_norm_without_bias() -> torch.nn.Module:
+    return LayerNorm(32, bias=False)
+
+
+def norm_linear() -> torch.nn.Module:
+    return LayerNormLinear(32, 48)
+
+
+def rms_norm_linear() -> torch.nn.Module:
+    return LayerNormLinear(32, 48, normalization="RMSNorm", bias=False)
+
+
+COLUMNS, ROWS = {"weight": Shard(0), "bias": Shard(0)}, {"weight": Shard(1)}
+
+
+def every_layout(rank: Rank) -> None:
+    for make in (linear, norm_linear, rms_norm_linear):
+        for layouts in (COLUMNS, ROWS, {}):
+            for of_input in (Replicate(), Shard(0), Shard(1), Shard(2)):
+                compare(rank, make, layouts, (4, 6, 32), of_input)
+
+
+def norms(rank: Rank) -> None:
+    for make in (rms_norm, layer_norm, layer_norm_without_bias):
+        for of_input in (Replicate(), Shard(0), Shard(1), Shard(2)):
+            compare(rank, make, {}, (4, 6, 32), of_input)
+
+
+def unequal_parts(rank: Rank) -> None:
+    for layouts in (COLUMNS, ROWS, {}):
+        for of_input in (Replicate(), Shard(0), Shard(1)):
+            compare(rank, odd_linear, layouts, (5, 33), of_input)
+    for of_input in (Shard(0), Shard(1)):
+        compare(rank, layer_norm, {}, (1, 5, 32), of_input)  # one rank has no rows along dimension 0
+        compare(rank, norm_linear, COLUMNS, (1, 5, 32), of_input)
+
+
+def normalized_output(rank: Rank) -> None:
+    """The gradient of the norm that is returned counts once."""
+    mesh = init_device_mesh("cpu", (rank.size,))
+    found = []
+    for parallel in (False, True):
+        torch.manual_seed(0)
+        layer: Any = LayerNormLinear(32, 48, return_normalized=True)
+        x = torch.randn(4, 6, 32).requires_grad_()
+        given: Any = x
+        if parallel:
+            distribute(layer, mesh, COLUMNS)
+            given = DTensor.from_local(x, mesh, [Replicate()])
+        output, normalized = layer(given)
+        if parallel:
+            assert output.placements == (Shard(2),) and normalized.placements == (Replicate(),)
+            output, normalized = output.full_tensor(), normalized.full_tensor()
+        (output.square().sum() + normalized.pow(3).sum()).backward()
+        grads = [p.grad.full_tensor() if parallel else p.grad for p in layer.parameters()]
+        found.append([output.detach(), normalized.detach(), x.grad, *grads])
+    for got, expected in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def tables(rank: Rank) -> None:
+    """Embeddings of a table in each layout, also with a part without rows, and with a padding row."""
+    mesh = init_device_mesh("cpu", (rank.size,))
+    for rows, padding in ((64, None), (33, 32), (33, 3), (1, None)):
+        torch.manual_seed(0)
+        plain = Embedding(rows, 32, padding_idx=padding)
+        indices = torch.randint(rows, (4, 6))
+        expected = results(plain, plain, indices)
+        for layout in (Shard(0), Shard(1), Replicate()):
+            for of_input in (Replicate(), Shard(0), Shard(1)):
+                for dtype, compiled in ((torch.int64, False), (torch.int32, False), (torch.int64, True)):
+                    torch._dynamo.reset()
+                    torch.manual_seed(0)
+                    layer = Embedding(rows, 32, padding_idx=padding)
+                    distribute(layer, mesh, {"weight": layout})
+                    run = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+                    given = distribute_tensor(indices.to(dtype), mesh, [of_input])
+
+                    def forward(given: Tensor, run: Any = run) -> Tensor:
+                        return run(given).redistribute(placements=[Replicate()]).to_local()
+
+                    got = results(layer, forward, given)
+                    for name, tensor in got.items():
+                        torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=1e-6, msg=name)
+
+
+def message(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def errors(rank: Rank) -> None:
+    mesh, grid = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    x = torch.randn(4, 32)
+    whole = distribute_tensor(x, mesh, [Replicate()])
+
+    def layer_of(**options: Any) -> Any:
+        layer = Linear(32, 32, **options)
+        distribute(layer, mesh, COLUMNS)
+        return layer
+
+    start = "transformer_plugin::Linear: argument "
+    assert message(lambda: layer_of()(x)) == (
+        start
+        + "'input': expected a DTensor, as the weight is one, got a plain tensor. Parallelize the layer with "
+        "ColwiseParallel, RowwiseParallel or SequenceParallel, or convert its input with PrepareModuleInput or "
+        "DTensor.from_local."
+    )
+    assert message(lambda: layer_of(recipe=DelayedScaling())(whole)) == (
+        start + "'recipe': expected one with scales of the current values, as the weight is a DTensor, got "
+        "DelayedScaling. Use for example Float8CurrentScaling()."
+    )
+    assert message(lambda: layer_of()(whole, out=torch.empty(4, 16))) == (
+        start + "'out': expected none with DTensor parameters, nor 'dgrad_out', got one. Leave both out."
+    )
+    assert "'out': expected none" in message(lambda: layer_of()(whole, dgrad_out=torch.empty(4, 32)))
+    on_grid = Linear(32, 32)
+    for name, parameter in list(on_grid.named_parameters()):
+        part = distribute_tensor(parameter, grid, [Replicate(), Shard(0)])
+        on_grid.register_parameter(name, torch.nn.Parameter(part))
+    assert message(lambda: on_grid(whole)) == (
+        start
+        + "'weight': expected a DTensor on a mesh of one dimension, got one on a mesh of 2. Pass the dimension of "
+        "tensor parallelism to parallelize_module, for example mesh['tp'], and the others to fully_shard."
+    )
+    assert "one on another. Use one mesh for both." in message(
+        lambda: layer_of()(distribute_tensor(x, grid["dp"], [Replicate()]))
+    )
+    mixed = layer_of()
+    mixed.register_parameter("bias", torch.nn.Parameter(torch.zeros(16)))
+    assert message(lambda: mixed(whole)) == (
+        start
+        + "'bias': expected a DTensor in Shard(0), as the weight is one, got a plain tensor. Parallelize the layer "
+        "with the styles of torch.distributed.tensor.parallel."
+    )
+    replicated = Linear(32, 32, fuse_wgrad_accumulation=True)
+    distribute(replicated, mesh, {})
+    replicated.weight.main_grad = torch.zeros(32, 32)  # type: ignore[assignment]
+    rows = distribute_tensor(x, mesh, [Shard(0)])
+    assert message(lambda: replicated(rows)) == (
+        start
+        + "'weight': expected a sharded weight with fuse_wgrad_accumulation or delay_wgrad_compute, got a "
+        "replicated one with a sharded input, whose gradient is a sum over ranks. Leave both out, or shard the weight."
+    )
+    norm = RMSNorm(32)
+    distribute(norm, mesh, {"weight": Shard(0)})
+    assert message(lambda: norm(whole)) == (
+        "transformer_plugin::RMSNorm: argument 'weight': expected a DTensor in Replicate(), got one in S(0). "
+        "Parallelize the layer with the styles of torch.distributed.tensor.parallel."
+    )
+    table = Embedding(32, 8)
+    distribute(table, mesh, {"weight": Shard(0)})
+    assert message(lambda: table(distribute_tensor(torch.tensor([3, 32]), mesh, [Replicate()]))) == (
+        "transformer_plugin::embedding: argument 'indices': expected rows of the table, 0 to 31, got 3 to 32. Pass "
+        "indices of rows."
+    )
+    assert message(lambda: parallelize_module(Linear(32, 32), mesh, NormColwiseParallel())) == (
+        "transformer_plugin::NormColwiseParallel: argument 'module': expected a LayerNormLinear with one output, got "
+        "Linear. Use torch's ColwiseParallel for other layers, and distribute_tensor for a layer with several outputs."
+    )
+
+
+def too_narrow(rank: Rank) -> None:
+    """A part whose width its format does not take: the error of the op."""
+    mesh = init_device_mesh("cpu", (rank.size,))
+    layer = Linear(32, 48, recipe=NVFP4BlockScaling())
+    parallelize_module(layer, mesh, ColwiseParallel())
+    text = message(lambda: layer(torch.randn(16, 32)))
+    assert "a multiple of 16" in text and "[24, 32]" in text
+
+
+def partial_input(rank: Rank) -> None:
+    """An input that is a sum over ranks is added up first."""
+    mesh = init_device_mesh("cpu", (rank.size,))
+    for style, recipe in ((ColwiseParallel, None), (RowwiseParallel, Float8CurrentScaling())):
+        torch.manual_seed(0)
+        layer, x = Linear(32, 48, recipe=recipe), torch.randn(16, 32)
+        expected = layer(x).detach()
+        layouts: Any = {"input_layouts": Partial(), "output_layouts": Replicate()}
+        parallelize_module(layer, mesh, style(**layouts))
+        part = x * 0.25 if rank.rank == 0 else x * 0.75
+        torch.testing.assert_close(layer(part), expected, rtol=0.1, atol=0.1)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [every_layout, norms, unequal_parts, normalized_output, tables, errors, too_narrow, partial_input],
+)
+def test_two_ranks(check: Callable[[Rank], None]) -> None:
+    with RankPool(2) as pool:
+        pool.run(check)
