@@ -16,21 +16,21 @@ from transformer_plugin.recipes import Float8BlockScaling, MXFP8BlockScaling, Re
 from transformer_plugin.testing.distributed import Rank, RankPool
 
 
-def model_of(recipe: Recipe | None, dtype: torch.dtype = torch.float32) -> Model:
+def model_of(rank: Rank, recipe: Recipe | None, dtype: torch.dtype = torch.float32) -> Model:
     torch.manual_seed(0)
-    return Model(recipe, dtype)
+    return Model(recipe, dtype).to(rank.device)
 
 
 def compare(
     rank: Rank, recipe: Recipe | None, dtype: torch.dtype, sequence: bool, dim: int, both: bool
 ) -> None:
     """Eager, and with ``both`` compiled."""
-    mesh = init_device_mesh("cpu", (rank.size,))
-    indices = torch.randint(ROWS, (4, 32), generator=torch.Generator().manual_seed(1))
-    exact, single = (results(m, m, indices) for m in (model_of(None), model_of(recipe, dtype)))
+    mesh = init_device_mesh(rank.device.type, (rank.size,))
+    indices = torch.randint(ROWS, (4, 32), generator=torch.Generator().manual_seed(1)).to(rank.device)
+    exact, single = (results(m, m, indices) for m in (model_of(rank, None), model_of(rank, recipe, dtype)))
     for compiled in (False, True) if both else (False,):
         torch._dynamo.reset()
-        model = model_of(recipe, dtype)
+        model = model_of(rank, recipe, dtype)
         parallelize_module(model, mesh, plan(sequence, dim))
         run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
         no_worse(results(model, run, indices), single, exact)
@@ -38,39 +38,33 @@ def compare(
 
 def equal_bits(rank: Rank, style: Any, recipe: Recipe, dtype: torch.dtype) -> None:
     """With slices of whole blocks, what no rank adds to is what one process computes."""
-    mesh = init_device_mesh("cpu", (rank.size,))
+    mesh = init_device_mesh(rank.device.type, (rank.size,))
     found = []
     for parallel in (False, True):
         torch.manual_seed(0)
-        layer = Linear(INNER, 256, recipe=recipe, dtype=dtype)
-        x = torch.randn(2, 64, INNER, dtype=dtype).requires_grad_()
+        layer = Linear(INNER, 256, recipe=recipe, dtype=dtype).to(rank.device)
+        x = torch.randn(2, 64, INNER, dtype=dtype).to(rank.device).requires_grad_()
         if parallel:
             parallelize_module(layer, mesh, style)
         found.append(results(layer, layer, x))
     single, got = found
     names = {"weight", "bias", "output" if isinstance(style, ColwiseParallel) else "input 0"}
-    for name in names:
-        assert torch.equal(got[name], single[name]), name
-    for name in single.keys() - names:  # sums over ranks, rounded in each
-        bound = 1e-5 if dtype == torch.float32 else 0.02
-        torch.testing.assert_close(got[name], single[name], rtol=bound, atol=bound)
-
-
-@pytest.fixture(scope="module")
-def pool() -> Any:
-    with RankPool(2) as pool:
-        yield pool
+    for name in single:
+        bound = 1e-5 if dtype == torch.float32 else 0.02  # of sums over ranks, rounded in each
+        if name in names and rank.device.type == "cpu":  # a GPU may take another tile for other sizes
+            bound = 0.0
+        torch.testing.assert_close(got[name], single[name], rtol=bound, atol=bound, msg=name)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
-def test_every_recipe(pool: RankPool, recipe: Recipe | None) -> None:
+def test_every_recipe(pair: RankPool, recipe: Recipe | None) -> None:
     for sequence, dim in ((False, 1), (True, 0), (True, 1)):
         for dtype in (torch.float32, torch.bfloat16):
-            pool.run(compare, recipe, dtype, sequence, dim, dtype == torch.bfloat16 and dim == 1)
+            pair.run(compare, recipe, dtype, sequence, dim, dtype == torch.bfloat16 and dim == 1)
 
 
 @pytest.mark.parametrize("recipe", [Float8BlockScaling(), MXFP8BlockScaling()], ids=["fp8_block", "mxfp8"])
-def test_bits_of_slices(pool: RankPool, recipe: Recipe) -> None:
+def test_bits_of_slices(pair: RankPool, recipe: Recipe) -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        pool.run(equal_bits, ColwiseParallel(output_layouts=Replicate()), recipe, dtype)
-        pool.run(equal_bits, RowwiseParallel(input_layouts=Replicate()), recipe, dtype)
+        pair.run(equal_bits, ColwiseParallel(output_layouts=Replicate()), recipe, dtype)
+        pair.run(equal_bits, RowwiseParallel(input_layouts=Replicate()), recipe, dtype)

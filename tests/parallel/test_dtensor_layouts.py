@@ -30,15 +30,15 @@ def distribute(layer: torch.nn.Module, mesh: DeviceMesh, layouts: dict[str, Any]
 
 def compare(rank: Rank, make: Make, layouts: dict[str, Any], shape: tuple[int, ...], of_input: Any) -> None:
     """Output, input gradient and parameter gradients, eager and compiled, of an input in a layout."""
-    mesh = init_device_mesh("cpu", (rank.size,))
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    mesh = init_device_mesh(rank.device.type, (rank.size,))
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(rank.device)
     torch.manual_seed(0)
-    layer = make()
+    layer = make().to(rank.device)
     expected = results(layer, layer, x.clone().requires_grad_())
     for compiled in (False, True):
         torch._dynamo.reset()
         torch.manual_seed(0)
-        layer, whole = make(), x.clone().requires_grad_()
+        layer, whole = make().to(rank.device), x.clone().requires_grad_()
         distribute(layer, mesh, layouts)
         run = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
 
@@ -108,12 +108,12 @@ def unequal_parts(rank: Rank) -> None:
 
 def normalized_output(rank: Rank) -> None:
     """The gradient of the norm that is returned counts once."""
-    mesh = init_device_mesh("cpu", (rank.size,))
+    mesh = init_device_mesh(rank.device.type, (rank.size,))
     found = []
     for parallel in (False, True):
         torch.manual_seed(0)
-        layer: Any = LayerNormLinear(32, 48, return_normalized=True)
-        x = torch.randn(4, 6, 32).requires_grad_()
+        layer: Any = LayerNormLinear(32, 48, return_normalized=True).to(rank.device)
+        x = torch.randn(4, 6, 32).to(rank.device).requires_grad_()
         given: Any = x
         if parallel:
             distribute(layer, mesh, COLUMNS)
@@ -131,18 +131,18 @@ def normalized_output(rank: Rank) -> None:
 
 def tables(rank: Rank) -> None:
     """Embeddings of a table in each layout, also with a part without rows, and with a padding row."""
-    mesh = init_device_mesh("cpu", (rank.size,))
+    mesh = init_device_mesh(rank.device.type, (rank.size,))
     for rows, padding in ((64, None), (33, 32), (33, 3), (1, None)):
         torch.manual_seed(0)
-        plain = Embedding(rows, 32, padding_idx=padding)
-        indices = torch.randint(rows, (4, 6))
+        plain = Embedding(rows, 32, padding_idx=padding).to(rank.device)
+        indices = torch.randint(rows, (4, 6)).to(rank.device)
         expected = results(plain, plain, indices)
         for layout in (Shard(0), Shard(1), Replicate()):
             for of_input in (Replicate(), Shard(0), Shard(1)):
                 for dtype, compiled in ((torch.int64, False), (torch.int32, False), (torch.int64, True)):
                     torch._dynamo.reset()
                     torch.manual_seed(0)
-                    layer = Embedding(rows, 32, padding_idx=padding)
+                    layer = Embedding(rows, 32, padding_idx=padding).to(rank.device)
                     distribute(layer, mesh, {"weight": layout})
                     run = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
                     given = distribute_tensor(indices.to(dtype), mesh, [of_input])
@@ -164,12 +164,13 @@ def message(call: Callable[[], Any]) -> str:
 
 
 def errors(rank: Rank) -> None:
-    mesh, grid = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
-    x = torch.randn(4, 32)
+    device = rank.device.type
+    mesh, grid = init_device_mesh(device, (2,)), init_device_mesh(device, (2, 1), mesh_dim_names=("dp", "tp"))
+    x = torch.randn(4, 32).to(rank.device)
     whole = distribute_tensor(x, mesh, [Replicate()])
 
     def layer_of(**options: Any) -> Any:
-        layer = Linear(32, 32, **options)
+        layer = Linear(32, 32, **options).to(rank.device)
         distribute(layer, mesh, COLUMNS)
         return layer
 
@@ -184,11 +185,13 @@ def errors(rank: Rank) -> None:
         start + "'recipe': expected one with scales of the current values, as the weight is a DTensor, got "
         "DelayedScaling. Use for example Float8CurrentScaling()."
     )
-    assert message(lambda: layer_of()(whole, out=torch.empty(4, 16))) == (
+    assert message(lambda: layer_of()(whole, out=torch.empty(4, 16, device=rank.device))) == (
         start + "'out': expected none with DTensor parameters, nor 'dgrad_out', got one. Leave both out."
     )
-    assert "'out': expected none" in message(lambda: layer_of()(whole, dgrad_out=torch.empty(4, 32)))
-    on_grid = Linear(32, 32)
+    assert "'out': expected none" in message(
+        lambda: layer_of()(whole, dgrad_out=torch.empty(4, 32, device=rank.device))
+    )
+    on_grid = Linear(32, 32).to(rank.device)
     for name, parameter in list(on_grid.named_parameters()):
         part = distribute_tensor(parameter, grid, [Replicate(), Shard(0)])
         on_grid.register_parameter(name, torch.nn.Parameter(part))
@@ -201,54 +204,56 @@ def errors(rank: Rank) -> None:
         lambda: layer_of()(distribute_tensor(x, grid["dp"], [Replicate()]))
     )
     mixed = layer_of()
-    mixed.register_parameter("bias", torch.nn.Parameter(torch.zeros(16)))
+    mixed.register_parameter("bias", torch.nn.Parameter(torch.zeros(16, device=rank.device)))
     assert message(lambda: mixed(whole)) == (
         start
         + "'bias': expected a DTensor in Shard(0), as the weight is one, got a plain tensor. Parallelize the layer "
         "with the styles of torch.distributed.tensor.parallel."
     )
-    replicated = Linear(32, 32, fuse_wgrad_accumulation=True)
+    replicated = Linear(32, 32, fuse_wgrad_accumulation=True).to(rank.device)
     distribute(replicated, mesh, {})
-    replicated.weight.main_grad = torch.zeros(32, 32)  # type: ignore[assignment]
+    replicated.weight.main_grad = torch.zeros(32, 32, device=rank.device)  # type: ignore[assignment]
     rows = distribute_tensor(x, mesh, [Shard(0)])
     assert message(lambda: replicated(rows)) == (
         start
         + "'weight': expected a sharded weight with fuse_wgrad_accumulation or delay_wgrad_compute, got a "
         "replicated one with a sharded input, whose gradient is a sum over ranks. Leave both out, or shard the weight."
     )
-    norm = RMSNorm(32)
+    norm = RMSNorm(32).to(rank.device)
     distribute(norm, mesh, {"weight": Shard(0)})
     assert message(lambda: norm(whole)) == (
         "transformer_plugin::RMSNorm: argument 'weight': expected a DTensor in Replicate(), got one in S(0). "
         "Parallelize the layer with the styles of torch.distributed.tensor.parallel."
     )
+    assert message(lambda: parallelize_module(Linear(32, 32), mesh, NormColwiseParallel())) == (
+        "transformer_plugin::NormColwiseParallel: argument 'module': expected a LayerNormLinear with one output, got "
+        "Linear. Use torch's ColwiseParallel for other layers, and distribute_tensor for a layer with several outputs."
+    )
+    if device == "cuda":
+        return  # torch's kernel would end the process's use of the GPU
     table = Embedding(32, 8)
     distribute(table, mesh, {"weight": Shard(0)})
     assert message(lambda: table(distribute_tensor(torch.tensor([3, 32]), mesh, [Replicate()]))) == (
         "transformer_plugin::embedding: argument 'indices': expected rows of the table, 0 to 31, got 3 to 32. Pass "
         "indices of rows."
     )
-    assert message(lambda: parallelize_module(Linear(32, 32), mesh, NormColwiseParallel())) == (
-        "transformer_plugin::NormColwiseParallel: argument 'module': expected a LayerNormLinear with one output, got "
-        "Linear. Use torch's ColwiseParallel for other layers, and distribute_tensor for a layer with several outputs."
-    )
 
 
 def too_narrow(rank: Rank) -> None:
     """A part whose width its format does not take: the error of the op."""
-    mesh = init_device_mesh("cpu", (rank.size,))
-    layer = Linear(32, 48, recipe=NVFP4BlockScaling())
+    mesh = init_device_mesh(rank.device.type, (rank.size,))
+    layer = Linear(32, 48, recipe=NVFP4BlockScaling()).to(rank.device)
     parallelize_module(layer, mesh, ColwiseParallel())
-    text = message(lambda: layer(torch.randn(16, 32)))
+    text = message(lambda: layer(torch.randn(16, 32).to(rank.device)))
     assert "a multiple of 16" in text and "[24, 32]" in text
 
 
 def partial_input(rank: Rank) -> None:
     """An input that is a sum over ranks is added up first."""
-    mesh = init_device_mesh("cpu", (rank.size,))
+    mesh = init_device_mesh(rank.device.type, (rank.size,))
     for style, recipe in ((ColwiseParallel, None), (RowwiseParallel, Float8CurrentScaling())):
         torch.manual_seed(0)
-        layer, x = Linear(32, 48, recipe=recipe), torch.randn(16, 32)
+        layer, x = Linear(32, 48, recipe=recipe).to(rank.device), torch.randn(16, 32).to(rank.device)
         expected = layer(x).detach()
         layouts: Any = {"input_layouts": Partial(), "output_layouts": Replicate()}
         parallelize_module(layer, mesh, style(**layouts))
@@ -260,6 +265,5 @@ def partial_input(rank: Rank) -> None:
     "check",
     [every_layout, norms, unequal_parts, normalized_output, tables, errors, too_narrow, partial_input],
 )
-def test_two_ranks(check: Callable[[Rank], None]) -> None:
-    with RankPool(2) as pool:
-        pool.run(check)
+def test_two_ranks(pair: RankPool, check: Callable[[Rank], None]) -> None:
+    pair.run(check)

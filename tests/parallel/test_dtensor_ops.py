@@ -41,17 +41,17 @@ def swiglu(x: Tensor, probs: Tensor | None) -> Tensor:
 def compare(rank: Rank, op: Op, plain: list[Tensor | None], layouts: list[Any], compiled: bool) -> list[Any]:
     """The output and the gradients are those of plain tensors. Returns the layout of the output."""
     torch._dynamo.reset()
-    mesh = init_device_mesh("cpu", (rank.size,))
+    mesh = init_device_mesh(rank.device.type, (rank.size,))
     distributed = [
         t if t is None else distribute_tensor(t, mesh, [layout]).requires_grad_()
         for t, layout in zip(plain, layouts, strict=True)
     ]
-    plain = [t if t is None else t.clone().requires_grad_() for t in plain]
+    plain = [t if t is None else t.to(rank.device).detach().clone().requires_grad_() for t in plain]
     expected = op(*plain)
     run = torch.compile(op, fullgraph=True, backend="aot_eager") if compiled else op
     got: Any = run(*distributed)
     torch.testing.assert_close(got.full_tensor(), expected)
-    grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).to(rank.device)
     expected.backward(grad)
     got.backward(distribute_tensor(grad, mesh, [Shard(0)]))
     for a, b in zip(plain, distributed, strict=True):
@@ -88,9 +88,9 @@ def activations(rank: Rank) -> None:
 
 def gradient_of_no_bias(rank: Rank) -> None:
     """Calls that differ in a flag alone do not share a choice of layouts."""
-    mesh = init_device_mesh("cpu", (rank.size,))
+    mesh = init_device_mesh(rank.device.type, (rank.size,))
     torch.manual_seed(0)
-    grad, x = torch.randn(4, 32), torch.randn(4, 32)
+    grad, x = torch.randn(2, 4, 32).to(rank.device)
     _, mean, rstd = ops.layer_norm_forward(x, None, None, 1e-5)
     parts = [distribute_tensor(t, mesh, [Shard(0)]) for t in (grad, x, mean, rstd)]
     for has_bias in (True, False, True):
@@ -103,9 +103,9 @@ def gradient_of_no_bias(rank: Rank) -> None:
 
 def linear_of_formats(rank: Rank) -> None:
     """A product of sharded operands; in formats, of whole ones."""
-    mesh = init_device_mesh("cpu", (rank.size,))
+    mesh = init_device_mesh(rank.device.type, (rank.size,))
     torch.manual_seed(0)
-    x, weight = torch.randn(128, 256), torch.randn(256, 256)
+    x, weight = torch.randn(128, 256).to(rank.device), torch.randn(256, 256).to(rank.device)
     parts = distribute_tensor(x, mesh, [Replicate()]), distribute_tensor(weight, mesh, [Shard(0)])
     for format, layout in (("none", Shard(1)), ("fp8_tensor:e4m3", Replicate()), ("none", Shard(1))):
         got: Any = ops.linear(*parts, None, *[format] * 3)
@@ -113,10 +113,9 @@ def linear_of_formats(rank: Rank) -> None:
         torch.testing.assert_close(got.full_tensor(), ops.linear(x, weight, None, *[format] * 3))
 
 
-def test_two_ranks() -> None:
-    with RankPool(2) as pool:
-        for op in (rms_norm, rms_norm_forward, layer_norm, layer_norm_forward):
-            pool.run(norms, op)
-        pool.run(activations)
-        pool.run(gradient_of_no_bias)
-        pool.run(linear_of_formats)
+def test_two_ranks(pair: RankPool) -> None:
+    for op in (rms_norm, rms_norm_forward, layer_norm, layer_norm_forward):
+        pair.run(norms, op)
+    pair.run(activations)
+    pair.run(gradient_of_no_bias)
+    pair.run(linear_of_formats)
