@@ -163,61 +163,36 @@ def message(call: Callable[[], Any]) -> str:
     return "no error"
 
 
-def errors(rank: Rank) -> None:
+START = "transformer_plugin::Linear: argument "
+
+
+def by_columns(rank: Rank, mesh: DeviceMesh, **options: Any) -> Any:
+    layer = Linear(32, 32, **options).to(rank.device)
+    distribute(layer, mesh, COLUMNS)
+    return layer
+
+
+def refused_operands(rank: Rank) -> None:
     device = rank.device.type
     mesh, grid = init_device_mesh(device, (2,)), init_device_mesh(device, (2, 1), mesh_dim_names=("dp", "tp"))
     x = torch.randn(4, 32).to(rank.device)
-    whole = distribute_tensor(x, mesh, [Replicate()])
-
-    def layer_of(**options: Any) -> Any:
-        layer = Linear(32, 32, **options).to(rank.device)
-        distribute(layer, mesh, COLUMNS)
-        return layer
-
-    start = "transformer_plugin::Linear: argument "
-    assert message(lambda: layer_of()(x)) == (
-        start
+    whole, layer = distribute_tensor(x, mesh, [Replicate()]), by_columns(rank, mesh)
+    assert message(lambda: layer(x)) == (
+        START
         + "'input': expected a DTensor, as the weight is one, got a plain tensor. Parallelize the layer with "
         "ColwiseParallel, RowwiseParallel or SequenceParallel, or convert its input with PrepareModuleInput or "
         "DTensor.from_local."
     )
-    assert message(lambda: layer_of(recipe=DelayedScaling())(whole)) == (
-        start + "'recipe': expected one with scales of the current values, as the weight is a DTensor, got "
-        "DelayedScaling. Use for example Float8CurrentScaling()."
+    other = distribute_tensor(x, grid["dp"], [Replicate()])
+    assert message(lambda: layer(other)) == (
+        START
+        + "'input': expected a DTensor on the mesh of the weight, got one on another. Use one mesh for both."
     )
-    assert message(lambda: layer_of()(whole, out=torch.empty(4, 16, device=rank.device))) == (
-        start + "'out': expected none with DTensor parameters, nor 'dgrad_out', got one. Leave both out."
-    )
-    assert "'out': expected none" in message(
-        lambda: layer_of()(whole, dgrad_out=torch.empty(4, 32, device=rank.device))
-    )
-    on_grid = Linear(32, 32).to(rank.device)
-    for name, parameter in list(on_grid.named_parameters()):
-        part = distribute_tensor(parameter, grid, [Replicate(), Shard(0)])
-        on_grid.register_parameter(name, torch.nn.Parameter(part))
-    assert message(lambda: on_grid(whole)) == (
-        start
-        + "'weight': expected a DTensor on a mesh of one dimension, got one on a mesh of 2. Pass the dimension of "
-        "tensor parallelism to parallelize_module, for example mesh['tp'], and the others to fully_shard."
-    )
-    assert "one on another. Use one mesh for both." in message(
-        lambda: layer_of()(distribute_tensor(x, grid["dp"], [Replicate()]))
-    )
-    mixed = layer_of()
-    mixed.register_parameter("bias", torch.nn.Parameter(torch.zeros(16, device=rank.device)))
-    assert message(lambda: mixed(whole)) == (
-        start
+    layer.register_parameter("bias", torch.nn.Parameter(torch.zeros(16, device=rank.device)))
+    assert message(lambda: layer(whole)) == (
+        START
         + "'bias': expected a DTensor in Shard(0), as the weight is one, got a plain tensor. Parallelize the layer "
         "with the styles of torch.distributed.tensor.parallel."
-    )
-    replicated = Linear(32, 32, fuse_wgrad_accumulation=True).to(rank.device)
-    distribute(replicated, mesh, {})
-    replicated.weight.main_grad = torch.zeros(32, 32, device=rank.device)  # type: ignore[assignment]
-    rows = distribute_tensor(x, mesh, [Shard(0)])
-    assert message(lambda: replicated(rows)) == (
-        start
-        + "'weight': expected a sharded weight with fuse_wgrad_accumulation or delay_wgrad_compute, got a "
-        "replicated one with a sharded input, whose gradient is a sum over ranks. Leave both out, or shard the weight."
     )
     norm = RMSNorm(32).to(rank.device)
     distribute(norm, mesh, {"weight": Shard(0)})
@@ -225,18 +200,54 @@ def errors(rank: Rank) -> None:
         "transformer_plugin::RMSNorm: argument 'weight': expected a DTensor in Replicate(), got one in S(0). "
         "Parallelize the layer with the styles of torch.distributed.tensor.parallel."
     )
+    on_grid = Linear(32, 32).to(rank.device)
+    for name, parameter in list(on_grid.named_parameters()):
+        part = distribute_tensor(parameter, grid, [Replicate(), Shard(0)])
+        on_grid.register_parameter(name, torch.nn.Parameter(part))
+    assert message(lambda: on_grid(whole)) == (
+        START
+        + "'weight': expected a DTensor on a mesh of one dimension, got one on a mesh of 2. Pass the dimension of "
+        "tensor parallelism to parallelize_module, for example mesh['tp'], and the others to fully_shard."
+    )
+
+
+def refused_options(rank: Rank) -> None:
+    mesh = init_device_mesh(rank.device.type, (rank.size,))
+    whole = distribute_tensor(torch.randn(4, 32).to(rank.device), mesh, [Replicate()])
+    layer = by_columns(rank, mesh)
+    assert message(lambda: by_columns(rank, mesh, recipe=DelayedScaling())(whole)) == (
+        START + "'recipe': expected one with scales of the current values, as the weight is a DTensor, got "
+        "DelayedScaling. Use for example Float8CurrentScaling()."
+    )
+    for name, columns in (("out", 16), ("dgrad_out", 32)):
+        buffer = torch.empty(4, columns, device=rank.device)
+        assert message(lambda name=name, buffer=buffer: layer(whole, **{name: buffer})) == (  # type: ignore[misc]
+            START + "'out': expected none with DTensor parameters, nor 'dgrad_out', got one. Leave both out."
+        )
+    replicated: Any = Linear(32, 32, fuse_wgrad_accumulation=True).to(rank.device)
+    distribute(replicated, mesh, {})
+    replicated.weight.main_grad = torch.zeros(32, 32, device=rank.device)
+    rows = whole.redistribute(placements=[Shard(0)])
+    assert message(lambda: replicated(rows)) == (
+        START
+        + "'weight': expected a sharded weight with fuse_wgrad_accumulation or delay_wgrad_compute, got a "
+        "replicated one with a sharded input, whose gradient is a sum over ranks. Leave both out, or shard the weight."
+    )
     assert message(lambda: parallelize_module(Linear(32, 32), mesh, NormColwiseParallel())) == (
         "transformer_plugin::NormColwiseParallel: argument 'module': expected a LayerNormLinear with one output, got "
         "Linear. Use torch's ColwiseParallel for other layers, and distribute_tensor for a layer with several outputs."
     )
-    if device == "cuda":
-        return  # torch's kernel would end the process's use of the GPU
-    table = Embedding(32, 8)
-    distribute(table, mesh, {"weight": Shard(0)})
-    assert message(lambda: table(distribute_tensor(torch.tensor([3, 32]), mesh, [Replicate()]))) == (
-        "transformer_plugin::embedding: argument 'indices': expected rows of the table, 0 to 31, got 3 to 32. Pass "
-        "indices of rows."
-    )
+
+
+def refused_indices(rank: Rank) -> None:
+    """On a CPU, as the op refuses them."""
+    if rank.device.type == "cpu":
+        mesh, table = init_device_mesh("cpu", (rank.size,)), Embedding(32, 8)
+        distribute(table, mesh, {"weight": Shard(0)})
+        assert message(lambda: table(distribute_tensor(torch.tensor([3, 32]), mesh, [Replicate()]))) == (
+            "transformer_plugin::embedding: argument 'indices': expected rows of the table, 0 to 31, got 3 to 32. Pass "
+            "indices of rows."
+        )
 
 
 def too_narrow(rank: Rank) -> None:
@@ -263,7 +274,18 @@ def partial_input(rank: Rank) -> None:
 
 @pytest.mark.parametrize(
     "check",
-    [every_layout, norms, unequal_parts, normalized_output, tables, errors, too_narrow, partial_input],
+    [
+        every_layout,
+        norms,
+        unequal_parts,
+        normalized_output,
+        tables,
+        refused_operands,
+        refused_options,
+        refused_indices,
+        too_narrow,
+        partial_input,
+    ],
 )
 def test_two_ranks(pair: RankPool, check: Callable[[Rank], None]) -> None:
     pair.run(check)
