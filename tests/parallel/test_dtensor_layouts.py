@@ -65,6 +65,10 @@ def rms_norm() -> torch.nn.Module:
     return RMSNorm(32, zero_centered=True)
 
 
+def rms_norm_without_weight() -> torch.nn.Module:
+    return RMSNorm(32, elementwise_affine=False)
+
+
 def layer_norm() -> torch.nn.Module:
     return LayerNorm(32)
 
@@ -92,7 +96,7 @@ def every_layout(rank: Rank) -> None:
 
 
 def norms(rank: Rank) -> None:
-    for make in (rms_norm, layer_norm, layer_norm_without_bias):
+    for make in (rms_norm, rms_norm_without_weight, layer_norm, layer_norm_without_bias):
         for of_input in (Replicate(), Shard(0), Shard(1), Shard(2)):
             compare(rank, make, {}, (4, 6, 32), of_input)
 

@@ -178,8 +178,60 @@ def recomputed(rank: Rank) -> None:
         assert torch.equal(whole(a.grad), whole(b.grad))
 
 
+def without_gradients(rank: Rank) -> None:
+    model = model_of(rank, MXFP8BlockScaling(), init_device_mesh(rank.device.type, (rank.size,)))
+    expected = model(batch(rank, 1)).detach()
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            assert torch.equal(model(batch(rank, 1)), expected)
+
+
+def compiled_for_any_length(rank: Rank) -> None:
+    torch._dynamo.reset()
+    model = model_of(rank, MXFP8BlockScaling(), init_device_mesh(rank.device.type, (rank.size,)))
+    run = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows in (2, 4, 6):
+        output = run(batch(rank, 1, rows))
+        assert torch.equal(output, model(batch(rank, 1, rows)))
+        output.sum().backward()
+
+
+def made_on_meta(rank: Rank) -> None:
+    """Initial values after the parameters were distributed."""
+    mesh = init_device_mesh(rank.device.type, (rank.size,))
+    model = Model(MXFP8BlockScaling(), device="meta")
+    parallelize_module(model, mesh, plan(True))
+    model.to_empty(device=rank.device)
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    model(batch(rank, 1)).sum().backward()
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor), name
+        assert bool(parameter.full_tensor().isfinite().all()), name
+
+
+def converted(rank: Rank) -> None:
+    """Layers of torch that were parallelized before they were converted."""
+    mesh = init_device_mesh(rank.device.type, (rank.size,))
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, INNER), torch.nn.Linear(INNER, WIDTH)).to(rank.device)
+    x = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(1)).to(rank.device)
+    expected = model(x)
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    model = tp.convert(model, Float8BlockScaling())
+    assert type(model[0]) is Linear
+    output = model(x)
+    assert 0.0 < distance(output.detach(), expected.detach()) < 0.1
+    output.sum().backward()
+    weight: Any = model[0].weight
+    assert weight.grad.placements == weight.placements == (Shard(0),)
+
+
 def test_uses(pair: RankPool) -> None:
     for check in (cached_weights, where_gradients_go, under_autocast, recomputed):
+        pair.run(check)
+    for check in (without_gradients, compiled_for_any_length, made_on_meta, converted):
         pair.run(check)
 
 

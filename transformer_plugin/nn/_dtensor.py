@@ -206,7 +206,7 @@ def _whole(parameter: Any, sums: bool) -> Any:
     """A replicated parameter. With ``sums``, its gradient is the sum of those that the ranks compute."""
     from torch.distributed.tensor import Partial, Replicate
 
-    if parameter is None or not sums:
+    if parameter is None or not sums or not torch.is_grad_enabled():
         return _part_of(parameter, Replicate())
     # The layout stays. In the backward it changes from Partial(), which no .grad should have.
     return parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
