@@ -18,8 +18,10 @@ from torch.distributed.tensor.parallel import (
 from transformer_plugin.nn import Embedding, LayerNorm, LayerNormLinear, Linear, RMSNorm
 from transformer_plugin.parallel.styles import NormColwiseParallel
 from transformer_plugin.recipes import (
+    BFloat16,
     Float8BlockScaling,
     Float8CurrentScaling,
+    Float8RowwiseScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     Recipe,
@@ -27,7 +29,9 @@ from transformer_plugin.recipes import (
 
 RECIPES: list[Recipe | None] = [
     None,
+    BFloat16(),
     Float8CurrentScaling(),
+    Float8RowwiseScaling(),
     Float8BlockScaling(),
     MXFP8BlockScaling(),
     NVFP4BlockScaling(),

@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from tests.parallel.dtensor_model import INNER, RECIPES, ROWS, Model, no_worse, plan, results
 from transformer_plugin.nn import Linear
-from transformer_plugin.recipes import Float8BlockScaling, MXFP8BlockScaling, Recipe
+from transformer_plugin.recipes import Float8BlockScaling, Float8RowwiseScaling, MXFP8BlockScaling, Recipe
 from transformer_plugin.testing.distributed import Rank, RankPool
 
 
@@ -63,7 +63,9 @@ def test_every_recipe(pair: RankPool, recipe: Recipe | None) -> None:
             pair.run(compare, recipe, dtype, sequence, dim, dtype == torch.bfloat16 and dim == 1)
 
 
-@pytest.mark.parametrize("recipe", [Float8BlockScaling(), MXFP8BlockScaling()], ids=["fp8_block", "mxfp8"])
+@pytest.mark.parametrize(
+    "recipe", [Float8BlockScaling(), MXFP8BlockScaling(), Float8RowwiseScaling()], ids=repr
+)
 def test_bits_of_slices(pair: RankPool, recipe: Recipe) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         pair.run(equal_bits, ColwiseParallel(output_layouts=Replicate()), recipe, dtype)

@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from tests.parallel.dtensor_model import results
 from transformer_plugin.nn import Embedding, LayerNorm, LayerNormLinear, Linear, RMSNorm
+from transformer_plugin.parallel import shard_
 from transformer_plugin.parallel.styles import NormColwiseParallel
 from transformer_plugin.recipes import DelayedScaling, Float8CurrentScaling, NVFP4BlockScaling
 from transformer_plugin.testing.distributed import Rank, RankPool
@@ -237,6 +238,16 @@ def refused_options(rank: Rank) -> None:
         + "'weight': expected a sharded weight with fuse_wgrad_accumulation or delay_wgrad_compute, got a "
         "replicated one with a sharded input, whose gradient is a sum over ranks. Leave both out, or shard the weight."
     )
+    table, cut = Embedding(32, 8).to(rank.device), Linear(32, 32).to(rank.device)
+    indices = distribute_tensor(torch.tensor([3], device=rank.device), mesh, [Replicate()])
+    for layer, given in ((table, indices), (cut, whole)):
+        shard_(layer, rank.group)
+        distribute(layer, mesh, {"weight": Shard(1)})
+        assert message(lambda layer=layer, given=given: layer(given)) == (  # type: ignore[misc]
+            f"transformer_plugin::{type(layer).__name__}: argument 'weight': expected a whole weight, or a DTensor of "
+            "a whole weight, got a DTensor of a part that shard_ made. Parallelize other layers, or shard other "
+            "weights."
+        )
     assert message(lambda: parallelize_module(Linear(32, 32), mesh, NormColwiseParallel())) == (
         "transformer_plugin::NormColwiseParallel: argument 'module': expected a LayerNormLinear with one output, got "
         "Linear. Use torch's ColwiseParallel for other layers, and distribute_tensor for a layer with several outputs."

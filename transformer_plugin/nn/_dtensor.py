@@ -24,6 +24,7 @@ from transformer_plugin.recipes import DelayedScaling
 
 if TYPE_CHECKING:
     from transformer_plugin.nn._recipe import RecipeModule
+    from transformer_plugin.nn._sharded_weight import ShardedWeightMixin
     from transformer_plugin.nn.embedding import Embedding
     from transformer_plugin.nn.layer_norm_linear import LayerNormLinear
 
@@ -125,6 +126,7 @@ def run_embedding(layer: Embedding, input: Any, weight: Any, padding: int) -> Te
 
     name = type(layer).__name__
     mesh, layout = _mesh_of(name, input, weight), weight.placements[0]
+    _refuse_shards(layer)
     if layout == Shard(0):
         found = _rows_here(_part_of(input, Replicate()), _part_of_parameter(weight), weight, padding)
         output_layout: Any = Partial()
@@ -248,6 +250,7 @@ def _rows_layout(input: Any) -> Any:
 def _weight_layout(layer: RecipeModule, input: Any, weight: Any, bias: Any, into: dict[str, Any]) -> Any:
     """The layout of a linear layer's weight. Refuses what cannot run on DTensors."""
     name, layout = type(layer).__name__, weight.placements[0]
+    _refuse_shards(layer)
     if isinstance(layer.recipe, DelayedScaling):
         expected, advice = "one with scales of the current values", "Use for example Float8CurrentScaling()"
         _refuse(name, "recipe", f"{expected}, as the weight is a DTensor", "DelayedScaling", advice)
@@ -265,6 +268,13 @@ def _weight_layout(layer: RecipeModule, input: Any, weight: Any, bias: Any, into
             "Leave both out, or shard the weight",
         )
     return layout
+
+
+def _refuse_shards(layer: ShardedWeightMixin) -> None:
+    if layer.weight_shard:
+        advice = "Parallelize other layers, or shard other weights"
+        expected = "a whole weight, or a DTensor of a whole weight"
+        _refuse(type(layer).__name__, "weight", expected, "a DTensor of a part that shard_ made", advice)
 
 
 def _refuse_buffers(layer: str, given: bool) -> None:
