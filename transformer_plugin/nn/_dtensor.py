@@ -150,10 +150,8 @@ def _rows_here(indices: Tensor, table: Tensor, whole: Any, padding: int) -> Tens
     each = -(-rows // mesh.size())
     first = min(mesh.get_local_rank() * each, rows)
     count = min(each, rows - first)
-    if count == 0:
-        return (
-            table.new_zeros((*indices.shape, table.shape[1])) + table.sum()
-        )  # with a gradient, of no elements
+    if count == 0:  # the sum connects the gradient, which has no elements
+        return table.new_zeros((*indices.shape, table.shape[1])) + table.sum()
     elsewhere = (indices < first) | (indices >= first + count)
     own_padding = padding - first if first <= padding < first + count else -1
     found = ops.embedding((indices - first).masked_fill(elsewhere, 0), table, own_padding)
@@ -229,9 +227,8 @@ def _as_dtensor(part: Tensor, mesh: Any, layout: Any, sizes: tuple[int, ...]) ->
     from torch.distributed.tensor import DTensor
 
     given: dict[str, Any] = {}
-    if (
-        layout.is_shard() and sizes[layout.dim] % mesh.size() != 0
-    ):  # torch multiplies the sizes of equal parts
+    # Without sizes torch takes the parts to be equal.
+    if layout.is_shard() and sizes[layout.dim] % mesh.size() != 0:
         strides = [1] * len(sizes)
         for i in range(len(sizes) - 1, 0, -1):
             strides[i - 1] = strides[i] * sizes[i]
@@ -283,7 +280,7 @@ def _refuse_buffers(layer: str, given: bool) -> None:
 
 
 def _check_layout(layer: str, argument: str, parameter: Any, expected: str) -> None:
-    """Refuses a parameter that has not the layout; the last of several in ``expected`` is ``Replicate()``."""
+    """Refuses a parameter in another layout than ``Shard(0)``, if that is expected, else than ``Replicate()``."""
     if parameter is None:
         return
     advice = "Parallelize the layer with the styles of torch.distributed.tensor.parallel"
