@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from transformer_plugin import ops
+from transformer_plugin.nn._dtensor import is_dtensor, run_embedding
 from transformer_plugin.nn._module import layer_forward, registered
 from transformer_plugin.nn._sharded_weight import ShardedWeightMixin
 from transformer_plugin.nn._tensor_parallel import (
@@ -73,6 +74,8 @@ class Embedding(ShardedWeightMixin, torch.nn.Embedding):
         """Returns ``[..., K]`` for int32 or int64 indices ``[...]``, differentiable in the table."""
         weight = registered(self, self._parameters, "weight")
         padding = -1 if self.padding_idx is None else self.padding_idx
+        if is_dtensor(weight):
+            return run_embedding(self, input, weight, padding)
         if self.tensor_parallel is None:
             return ops.embedding(input, weight, padding, self._shard_key())
         return self.tensor_parallel.output(self._own_rows(input, weight, padding), None)

@@ -14,6 +14,7 @@ from transformer_plugin import ops
 from transformer_plugin.nn._attributes import fixed
 from transformer_plugin.nn._autocast import operands
 from transformer_plugin.nn._caller_buffers import into_buffers, with_gradient_into
+from transformer_plugin.nn._dtensor import is_dtensor, run_norm_linear
 from transformer_plugin.nn._module import layer_forward, registered
 from transformer_plugin.nn._recipe import RecipeModule
 from transformer_plugin.nn._tensor_parallel import (
@@ -183,7 +184,10 @@ class LayerNormLinear(RecipeModule):
             out, _ = into_buffers(type(self).__name__, self.recipe, out, dgrad_out, self.weight_shard)
             if dgrad_out is not None:
                 input = with_gradient_into(type(self).__name__, input, dgrad_out)
-        if self._is_one_op() and out is None:
+        if is_dtensor(weight):
+            all_operands = (input, norm_weight, norm_bias, weight, bias)
+            output, normalized = run_norm_linear(self, all_operands, quantized_weight, into, out)
+        elif self._is_one_op() and out is None:
             if parallel is not None:  # gradients of the norm's sum over ranks
                 input, norm_weight = parallel.copied(input), parallel.copied(norm_weight)
                 norm_bias = parallel.copied(norm_bias)

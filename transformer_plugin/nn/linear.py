@@ -11,6 +11,7 @@ from torch import Tensor
 from transformer_plugin import ops
 from transformer_plugin.nn._autocast import operands
 from transformer_plugin.nn._caller_buffers import into_buffers
+from transformer_plugin.nn._dtensor import is_dtensor, run_linear
 from transformer_plugin.nn._module import layer_forward, registered
 from transformer_plugin.nn._recipe import RecipeModule
 from transformer_plugin.nn._tensor_parallel import (
@@ -140,7 +141,9 @@ class Linear(RecipeModule, torch.nn.Linear):
         if out is not None or dgrad_out is not None:
             out, buffers = into_buffers(type(self).__name__, self.recipe, out, dgrad_out, self.weight_shard)
             into.update(buffers)
-        if isinstance(self._recipe, DelayedScaling):
+        if is_dtensor(weight):
+            output = run_linear(self, (input, weight, bias), quantized_weight, into, out)
+        elif isinstance(self._recipe, DelayedScaling):
             scale = self._delayed_scales(self._recipe, self._op_accepts(input, weight, bias))
             amax = self._current_amax if self.training else None
             output = ops.linear_scaled(input, weight, scale, amax, bias, *self._formats)

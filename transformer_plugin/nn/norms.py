@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from transformer_plugin import ops
 from transformer_plugin.nn._autocast import as_weight
+from transformer_plugin.nn._dtensor import is_dtensor, run_norm
 from transformer_plugin.nn._module import PluginModule, layer_forward, registered
 from transformer_plugin.nn._tensor_parallel import sequence_parallel_group
 
@@ -109,6 +111,9 @@ class RMSNorm(_ZeroCenteredNorm, torch.nn.RMSNorm):
         weight = self._own("weight")
         x = as_weight(x, weight)
         eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        if is_dtensor(weight):
+            norm = functools.partial(ops.rms_norm, eps=eps, zero_centered=self.zero_centered)
+            return run_norm("RMSNorm", norm, x, weight)
         return ops.rms_norm(x, weight, eps, self.zero_centered)
 
 
@@ -157,4 +162,8 @@ class LayerNorm(_ZeroCenteredNorm, torch.nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Normalizes the last dimension. See the class for dtypes."""
         weight, bias = self._own("weight"), self._own("bias")
-        return ops.layer_norm(as_weight(input, weight), weight, bias, self.eps, self.zero_centered)
+        input = as_weight(input, weight)
+        if is_dtensor(weight):
+            norm = functools.partial(ops.layer_norm, eps=self.eps, zero_centered=self.zero_centered)
+            return run_norm("LayerNorm", norm, input, weight, bias)
+        return ops.layer_norm(input, weight, bias, self.eps, self.zero_centered)

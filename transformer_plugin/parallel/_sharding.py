@@ -1,44 +1,134 @@
-"""DTensor sharding rules of ``linear``, so that ``parallelize_module`` shards a ``transformer_plugin.nn.Linear``."""
+"""DTensor sharding rules of ops that are called with ``DTensor`` s. The layers call their ops with plain tensors."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+#: Layouts of the outputs and of the arguments of an op, of which torch chooses.
+Rules = list[tuple[list[Any], list[Any]]]
+
 
 def register() -> None:
-    """Registers the rules of ``linear`` and of ``bias_backward``, for a one-dimensional mesh."""
-    from torch.distributed.tensor import Partial, Replicate, Shard
+    """Registers the rules, for one dimension of a mesh."""
+    ops = torch.ops.transformer_plugin
+    _register(ops.linear, _linear)
+    _register(ops.bias_backward, _bias_backward)
+    _register(ops.swiglu, _swiglu)
+    _register(ops.swiglu_backward, _swiglu_backward)
+    _register(ops.rms_norm, _rms_norm)
+    _register(ops.rms_norm_forward, _rms_norm_forward)
+    _register(ops.rms_norm_backward, _rms_norm_backward)
+    _register(ops.layer_norm, _layer_norm)
+    _register(ops.layer_norm_forward, _layer_norm_forward)
+    _register(ops.layer_norm_backward, _layer_norm_backward)
+
+
+def _register(op: Any, rules: Callable[..., Rules]) -> None:
+    """Registers ``rules``, which is called with the arguments of ``op``."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
     from torch.distributed.tensor.experimental import register_sharding
 
-    ops = torch.ops.transformer_plugin
-    whole = Replicate()
+    register_sharding(op.default)(rules)
+    # torch reuses a choice for equal arguments. It compares only those that are tensors, and all from this one on: also
+    # which tensors are None, and numbers.
+    kinds = [str(argument.type) for argument in op.default._schema.arguments]
+    first = next((i for i, kind in enumerate(kinds) if kind != "Tensor"), len(kinds))
+    known = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
+    known[op.default] = RuntimeSchemaInfo(first, needs_pytree=True)
 
-    def placements(
-        out: Any, input: Any, weight: Any, bias: Any, has_bias: bool
-    ) -> tuple[list[Any], list[Any]]:
-        return [out], [input, weight, bias if has_bias else None, None, None, None, None]
 
-    def linear(
-        input: Any,
-        weight: Any,
-        bias: Any = None,
-        input_format: str = "none",
-        weight_format: str = "none",
-        grad_format: str = "none",
-        quantized_weight: Any = None,
-    ) -> list[tuple[list[Any], list[Any]]]:
-        last, has_bias = input.ndim - 1, bias is not None
-        rules = [placements(whole, whole, whole, whole, has_bias)]
-        if (input_format, weight_format) != ("none", "none"):
-            return rules  # a scale covers the whole matrix, or blocks that a shard may split
-        rules.append(placements(Shard(last), whole, Shard(0), Shard(0), has_bias))
-        rules.append(placements(Partial(), Shard(last), Shard(1), Partial(), has_bias))
-        return rules + [placements(Shard(i), Shard(i), whole, whole, has_bias) for i in range(last)]
+def _linear(
+    input: Any,
+    weight: Any,
+    bias: Any = None,
+    input_format: str = "none",
+    weight_format: str = "none",
+    *_: Any,
+) -> Rules:
+    from torch.distributed.tensor import Partial, Replicate, Shard
 
-    def bias_backward(grad: Any) -> list[tuple[list[Any], list[Any]]]:
-        return [([whole], [whole]), ([Shard(0)], [Shard(1)]), ([Partial()], [Shard(0)])]
+    whole, last = Replicate(), input.ndim - 1
 
-    register_sharding(ops.linear.default)(linear)
-    register_sharding(ops.bias_backward.default)(bias_backward)
+    def rule(out: Any, of_input: Any, of_weight: Any, of_bias: Any) -> tuple[list[Any], list[Any]]:
+        return [out], [of_input, of_weight] + ([] if bias is None else [of_bias])
+
+    rules = [rule(whole, whole, whole, whole)]
+    if (input_format, weight_format) != ("none", "none"):
+        return rules  # a scale covers the whole matrix, or blocks that a shard may split
+    rules.append(rule(Shard(last), whole, Shard(0), Shard(0)))
+    rules.append(rule(Partial(), Shard(last), Shard(1), Partial()))
+    return rules + [rule(Shard(i), Shard(i), whole, whole) for i in range(last)]
+
+
+def _bias_backward(grad: Any) -> Rules:
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    return [([Replicate()], [Replicate()]), ([Shard(0)], [Shard(1)]), ([Partial()], [Shard(0)])]
+
+
+def _by_rows(outputs: list[str], arguments: list[tuple[str, Any]]) -> Rules:
+    """Rules of an op on rows: all tensors are whole, or those of rows are sharded along the same dimension.
+
+    A kind is ``"rows"``, ``"whole"``, or ``"sum"`` over the rows. The first argument has all dimensions.
+    """
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    given = [kind for kind, tensor in arguments if tensor is not None]
+    rules = []
+    for i in (None, *range(arguments[0][1].ndim - 1)):
+        layout = Replicate() if i is None else Shard(i)
+        layouts = {"rows": layout, "whole": Replicate(), "sum": Replicate() if i is None else Partial()}
+        rules.append(([layouts[kind] for kind in outputs], [layouts[kind] for kind in given]))
+    return rules
+
+
+def _sum_of(parameter: Any) -> str:
+    """The kind of a parameter's gradient; of none, a tensor without elements."""
+    return "whole" if parameter is None else "sum"
+
+
+def _swiglu(input: Any, probs: Any = None) -> Rules:
+    return _by_rows(["rows"], [("rows", input), ("rows", probs)])
+
+
+def _swiglu_backward(grad: Any, input: Any, probs: Any = None) -> Rules:
+    of_probs = "whole" if probs is None else "rows"
+    return _by_rows(["rows", of_probs], [("rows", grad), ("rows", input), ("rows", probs)])
+
+
+def _rms_norm(input: Any, weight: Any, *_: Any) -> Rules:
+    return _by_rows(["rows"], [("rows", input), ("whole", weight)])
+
+
+def _rms_norm_forward(input: Any, weight: Any, *_: Any) -> Rules:
+    return _by_rows(["rows"] * 2, [("rows", input), ("whole", weight)])
+
+
+def _rms_norm_backward(grad: Any, input: Any, weight: Any, rstd: Any, *_: Any) -> Rules:
+    arguments = [("rows", grad), ("rows", input), ("whole", weight), ("rows", rstd)]
+    return _by_rows(["rows", _sum_of(weight)], arguments)
+
+
+def _layer_norm(input: Any, weight: Any, bias: Any, *_: Any) -> Rules:
+    return _by_rows(["rows"], [("rows", input), ("whole", weight), ("whole", bias)])
+
+
+def _layer_norm_forward(input: Any, weight: Any, bias: Any, *_: Any) -> Rules:
+    return _by_rows(["rows"] * 3, [("rows", input), ("whole", weight), ("whole", bias)])
+
+
+def _layer_norm_backward(
+    grad: Any,
+    input: Any,
+    weight: Any,
+    mean: Any,
+    rstd: Any,
+    zero_centered: bool = False,
+    has_bias: bool = True,
+) -> Rules:
+    arguments = [("rows", grad), ("rows", input), ("whole", weight), ("rows", mean), ("rows", rstd)]
+    return _by_rows(["rows", _sum_of(weight), "sum" if has_bias else "whole"], arguments)

@@ -1,17 +1,21 @@
 """Styles for torch's ``parallelize_module`` that make layers of this package tensor parallel, with plain parameters.
 
 As the arguments ``parallel_mode``, ``tp_group`` and ``sequence_parallel`` of the layers do, for a model that exists
-already; see :doc:`/tensor-parallel`. torch's own styles work, too: parameters are then ``DTensor`` s.
+already; see :doc:`/tensor-parallel`. torch's own styles work, too: parameters are then ``DTensor`` s
+(:doc:`/tensor-parallel-dtensor`); :class:`NormColwiseParallel` is one for layers that those do not take.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
+from torch.distributed.tensor.placement_types import Placement
 
 from transformer_plugin.nn._tensor_parallel import TensorParallel, tensor_parallel_of
 from transformer_plugin.nn.embedding import Embedding
@@ -22,7 +26,7 @@ from transformer_plugin.nn.linear import Linear
 from transformer_plugin.nn.norms import LayerNorm, RMSNorm
 from transformer_plugin.tensor._layout import message
 
-__all__ = ["ColumnParallel", "RowParallel", "SequenceParallel", "SlicedExperts"]
+__all__ = ["ColumnParallel", "NormColwiseParallel", "RowParallel", "SequenceParallel", "SlicedExperts"]
 
 
 class _Style(ParallelStyle):
@@ -126,6 +130,51 @@ class SlicedExperts(_Style):
         if parallel is not None:
             layer._divide(parallel)
         return module
+
+
+class NormColwiseParallel(ColwiseParallel):
+    """``ColwiseParallel`` of a :class:`~transformer_plugin.nn.LayerNormLinear`: its norm is replicated.
+
+    Each rank has a part of the rows of ``weight`` and ``bias``, and all of ``norm_weight`` and ``norm_bias``. An input
+    that is sharded along its rows (``Shard(0)`` of ``[T, K]``, ``Shard(1)`` of ``[B, S, K]``) stays so for the norm,
+    and is gathered for the product: sequence parallelism.
+
+    Args:
+        input_layouts: the layout of the input, if that is a plain tensor. None: ``Replicate()``.
+        output_layouts: the layout of the output. None: ``Shard(-1)``.
+        use_local_output: whether the output is this rank's part, a plain tensor, in place of a ``DTensor``.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        super().__init__(
+            input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output
+        )
+        self.desired_input_layouts: Any = self.input_layouts  # the layer gathers what the norm returns
+
+    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+        if not isinstance(module, LayerNormLinear) or module.return_bias or module.return_normalized:
+            options = " with return_bias or return_normalized" if isinstance(module, LayerNormLinear) else ""
+            raise ValueError(
+                "transformer_plugin::NormColwiseParallel: argument 'module': expected a LayerNormLinear with one "
+                f"output, got {type(module).__name__}{options}. Use torch's ColwiseParallel for other layers, and "
+                "distribute_tensor for a layer with several outputs."
+            )
+
+        prepare_input = partial(self._prepare_input_fn, self.input_layouts, self.desired_input_layouts)
+        prepare_output = partial(self._prepare_output_fn, self.output_layouts, self.use_local_output)
+        return distribute_module(module, device_mesh, self._partition, prepare_input, prepare_output)
+
+    def _partition(self, name: str, module: torch.nn.Module, device_mesh: DeviceMesh) -> None:
+        for own, parameter in list(module.named_parameters(recurse=False)):
+            layout = Replicate() if own.startswith("norm_") else Shard(0)
+            part = distribute_tensor(parameter, device_mesh, [layout], src_data_rank=self.src_data_rank)
+            module.register_parameter(own, torch.nn.Parameter(part, requires_grad=parameter.requires_grad))
 
 
 def _refuse(style: str, argument: str, expected: str, got: str, advice: str) -> NoReturn:

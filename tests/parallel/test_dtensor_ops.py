@@ -1,0 +1,121 @@
+"""Ops on DTensors: norms and swiglu, sharded along rows or not, eager and compiled, compared with plain tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from transformer_plugin import ops
+from transformer_plugin.testing.distributed import Rank, RankPool
+
+Op = Callable[..., Tensor]
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    return ops.rms_norm(x, weight, 1e-5)
+
+
+def rms_norm_forward(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    output, rstd = ops.rms_norm_forward(x, weight, 1e-5, True)
+    return output + rstd.unsqueeze(-1)
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    return ops.layer_norm(x, weight, bias, 1e-5)
+
+
+def layer_norm_forward(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    output, mean, rstd = ops.layer_norm_forward(x, weight, bias, 1e-5, True)
+    return output + mean.unsqueeze(-1) * rstd.unsqueeze(-1)
+
+
+def swiglu(x: Tensor, probs: Tensor | None) -> Tensor:
+    return ops.swiglu(x, probs)
+
+
+def compare(rank: Rank, op: Op, plain: list[Tensor | None], layouts: list[Any], compiled: bool) -> list[Any]:
+    """The output and the gradients are those of plain tensors. Returns the layout of the output."""
+    torch._dynamo.reset()
+    mesh = init_device_mesh(rank.device.type, (rank.size,))
+    distributed = [
+        t if t is None else distribute_tensor(t, mesh, [layout]).requires_grad_()
+        for t, layout in zip(plain, layouts, strict=True)
+    ]
+    plain = [t if t is None else t.to(rank.device).detach().clone().requires_grad_() for t in plain]
+    expected = op(*plain)
+    run = torch.compile(op, fullgraph=True, backend="aot_eager") if compiled else op
+    got: Any = run(*distributed)
+    torch.testing.assert_close(got.full_tensor(), expected)
+    grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).to(rank.device)
+    expected.backward(grad)
+    got.backward(distribute_tensor(grad, mesh, [Shard(0)]))
+    for a, b in zip(plain, distributed, strict=True):
+        assert a is None or (a.grad is None) == (b.grad is None)
+        if a is not None and a.grad is not None:
+            torch.testing.assert_close(b.grad.full_tensor(), a.grad, rtol=1e-5, atol=1e-5)
+    return list(got.placements)
+
+
+def norms(rank: Rank, op: Op) -> None:
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(4, 6, 32), torch.randn(32), torch.randn(32)
+    for dim in (None, 0, 1, 2):
+        layout = Replicate() if dim is None else Shard(dim)
+        for given in ((weight, bias), (None, bias), (weight, None), (None, None)):
+            for compiled in (False, True):
+                layouts = [layout, Replicate(), Replicate()]
+                output = compare(rank, op, [x, *given], layouts, compiled)
+                if dim != 2:
+                    assert output == [layout], "no rows move"
+
+
+def activations(rank: Rank) -> None:
+    torch.manual_seed(0)
+    x, probs = torch.randn(6, 32), torch.rand(6)
+    for layout in (Replicate(), Shard(0), Shard(1)):
+        for of_probs in (Replicate(), Shard(0)):
+            for given in (probs, None):
+                for compiled in (False, True):
+                    output = compare(rank, swiglu, [x, given], [layout, of_probs], compiled)
+                    if layout == of_probs:
+                        assert output == [layout]
+
+
+def gradient_of_no_bias(rank: Rank) -> None:
+    """Calls that differ in a flag alone do not share a choice of layouts."""
+    mesh = init_device_mesh(rank.device.type, (rank.size,))
+    torch.manual_seed(0)
+    grad, x = torch.randn(2, 4, 32).to(rank.device)
+    _, mean, rstd = ops.layer_norm_forward(x, None, None, 1e-5)
+    parts = [distribute_tensor(t, mesh, [Shard(0)]) for t in (grad, x, mean, rstd)]
+    for has_bias in (True, False, True):
+        expected = ops.layer_norm_backward(grad, x, None, mean, rstd, False, has_bias)
+        got: Any = ops.layer_norm_backward(*parts[:2], None, *parts[2:], False, has_bias)
+        for a, b in zip(got, expected, strict=True):
+            assert a.shape == b.shape
+            torch.testing.assert_close(a.full_tensor(), b)
+
+
+def linear_of_formats(rank: Rank) -> None:
+    """A product of sharded operands; in formats, of whole ones."""
+    mesh = init_device_mesh(rank.device.type, (rank.size,))
+    torch.manual_seed(0)
+    x, weight = torch.randn(128, 256).to(rank.device), torch.randn(256, 256).to(rank.device)
+    parts = distribute_tensor(x, mesh, [Replicate()]), distribute_tensor(weight, mesh, [Shard(0)])
+    for format, layout in (("none", Shard(1)), ("fp8_tensor:e4m3", Replicate()), ("none", Shard(1))):
+        got: Any = ops.linear(*parts, None, *[format] * 3)
+        assert got.placements == (layout,)
+        torch.testing.assert_close(got.full_tensor(), ops.linear(x, weight, None, *[format] * 3))
+
+
+def test_two_ranks(pair: RankPool) -> None:
+    for op in (rms_norm, rms_norm_forward, layer_norm, layer_norm_forward):
+        pair.run(norms, op)
+    pair.run(activations)
+    pair.run(gradient_of_no_bias)
+    pair.run(linear_of_formats)
