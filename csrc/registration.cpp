@@ -323,6 +323,17 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "group_name=\"\", int timeout_ms=-1, float factor=1.0) -> ()");
   m.def("sum_over_ranks(Tensor input, int num_ranks=1, str group_name=\"\", int timeout_ms=-1) -> Tensor");
   m.def("copy_to_ranks(Tensor(a) input, int num_ranks=1, str group_name=\"\", int timeout_ms=-1) -> Tensor(a)");
+  // cross_entropy_over_ranks: the losses of rows of logits whose columns are cut over ranks. The forward also returns of each
+  // row the largest logit and the sum of the exponentials of the differences to it.
+  m.def(
+      "cross_entropy_over_ranks(Tensor logits, Tensor target, int vocabulary, int num_ranks, str group_name, "
+      "float label_smoothing=0.0, int ignore_index=-100, int timeout_ms=-1) -> Tensor");
+  m.def(
+      "cross_entropy_over_ranks_forward(Tensor logits, Tensor target, int vocabulary, int num_ranks, str group_name, "
+      "float label_smoothing=0.0, int ignore_index=-100, int timeout_ms=-1) -> (Tensor losses, Tensor stats)");
+  m.def(
+      "cross_entropy_over_ranks_backward(Tensor grad, Tensor logits, Tensor target, Tensor stats, int vocabulary, "
+      "int num_ranks, str group_name, float label_smoothing=0.0, int ignore_index=-100) -> Tensor");
 
   // sharded: weights whose first dimension is cut over ranks. `shard`, and `weight_shard` of layers: the key of such a weight
   // (sharded/weight_shard.h). gather_weight: the tensors of one direction of the whole weight, from this rank's.

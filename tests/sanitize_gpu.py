@@ -235,6 +235,21 @@ def _swiglu_product_quantized(
         ops.grouped_gemm_swiglu_quantize(a, b, sizes, format, probs, bias, interleave, keep_input)
 
 
+def _losses(device: torch.device) -> Iterator[tuple[str, Call]]:
+    """Rows of logits with padding, aligned or not."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for columns in (5, 72, 2048, 9001):
+            logits = torch.randn(3, columns, dtype=dtype, device=device, requires_grad=True)
+            target = torch.tensor([0, columns - 2, -100], device=device)
+            for smoothing in (0.0, 0.1):
+                arguments = logits, target, columns - 1, 1, "", smoothing
+                yield f"losses {dtype} {columns} {smoothing}", partial(_loss, *arguments)
+
+
+def _loss(*arguments: Any) -> None:
+    ops.cross_entropy_over_ranks(*arguments).mean().backward()
+
+
 def _call_with_arguments(call: Callable[..., Any], case: Any, device: torch.device) -> None:
     """Makes the arguments only in the process that runs the case."""
     call(*case.arguments(device))
@@ -267,6 +282,7 @@ def calls(device: torch.device) -> Iterator[tuple[str, Call]]:
             yield f"{name} {case.name}", partial(_call_with_arguments, call, case, device)
     yield from product_calls(device)
     yield from routing_calls(device)
+    yield from _losses(device)
 
 
 def chosen(only: str) -> Iterator[tuple[str, Call]]:

@@ -4,14 +4,13 @@
 #pragma once
 
 #include "common/launch.cuh"
-#include "common/vectors.cuh"
+#include "common/units.cuh"
 #include "norm/norm.h"
 
 namespace transformer_plugin::norm {
 
 inline constexpr int kThreads = 128;
 inline constexpr int kWarps = kThreads / kWarpSize;
-inline constexpr int kUnit = 8;
 static_assert(kThreads * kUnit == kPartialSums, "a thread's columns are the same partial sums in every unit");
 static_assert(kWarps == 4, "the last sums are of four warps");
 
@@ -34,53 +33,6 @@ __device__ __forceinline__ float sum_of_partials(const float (&p)[kUnit], SumBuf
   __syncthreads();
   const float4 sums = *reinterpret_cast<const float4*>(of_warps);
   return (sums.x + sums.y) + (sums.z + sums.w);
-}
-
-// Reads columns of a matrix or a vector, 8 at a time as floats, for any width and alignment.
-template <typename T>
-struct Columns {
-  const T* begin;  // null: nothing to read
-  bool vectors;    // whether all units are full and aligned
-
-  __device__ __forceinline__ Columns(const void* matrix, int64_t row, int64_t cols)
-      : begin(matrix ? static_cast<const T*>(matrix) + row * cols : nullptr),
-        vectors(cols % kUnit == 0 && reinterpret_cast<uintptr_t>(matrix) % 16 == 0) {}
-
-  // From column `first`; `count` columns exist, the others are 0.
-  __device__ __forceinline__ void read(int64_t first, int count, float (&values)[kUnit]) const {
-    if (vectors && count >= kUnit) {
-      constexpr int kSize = kVectorSize<T>;
-#pragma unroll
-      for (int v = 0; v < kUnit / kSize; ++v) {
-        const Floats<T> floats(*reinterpret_cast<const uint4*>(begin + first + v * kSize));
-#pragma unroll
-        for (int i = 0; i < kSize; ++i) values[v * kSize + i] = floats.at[i];
-      }
-      return;
-    }
-#pragma unroll
-    for (int i = 0; i < kUnit; ++i) values[i] = i < count ? to_float(begin[first + i]) : 0.0f;
-  }
-};
-
-// Rounds 8 values to T and stores those that exist.
-template <typename T>
-__device__ __forceinline__ void store_unit(T* target, int count, bool vectors, const float (&values)[kUnit]) {
-  if (vectors && count >= kUnit) {
-    constexpr int kSize = kVectorSize<T>;
-#pragma unroll
-    for (int v = 0; v < kUnit / kSize; ++v) {
-      Floats<T> floats;
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) floats.at[i] = values[v * kSize + i];
-      *reinterpret_cast<uint4*>(target + v * kSize) = floats.rounded();
-    }
-    return;
-  }
-#pragma unroll
-  for (int i = 0; i < kUnit; ++i) {
-    if (i < count) target[i] = from_float<T>(values[i]);
-  }
 }
 
 // Calls `body(first column, number of columns)` for the units of this thread in a row of `cols` columns. All

@@ -1,5 +1,7 @@
 #include "tensor_parallel/exchange.h"
 
+#include <bit>
+
 #include "common/tensor.h"
 
 namespace transformer_plugin::tensor_parallel {
@@ -98,6 +100,13 @@ Call list_call(const Phase& phase, const char* argument, at::TensorList parts) {
       .set(fields::kBytes, bytes, argument)
       .set(fields::kShapes, shapes.value(), argument);
   return call;
+}
+
+int64_t loss_checksum(double label_smoothing, int64_t ignore_index) {
+  Checksum options;
+  options.add(std::bit_cast<int64_t>(label_smoothing));
+  options.add(ignore_index);
+  return options.value();
 }
 
 Tensor call_all_gather(const Tensor& part, int64_t num_ranks, const std::string& group_name,

@@ -28,6 +28,8 @@ int64_t width_of(const at::Tensor& tensor);
 Call exchange_call(const Phase& phase, const char* argument, const at::Tensor& tensor, bool wanted);
 // That of a call with several tensors.
 Call list_call(const Phase& phase, const char* argument, at::TensorList parts);
+// The options of a loss in one number.
+int64_t loss_checksum(double label_smoothing, int64_t ignore_index);
 
 // The two ops, through the dispatcher.
 at::Tensor call_all_gather(const at::Tensor& part, int64_t num_ranks, const std::string& group_name,

@@ -23,9 +23,10 @@ inline constexpr Phase kReduceScatterOut{203, "reduce_scatter_out", "parts"};
 inline constexpr Phase kGatherWeight{204, "gather_weight", "parts"};
 
 inline constexpr Phase kSumOverRanks{205, "sum_over_ranks", "parts"};
+inline constexpr Phase kCrossEntropy{206, "cross_entropy_over_ranks", "parts"};
 
-inline constexpr Phase kAll[] = {kAllGather,        kReduceScatter, kAllGatherList,
-                                 kReduceScatterOut, kGatherWeight,  kSumOverRanks};
+inline constexpr Phase kAll[] = {kAllGather,    kReduceScatter, kAllGatherList, kReduceScatterOut,
+                                 kGatherWeight, kSumOverRanks,  kCrossEntropy};
 
 }  // namespace phases
 
@@ -40,8 +41,12 @@ inline constexpr Field kTensors{5, "tensors", FieldKind::kNumber};
 inline constexpr Field kBytes{6, "bytes", FieldKind::kNumber};
 inline constexpr Field kShapes{7, "checksum of dtypes and shapes", FieldKind::kNumber};
 inline constexpr Field kWeight{8, "checksum of the weight's name and direction", FieldKind::kNumber};
+// of a loss
+inline constexpr Field kVocabulary{9, "vocabulary", FieldKind::kNumber};
+inline constexpr Field kLossOptions{10, "checksum of label_smoothing and ignore_index", FieldKind::kNumber};
 
-inline constexpr Field kAll[] = {kDtype, kRows, kWidth, kGradient, kTensors, kBytes, kShapes, kWeight};
+inline constexpr Field kAll[] = {kDtype, kRows,   kWidth,  kGradient,   kTensors,
+                                 kBytes, kShapes, kWeight, kVocabulary, kLossOptions};
 static_assert(distributed::is_field_table(kAll), "fields are numbered from 1 and fit into a header");
 
 }  // namespace fields

@@ -75,6 +75,10 @@ CALLS: list[tuple[str, Callable[[], Tensor]]] = [
     ("reduce_scatter", lambda: ops.reduce_scatter(of(T, K))),
     ("sum_over_ranks", lambda: ops.sum_over_ranks(of(T, K))),
     ("copy_to_ranks", lambda: ops.copy_to_ranks(of(T, K))),
+    (
+        "cross_entropy_over_ranks",
+        lambda: ops.cross_entropy_over_ranks(of(T, K), torch.arange(T), K, 1, ""),
+    ),
     ("gemm", lambda: ops.gemm(of(T, K), of(N, K))),
     ("grouped_gemm", lambda: ops.grouped_gemm(of(T, K), of(G, N, K), SIZES)),
     ("grouped_gemm", lambda: ops.grouped_linear(of(T, K), of(G, N, K), SIZES)),

@@ -1,4 +1,5 @@
-"""Tensor parallelism: collectives along the first dimension, with gradients, or into buffers of the caller.
+"""Tensor parallelism: collectives along the first dimension, with gradients, or into buffers of the caller, and the
+cross entropy of logits whose columns are cut over ranks.
 
 R is the number of ranks of the group. All ranks make the same calls in the same order, with the same shapes and
 dtypes. On a CPU the ranks compare each call (op, dtype, rows, width, whether a gradient is wanted) before payload
@@ -26,6 +27,9 @@ __all__ = [
     "all_gather",
     "all_gather_list_out",
     "copy_to_ranks",
+    "cross_entropy_over_ranks",
+    "cross_entropy_over_ranks_backward",
+    "cross_entropy_over_ranks_forward",
     "reduce_scatter",
     "reduce_scatter_out",
     "sum_over_ranks",
@@ -92,6 +96,118 @@ def all_gather_list_out(
         _ops.all_gather_list_out.default(parts, out, num_ranks, group_name, timeout_ms)
     except RuntimeError as error:
         raise peer_timeout(error) or error from None
+
+
+def cross_entropy_over_ranks(
+    logits: Tensor,
+    target: Tensor,
+    vocabulary: int,
+    num_ranks: int,
+    group_name: str,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    timeout_ms: int = -1,
+) -> Tensor:
+    """Return the cross entropy of each row of logits, the columns of which are cut over ranks.
+
+    For the whole logits x of a row ``[vocabulary]``, its target t and ``log_softmax(x) = x - max(x) - log(sum(exp(x -
+    max(x))))``: ``(label_smoothing - 1) * log_softmax(x)[t] - label_smoothing * mean(log_softmax(x))``, as
+    ``torch.nn.functional.cross_entropy(x, t, reduction="none")``, and 0 where t is ``ignore_index``.
+
+    Args:
+        logits: ``[..., V]`` float32, bfloat16 or float16, any strides: columns ``r * V`` to ``(r + 1) * V`` of the
+            vocabulary on rank r. V is the same on every rank, and ``V * R`` at least ``vocabulary``. Columns past the
+            vocabulary are padding: nothing depends on their values.
+        target: ``[...]`` int64 or int32, the same on every rank: columns of the vocabulary, or ``ignore_index``.
+        vocabulary: columns of all ranks without padding, at least 1.
+        num_ranks, group_name, timeout_ms: see above; 1 and ``""`` for logits that are not cut.
+        label_smoothing: at least 0 and below 1.
+        ignore_index: the target of rows that do not count. Their logits are not read.
+
+    Returns:
+        float32 ``[...]``, contiguous, the same on every rank. Computed in float32; sums have a fixed order
+        (``csrc/tensor_parallel/cross_entropy_over_ranks.h``), so that the bits repeat and are the same on CPU and CUDA,
+        except those of a NaN. NaN in a row whose logits hold NaN or infinity, or are all -infinity. One collective
+        moves three floats of each row and rank, four with ``label_smoothing``.
+
+    Differentiable in ``logits``, by :func:`cross_entropy_over_ranks_backward`, without a collective: each rank gets the
+    gradient of its columns. The graph keeps the logits and two floats of each row. Backpropagate the same gradient of
+    the losses on every rank.
+
+    On CUDA a target that is neither in the vocabulary nor ``ignore_index`` makes the loss and the gradient of its row
+    NaN: the host does not read the targets.
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: sizes do not match, on this rank or between ranks, or the ranks have other options; on a CPU, a
+            target outside of the vocabulary.
+        PeerTimeoutError: a rank did not take part in time.
+    """
+    options = vocabulary, num_ranks, group_name, label_smoothing, ignore_index, timeout_ms
+    try:
+        return _ops.cross_entropy_over_ranks.default(logits, target, *options)
+    except RuntimeError as error:
+        raise peer_timeout(error) or error from None
+
+
+def cross_entropy_over_ranks_forward(
+    logits: Tensor,
+    target: Tensor,
+    vocabulary: int,
+    num_ranks: int,
+    group_name: str,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    timeout_ms: int = -1,
+) -> tuple[Tensor, Tensor]:
+    """:func:`cross_entropy_over_ranks`, and the statistics for its backward. Not differentiable.
+
+    Args:
+        logits, target, vocabulary, num_ranks, group_name, label_smoothing, ignore_index, timeout_ms: as there.
+
+    Returns:
+        The losses, and ``stats`` float32 ``[..., 2]``: for each row the largest logit of all ranks, and the sum over
+        the vocabulary of ``exp(logit - largest)``. So ``largest + log(sum)`` is the log-sum-exp, which has fewer bits
+        of large logits. Both are NaN where the logits make the loss NaN, and 0 in rows that are ignored.
+
+    Raises:
+        TypeError, ValueError, PeerTimeoutError: as :func:`cross_entropy_over_ranks`.
+    """
+    options = vocabulary, num_ranks, group_name, label_smoothing, ignore_index, timeout_ms
+    try:
+        return _ops.cross_entropy_over_ranks_forward.default(logits, target, *options)
+    except RuntimeError as error:
+        raise peer_timeout(error) or error from None
+
+
+def cross_entropy_over_ranks_backward(
+    grad: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    stats: Tensor,
+    vocabulary: int,
+    num_ranks: int,
+    group_name: str,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+) -> Tensor:
+    """Return the gradient of this rank's logits, without a collective.
+
+    Args:
+        grad: float32 ``[...]``, that of the losses, any strides.
+        logits, target, vocabulary, num_ranks, group_name, label_smoothing, ignore_index: those of the forward.
+        stats: what :func:`cross_entropy_over_ranks_forward` returned.
+
+    Returns:
+        ``[..., V]`` in the dtype of ``logits``, rounded once: ``(exp(logit - largest) / sum - q) * grad``, where q is
+        ``label_smoothing / vocabulary``, and ``1 - label_smoothing`` more in the target's column. Zero in padding and
+        in rows that are ignored; NaN in rows with a target outside of the vocabulary, on a CPU, too.
+
+    Raises:
+        TypeError, ValueError: sizes, dtypes or devices do not match.
+    """
+    options = vocabulary, num_ranks, group_name, label_smoothing, ignore_index
+    return _ops.cross_entropy_over_ranks_backward.default(grad, logits, target, stats, *options)
 
 
 def reduce_scatter(

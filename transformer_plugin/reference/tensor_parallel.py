@@ -52,6 +52,46 @@ def reduce_scatter_out(
         buffer.copy_(buffer.to(wide) + total if accumulate else total)
 
 
+def cross_entropy_over_ranks_forward(
+    logits: list[Tensor],
+    target: Tensor,
+    vocabulary: int,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+) -> list[tuple[Tensor, Tensor]]:
+    """Returns on every rank the losses of rows of the whole logits, and the largest logit and the sum of the
+    exponentials of the differences to it. In float32, or in float64 for float64."""
+    whole = torch.cat(logits, dim=-1)[..., :vocabulary]
+    whole = whole if whole.dtype == torch.float64 else whole.float()
+    is_ignored = target == ignore_index
+    largest = whole.amax(-1)
+    sums = (whole - largest.unsqueeze(-1)).exp().sum(-1)
+    is_finite = largest.isfinite()
+    log_sums = sums.log()
+    place = target.long().masked_fill(is_ignored, 0).unsqueeze(-1)
+    losses = (largest - whole.gather(-1, place).squeeze(-1)) + log_sums
+    if label_smoothing > 0.0:
+        smooth = (largest - whole.mean(-1)) + log_sums
+        losses = (1.0 - label_smoothing) * losses + label_smoothing * smooth
+    nan = torch.full_like(losses, torch.nan)
+    losses = torch.where(is_finite, losses, nan).masked_fill(is_ignored, 0.0)
+    stats = torch.stack([torch.where(is_finite, each, nan) for each in (largest, sums)], -1)
+    stats = stats.masked_fill(is_ignored.unsqueeze(-1), 0.0)
+    return [(losses, stats) for _ in logits]
+
+
+def cross_entropy_over_ranks(
+    logits: list[Tensor],
+    target: Tensor,
+    vocabulary: int,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+) -> list[Tensor]:
+    """Returns on every rank the losses of rows of logits whose columns the ranks have."""
+    made = cross_entropy_over_ranks_forward(logits, target, vocabulary, label_smoothing, ignore_index)
+    return [losses for losses, _ in made]
+
+
 def gather_weight(values: list[Tensor], format: str, columnwise: bool, rows: int) -> list[tuple[Tensor, ...]]:
     """Returns on every rank what quantizing the whole weight gives, from the values of the ranks' parts."""
     whole = torch.cat(values)[:rows]

@@ -239,6 +239,20 @@ def _routing_calls(draw: Draw) -> Calls:
     yield from _expert_parallel_calls(draw, indices, experts, capacity)
 
 
+def _cross_entropy_calls(draw: Draw) -> Calls:
+    """Calls with this process alone, whose last column is padding."""
+    T, _, K, _ = draw.TNKG
+    if K < 2:
+        return  # no vocabulary
+    logits, target = draw(T, K), draw.indices(T, 1, K - 1)[:, 0]
+    options = {"vocabulary": K - 1, "num_ranks": 1, "group_name": "", "label_smoothing": 0.1}
+    rows = {"logits": logits, "target": target, **options, "ignore_index": 0}
+    for op in ("cross_entropy_over_ranks", "cross_entropy_over_ranks_forward"):
+        yield op, "", {**rows, "timeout_ms": 1000}
+    stats = torch.stack([logits.amax(1), draw.rand(T) + 1.0], 1)
+    yield "cross_entropy_over_ranks_backward", "", {"grad": draw(T), **rows, "stats": stats}
+
+
 def _expert_parallel_calls(draw: Draw, indices: Tensor, experts: int, capacity: int) -> Calls:
     """Calls of the ops that exchange tensors with other ranks, in a group of this process only."""
     K = draw.TNKG[2]
@@ -263,6 +277,7 @@ def _expert_parallel_calls(draw: Draw, indices: Tensor, experts: int, capacity: 
     yield "all_gather_list_out", "", {**both, "num_ranks": 1, **group}
     summed = {"parts": draw(tokens, K), "out": draw(tokens, K), "accumulate": True}
     yield "reduce_scatter_out", "", {**summed, "num_ranks": 1, **group}
+    yield from _cross_entropy_calls(draw)
     yield "embedding", "", {"indices": indices, "weight": draw(experts, K), "padding_idx": 1}
     part = draw(tokens, K), None, None, "none", False, False, f"rows={tokens},ranks=1,group="
     names = ("data", "scale_inv", "amax", "format", "columnwise", "backward", "shard")
