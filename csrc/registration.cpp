@@ -126,7 +126,8 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "linear(Tensor input, Tensor weight, Tensor? bias=None, str input_format=\"none\", "
       "str weight_format=\"none\", str grad_format=\"none\", Tensor[]? quantized_weight=None, "
       "Tensor? main_grad=None, bool accumulate=True, str weight_grad=\"none\", Tensor? wgrad_queue=None, "
-      "bool save_original_input=False, Tensor? dgrad_out=None, str weight_shard=\"\") -> Tensor");
+      "bool save_original_input=False, Tensor? dgrad_out=None, str weight_shard=\"\", int input_ranks=1, "
+      "str input_group=\"\") -> Tensor");
   m.def(
       "linear_out(Tensor input, Tensor weight, Tensor(a!) out, Tensor? bias=None, str input_format=\"none\", "
       "str weight_format=\"none\", str grad_format=\"none\", Tensor[]? quantized_weight=None, "
@@ -322,7 +323,8 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "reduce_scatter_out(Tensor parts, Tensor(a!) out, bool accumulate=False, int num_ranks=1, str "
       "group_name=\"\", int timeout_ms=-1, float factor=1.0) -> ()");
   m.def("sum_over_ranks(Tensor input, int num_ranks=1, str group_name=\"\", int timeout_ms=-1) -> Tensor");
-  m.def("copy_to_ranks(Tensor(a) input, int num_ranks=1, str group_name=\"\", int timeout_ms=-1) -> Tensor(a)");
+  m.def(
+      "copy_to_ranks(Tensor(a) input, int num_ranks=1, str group_name=\"\", int timeout_ms=-1) -> Tensor(a)");
   // cross_entropy_over_ranks: the losses of rows of logits whose columns are cut over ranks. The forward also returns of each
   // row the largest logit and the sum of the exponentials of the differences to it.
   m.def(

@@ -72,8 +72,9 @@ def _swiglu(a: Shape, b: Shape, *_: Any, **__: Any) -> int:
     return 2 * a[0] * a[1] * b[1]
 
 
-def _linear(input: Shape, weight: Shape, *_: Any, **__: Any) -> int:
-    return 2 * prod(input) * weight[-2]
+def _linear(input: Shape, weight: Shape, *args: Any, **kwargs: Any) -> int:
+    ranks: int = _argument("input_ranks", 12, args, kwargs, 1)
+    return 2 * prod(input) * weight[-2] * ranks
 
 
 def _router_logits_backward(

@@ -9,6 +9,7 @@
 #include "gemm/generic/dense_gemm.h"
 #include "gemm/ops/calls.h"
 #include "gemm/ops/leading_dims.h"
+#include "linear/input_rows.h"
 #include "linear/main_grad.h"
 #include "linear/quantized_linear.h"
 #include "linear/quantized_weight.h"
@@ -36,11 +37,23 @@ struct Call {
   MainGrad main_grad;
   CallerBuffers buffers;
   bool save_original_input;
+  InputRanks input_ranks = {};
 
   OperandFormats formats() const { return operand_formats(op, input_format, weight_format, grad_format); }
   LinearArguments layer(const Tensor& rows) const {
-    return {rows,      weight,  kNoTensor,          bias, kNoTensor, quantized_weight, {},
-            main_grad, buffers, save_original_input};
+    return {rows,      weight,  kNoTensor,           bias,       kNoTensor, quantized_weight, {},
+            main_grad, buffers, save_original_input, input_ranks};
+  }
+  // [M, N] in the leading dimensions of the input, of all its ranks.
+  Tensor shaped(const Tensor& output) const {
+    if (!input_ranks.is_cut()) return from_matrix(output, input);
+    return output.view_symint(output_sizes());
+  }
+  std::vector<c10::SymInt> output_sizes() const {
+    std::vector<c10::SymInt> sizes(input.sym_sizes().begin(), input.sym_sizes().end());
+    sizes.back() = out_features();
+    sizes[0] = sizes[0] * input_ranks.ranks;
+    return sizes;
   }
   c10::SymInt out_features() const { return whole_size(weight, main_grad); }
 };
@@ -62,6 +75,7 @@ OperandFormats check_linear(const Call& call) {
   check_weight_gradient(main_grad, weights, false, call.input);
   check_save_original_input(call.op, call.save_original_input, formats);
   check_caller_buffers(input, call.out_features(), call.buffers);
+  check_input_ranks(input, call.input_ranks, call.buffers);
   if (!main_grad.buffers && !call.buffers.given()) return formats;
   CallMemory memory(call.op);
   memory.written("main_grad", main_grad.buffers);
@@ -76,7 +90,7 @@ OperandFormats check_linear(const Call& call) {
 
 Tensor linear_meta(const Call& call) {
   check_linear(call);
-  return empty(call.input, with_columns(call.input, call.out_features()), call.input.scalar_type());
+  return empty(call.input, call.output_sizes(), call.input.scalar_type());
 }
 
 // The product of unquantized operands, [..., N], in the buffer if there is one.
@@ -92,13 +106,13 @@ Tensor native_product(const Tensor& input, const Tensor& weight, const OptionalT
 Tensor linear(const Call& call) {
   const OperandFormats formats = check_linear(call);
   const BelowAutograd guard;
-  const bool is_plain = formats.native() && call.main_grad.weight_shard.empty();
+  const bool is_plain = formats.native() && call.main_grad.weight_shard.empty() && !call.input_ranks.is_cut();
   if (is_plain) return native_product(call.input, call.weight, call.bias, call.buffers.out);
   const Tensor x = as_matrix(call.input);
   const LinearArguments layer = call.layer(x);
   check_quantizable(call.op, layer, formats, false);
   const Tensor output = quantized_linear_forward(layer, formats);
-  return call.buffers.out ? output : from_matrix(output, call.input);
+  return call.buffers.out ? output : call.shaped(output);
 }
 
 // Calls the op below autograd.
@@ -106,7 +120,7 @@ Tensor redispatch(const Call& call) {
   using Signature =
       Tensor(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view, std::string_view,
              std::string_view, OptionalList, const OptionalTensor&, bool, std::string_view,
-             const OptionalTensor&, bool, const OptionalTensor&, std::string_view);
+             const OptionalTensor&, bool, const OptionalTensor&, std::string_view, int64_t, std::string_view);
   using OutSignature =
       void(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, std::string_view,
            std::string_view, std::string_view, OptionalList, const OptionalTensor&, bool, std::string_view,
@@ -125,7 +139,8 @@ Tensor redispatch(const Call& call) {
   static const auto op = find_op<Signature>(kOp);
   return op.call(call.input, call.weight, call.bias, call.input_format, call.weight_format, call.grad_format,
                  call.quantized_weight, main_grad, call.main_grad.accumulate, call.main_grad.weight_grad,
-                 call.main_grad.queue, call.save_original_input, dgrad_out, call.main_grad.weight_shard);
+                 call.main_grad.queue, call.save_original_input, dgrad_out, call.main_grad.weight_shard,
+                 call.input_ranks.ranks, call.input_ranks.group);
 }
 
 Tensor plain_forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
@@ -203,10 +218,10 @@ class LinearMainGradFunction : public DifferentiableOnce<LinearMainGradFunction<
 
 Tensor linear_autograd(const Call& call) {
   const auto& [op, input, weight, bias, input_format, weight_format, grad_format, quantized, main_grad,
-               buffers, save_original_input] = call;
+               buffers, save_original_input, input_ranks] = call;
   if (!any_wants_grad(input, weight, bias)) return redispatch(call);
   const bool is_native = input_format == "none" && weight_format == "none" && grad_format == "none";
-  const bool is_cut = !main_grad.weight_shard.empty();
+  const bool is_cut = !main_grad.weight_shard.empty() || input_ranks.is_cut();
   const bool is_plain =
       is_native && !is_cut && !quantized && main_grad.accumulate && main_grad.weight_grad == "none";
   if (is_plain && !main_grad.buffers && !main_grad.queue && !buffers.given()) {
@@ -224,7 +239,7 @@ Tensor linear_autograd(const Call& call) {
   const LinearArguments layer = call.layer(x);
   check_quantizable(op, layer, formats, weight.requires_grad());
   const Tensor output = quantized_linear_autograd(layer, formats);
-  return buffers.out ? output : from_matrix(output, input);
+  return buffers.out ? output : call.shaped(output);
 }
 
 template <Tensor (*run)(const Call&)>
@@ -232,7 +247,8 @@ Tensor entry_of(const Tensor& input, const Tensor& weight, const OptionalTensor&
                 std::string_view input_format, std::string_view weight_format, std::string_view grad_format,
                 OptionalList quantized_weight, const OptionalTensor& main_grad, bool accumulate,
                 std::string_view weight_grad, const OptionalTensor& wgrad_queue, bool save_original_input,
-                const OptionalTensor& dgrad_out, std::string_view weight_shard) {
+                const OptionalTensor& dgrad_out, std::string_view weight_shard, int64_t input_ranks,
+                std::string_view input_group) {
   const OptionalList buffers = main_grad ? OptionalList(at::TensorList(*main_grad)) : std::nullopt;
   return run({kOp,
               input,
@@ -244,7 +260,8 @@ Tensor entry_of(const Tensor& input, const Tensor& weight, const OptionalTensor&
               quantized_weight,
               {buffers, accumulate, weight_grad, wgrad_queue, weight_shard},
               {std::nullopt, dgrad_out},
-              save_original_input});
+              save_original_input,
+              {input_ranks, input_group}});
 }
 
 template <Tensor (*run)(const Call&)>

@@ -10,6 +10,7 @@
 #include "common/shared_offsets.h"
 #include "gemm/ops/calls.h"
 #include "gemm/ops/leading_dims.h"
+#include "linear/input_rows.h"
 #include "linear/main_grad.h"
 #include "linear/products.h"
 #include "linear/quantized_weight.h"
@@ -29,11 +30,11 @@ using torch::autograd::variable_list;
 }  // namespace
 
 OptionalTensor column_groups(const Tensor& input, const OptionalTensor& group_sizes,
-                             const OperandFormats& formats) {
+                             const OperandFormats& formats, int64_t ranks) {
   const bool blocks = formats.input.family == FormatFamily::kFp8Block && !formats.input.square_blocks &&
                       !formats.grad.square_blocks;
   if (group_sizes || !blocks || !input.sym_size(0).is_symbolic()) return group_sizes;
-  return at::full_symint({1}, c10::Scalar(input.sym_size(0)), input.options().dtype(at::kLong));
+  return at::full_symint({1}, c10::Scalar(input.sym_size(0) * ranks), input.options().dtype(at::kLong));
 }
 
 namespace {
@@ -51,7 +52,7 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
   static constexpr bool is_traceable = true;
   static constexpr const char* kMainGrad = "main_grad";
   static constexpr ptrdiff_t kSaved = 10;   // tensors saved before the matrices
-  static constexpr size_t kArguments = 14;  // with the weight as one
+  static constexpr size_t kArguments = 16;  // with the weight as one
 
   // Saves what it always needs, then the matrices of a weight without scales.
   static Tensor forward(AutogradContext* ctx, const Tensor& input, at::TensorList weight,
@@ -59,16 +60,21 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
                         const OptionalTensor& bias_scale, std::string_view input_key,
                         std::string_view weight_key, std::string_view grad_key,
                         const OptionalList& quantized_weight, int64_t max_sms, int64_t expected_rows,
-                        const MainGrad& main_grad, const CallerBuffers& buffers, bool save_original_input) {
+                        const MainGrad& main_grad, const CallerBuffers& buffers, bool save_original_input,
+                        int64_t num_ranks, std::string_view input_group) {
     const bool wants_input = input.requires_grad(), wants_weight = wants_grad(weight);
     const BelowAutograd guard;
     const OperandFormats formats = operand_formats("linear", input_key, weight_key, grad_key);
+    const InputRanks ranks{num_ranks, input_group};
     const OptionalTensor column_sizes =
-        wants_weight ? column_groups(input, group_sizes, formats) : group_sizes;
+        wants_weight ? column_groups(input, group_sizes, formats, num_ranks) : group_sizes;
     const SharedOffsets shared(or_undefined(column_sizes));
-    const bool keeps_original = save_original_input && !formats.native();
-    const QuantizedOperand x = quantize_operand(input, column_sizes, formats.input, input_key, true,
-                                                wants_weight && !keeps_original);
+    const bool keeps_original = keeps_input(save_original_input, ranks, formats);
+    const bool columns_now = wants_weight && !keeps_original;
+    const QuantizedOperand x =
+        ranks.is_cut()
+            ? gathered_operand_of(input, ranks, column_sizes, formats.input, input_key, true, columns_now)
+            : quantize_operand(input, column_sizes, formats.input, input_key, true, columns_now);
     const QuantizedWeight w =
         gathered_operand(weight, quantized_weight, formats, wants_input, main_grad.weight_shard);
     ctx->saved_data["weight_columns"] = w.backward.transposed;
@@ -92,6 +98,10 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
     ctx->saved_data["weight_format"] = std::string(weight_key);
     ctx->saved_data["grad_format"] = std::string(grad_key);
     ctx->saved_data["has_bias"] = bias.has_value();
+    if (ranks.is_cut()) {
+      ctx->saved_data["input_ranks"] = num_ranks;
+      ctx->saved_data["input_group"] = std::string(input_group);
+    }
     if (weight.size() > 1) ctx->saved_data["matrices"] = static_cast<int64_t>(weight.size());
     const LaunchOptions options{max_sms, expected_rows};
     save_options(ctx, options);
@@ -138,6 +148,8 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
             as_matrix(gemm_of(g.rowwise, whole, group_sizes, std::nullopt, std::nullopt, whole.transposed,
                               grad.scalar_type(), options, at::TensorList(saved).slice(kSaved),
                               saved_dgrad_out(ctx, QuantizedLinearFunction::kName, grad)));
+        const InputRanks ranks = saved_ranks(ctx);
+        if (ranks.is_cut()) grad_input = divided_rows(grad_input, ranks);
       }
       if (wants_weight && !weight_gradient.is_cut()) compute_weight();
       weight_gradient.finish(grad_weight[0]);
@@ -155,11 +167,24 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
     return result;
   }
 
+  static bool keeps_input(bool save_original_input, const InputRanks& ranks, const OperandFormats& formats) {
+    if (ranks.is_cut()) return !formats.input.stochastic_rounding;  // which would draw other numbers
+    return save_original_input && !formats.native();
+  }
+
+  static InputRanks saved_ranks(AutogradContext* ctx) {
+    const auto ranks = ctx->saved_data.find("input_ranks");
+    if (ranks == ctx->saved_data.end()) return {};
+    return {ranks->second.toInt(), ctx->saved_data["input_group"].toStringRef()};
+  }
+
   // Quantizes an original input: columnwise, where the rowwise operand was not kept.
   static Quantized columnwise_input(AutogradContext* ctx, const Quantized& saved,
                                     const OptionalTensor& column_sizes) {
     if (ctx->saved_data.find("original_input") == ctx->saved_data.end()) return saved;
-    return quantize_operand(saved.data, column_sizes, saved.format, saved.key, false, true).columnwise;
+    const InputRanks ranks = saved_ranks(ctx);
+    const Tensor input = ranks.is_cut() ? gathered_rows(saved.data, ranks) : saved.data;
+    return quantize_operand(input, column_sizes, saved.format, saved.key, false, true).columnwise;
   }
 
   static size_t saved_matrices(AutogradContext* ctx) {
@@ -270,7 +295,10 @@ void check_quantizable(const char* op, const LinearArguments& layer, const Opera
 Tensor quantized_linear_forward(const LinearArguments& layer, const OperandFormats& formats) {
   const SharedOffsets shared(or_undefined(layer.group_sizes));
   const QuantizedOperand input =
-      quantize_operand(layer.input, layer.group_sizes, formats.input, formats.input_key, true, false);
+      layer.input_ranks.is_cut()
+          ? gathered_operand_of(layer.input, layer.input_ranks, std::nullopt, formats.input,
+                                formats.input_key, true, false)
+          : quantize_operand(layer.input, layer.group_sizes, formats.input, formats.input_key, true, false);
   return forward_gemm(
       layer, formats, input,
       gathered_operand(layer.weight, layer.quantized_weight, formats, false, layer.main_grad.weight_shard));
@@ -281,7 +309,8 @@ Tensor apply_quantized_linear(const LinearArguments& layer, const OperandFormats
   return QuantizedLinearFunction<is_grouped>::apply(
       layer.input, layer.weight, layer.group_sizes, layer.bias, layer.bias_scale, formats.input_key,
       formats.weight_key, formats.grad_key, layer.quantized_weight, layer.options.max_sms,
-      layer.options.expected_rows, layer.main_grad, layer.buffers, layer.save_original_input);
+      layer.options.expected_rows, layer.main_grad, layer.buffers, layer.save_original_input,
+      layer.input_ranks.ranks, layer.input_ranks.group);
 }
 
 Tensor quantized_linear_autograd(const LinearArguments& layer, const OperandFormats& formats) {

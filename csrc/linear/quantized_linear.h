@@ -39,6 +39,14 @@ void check_ragged_formats(const char* op, const OperandFormats& formats);
 // Refuses an input that a second quantization would round to other values.
 void check_save_original_input(const char* op, bool save, const OperandFormats& formats);
 
+// The ranks over which the rows of an input are sharded (linear/input_rows.h).
+struct InputRanks {
+  int64_t ranks = 1;  // 1: the input has all rows
+  std::string_view group = {};
+
+  bool is_cut() const { return ranks > 1; }
+};
+
 // input [M, K] and weight [N, K]; or, with group sizes, input [T, K] and weight [G, N, K] or several [N, K].
 // `quantized_weight` (linear/quantized_weight.h) is read instead of `weight`, which then gives sizes and dtype only.
 struct LinearArguments {
@@ -52,6 +60,7 @@ struct LinearArguments {
   MainGrad main_grad = {};
   CallerBuffers buffers = {};
   bool save_original_input = false;  // for the weight gradient, which quantizes it in the backward
+  InputRanks input_ranks = {};
 };
 
 // Refuses, in the name of `op`, what the ops called below would refuse. `columns`: quantized columnwise too, for the weight
@@ -61,8 +70,9 @@ void check_quantizable(const char* op, const LinearArguments& layer, const Opera
 // The groups of columnwise quantization: those of the rows, or none. While a graph with a symbolic number of rows is traced, all
 // rows are one group: the same bits, but the scales have at least two block rows. torch guards on dimensions that may be 1, and
 // would recompile when the rows no longer fit one block.
+// `ranks`: how many have as many rows as `input`, of one product.
 std::optional<at::Tensor> column_groups(const at::Tensor& input, const std::optional<at::Tensor>& group_sizes,
-                                        const OperandFormats& formats);
+                                        const OperandFormats& formats, int64_t ranks = 1);
 // Without autograd.
 at::Tensor quantized_linear_forward(const LinearArguments& layer, const OperandFormats& formats);
 // With autograd; called from an Autograd kernel. Unquantized operands too, which a main_grad needs.

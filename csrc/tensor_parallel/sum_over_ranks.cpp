@@ -114,15 +114,15 @@ class CopyToRanksFunction : public CheckedFunction<CopyToRanksFunction> {
   // A gradient that is absent here is zeros: other ranks may have one, and all take part.
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     auto& saved = ctx->saved_data;
-    const Tensor grad =
-        call_sum_over_ranks(grads[0], saved["num_ranks"].toInt(), saved["group_name"].toStringRef(),
-                            saved["timeout_ms"].toInt());
+    const Tensor grad = call_sum_over_ranks(grads[0], saved["num_ranks"].toInt(),
+                                            saved["group_name"].toStringRef(), saved["timeout_ms"].toInt());
     return {grad, Tensor(), Tensor(), Tensor()};
   }
 };
 
 // One function for all backends, above autograd: tracers see a view of the input, and the sum in the backward.
-Tensor copy_to_ranks(const Tensor& input, int64_t num_ranks, std::string group_name, int64_t timeout_ms) {
+Tensor copy_to_ranks(const Tensor& given, int64_t num_ranks, std::string group_name, int64_t timeout_ms) {
+  const Tensor input = given.resolve_neg();
   check_input(kCopyOp, input, num_ranks, timeout_ms);
   if (!is_traced(input) && !input.is_meta()) {
     check_ranks(kCopyOp, RankGroup(kCopyOp, group_name, timeout_ms, input), num_ranks);

@@ -38,6 +38,7 @@ BELOW: dict[str, set[str]] = {
     "sharded": {"common", "distributed", "quantize/ops", "gemm/dispatch", "tensor_parallel"},
     "linear": {
         "common",
+        "tensor_parallel",
         "sharded",
         "activation",
         "quantize/ops",

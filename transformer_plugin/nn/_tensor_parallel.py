@@ -53,6 +53,13 @@ class TensorParallel:
         """The arguments of ops."""
         return len(self.ranks), self.group_name
 
+    def gathers(self, into: dict[str, Any]) -> bool:
+        """Whether the op of the product gathers rows itself. If so, its arguments say that."""
+        if self.mode == "row" or not self.sequence_parallel:
+            return False
+        into.update(input_ranks=len(self.ranks), input_group=self.group_name)
+        return True
+
     def input(self, input: Tensor) -> Tensor:
         """What the product reads."""
         if self.mode == "row":
@@ -62,11 +69,15 @@ class TensorParallel:
         return ops.copy_to_ranks(input, *self.group)
 
     def before(
-        self, input: Tensor, bias: Tensor | None, own_bias: Tensor | None
+        self, input: Tensor, bias: Tensor | None, own_bias: Tensor | None, into: dict[str, Any] | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """The input and the bias of the product, the bias that the layer may return, and the one that it adds."""
+        """The input and the bias of the product, the bias that the layer may return, and the one that it adds.
+
+        ``into``: arguments of the op, which then gathers rows of the input; None for an op that cannot.
+        """
         if self.mode == "column":
-            return self.input(input), bias, own_bias, None
+            gathers = into is not None and self.gathers(into)
+            return input if gathers else self.input(input), bias, own_bias, None
         return input, None, self.of_rows(own_bias), self.of_rows(bias)
 
     def once(self, tensor: Given) -> Given:

@@ -209,8 +209,7 @@ class LayerNormLinear(RecipeModule):
             if parallel is not None:
                 norm_weight, norm_bias = parallel.of_rows(norm_weight), parallel.of_rows(norm_bias)
             normalized = self._norm(input, norm_weight, norm_bias)
-            read = normalized if parallel is None else parallel.input(normalized)
-            output = self._product(read, weight, bias, quantized_weight, into, out)
+            output = self._product(normalized, weight, bias, quantized_weight, into, out)
         self._op_took(into)
         results: list[Any] = [output]
         results += [own_bias] if self.return_bias else []
@@ -235,6 +234,9 @@ class LayerNormLinear(RecipeModule):
         out: Tensor | None,
     ) -> Tensor:
         """The product as an op of its own."""
+        parallel = self.tensor_parallel
+        if parallel is not None and (isinstance(self.recipe, DelayedScaling) or not parallel.gathers(into)):
+            normalized = parallel.input(normalized)
         if isinstance(self.recipe, DelayedScaling):
             scale = self._delayed_scales(self.recipe, self._op_accepts(normalized, weight, bias))
             amax = self._current_amax if self.training else None

@@ -25,11 +25,18 @@ the kernels of this package. ``torch.compile`` gives the bits of eager. The code
 autograd versions either; the backend ``aot_eager`` copies a new tensor into the buffer, which does, so there each
 forward must be followed by its backward. A buffer that begins later in its memory, as a view of a bucket does, is
 compiled with a temporary of its size.
+
+**Rows over ranks** (sequence parallelism): with ``input_ranks`` above 1 the input ``[n, ..., K]`` of :func:`linear` is
+this rank's part of the rows, along the first dimension, over the ranks of the c10d group ``input_group``. The output is
+that of all rows, in ascending order of ranks, as if :func:`~transformer_plugin.ops.all_gather` came first; the gradient
+of the input is this rank's part of the sum over ranks. The backward keeps this rank's rows and gathers them again. Rows
+of formats whose scales belong to rows (FP8 blocks, MXFP8) travel quantized in the forward. Not with ``dgrad_out``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,6 +55,15 @@ __all__ = [
 
 _ops = torch.ops.transformer_plugin
 _NO_FORMATS = ("none", "none", "none")
+_PLAIN = (*_NO_FORMATS, True, "none", "", 1)  # what linear takes besides tensors, by default
+
+
+def _with_peers(op: Any, *arguments: Any) -> Any:
+    """Calls an op that may wait for other ranks."""
+    try:
+        return op(*arguments)
+    except RuntimeError as error:
+        raise peer_timeout(error) or error from None
 
 
 def linear(
@@ -65,6 +81,8 @@ def linear(
     save_original_input: bool = False,
     dgrad_out: Tensor | None = None,
     weight_shard: str = "",
+    input_ranks: int = 1,
+    input_group: str = "",
 ) -> Tensor:
     """``input @ weight.T + bias`` with operands in the given formats; ``torch.nn.functional.linear`` by default.
 
@@ -73,25 +91,23 @@ def linear(
         weight: ``[N, K]`` in the dtype of ``input``.
         bias: ``[N]``, any float dtype.
         input_format, weight_format, grad_format: keys of formats of one family, as a recipe gives them, or
-            :class:`~transformer_plugin.formats.Format`s. The input is
-            rounded along its rows for the output and along its columns for the weight's gradient; the output's
-            gradient likewise; the weight once when its format is the same along both (``bf16``, ``fp8_tensor``,
-            square blocks). In a format without group columns (:mod:`transformer_plugin.formats`) the weight's gradient
-            is computed from the input and the output's gradient before quantization. What no gradient needs is not
-            computed or kept.
+            :class:`~transformer_plugin.formats.Format`s. The input is rounded along its rows for the output and along
+            its columns for the weight's gradient; the output's gradient likewise; the weight once when its format is
+            the same along both (``bf16``, ``fp8_tensor``, square blocks). In a format without group columns
+            (:mod:`transformer_plugin.formats`) the weight's gradient is computed from the input and the output's
+            gradient before quantization. What no gradient needs is not computed or kept.
         quantized_weight: what :func:`quantize_weight` made of ``weight`` with these formats: the same bits, without
             quantizing the weight again. ``weight`` is then not read; its gradient is the usual one.
         main_grad, accumulate, weight_grad: where the gradient of the weight goes, see above; ``[N, K]``.
         wgrad_queue: a queue of :mod:`transformer_plugin.ops.deferred_wgrad`: the backward leaves the operands of the
             weight gradient there, and computes none.
-        save_original_input: whether the backward keeps ``input`` itself and quantizes it again for the weight's
-            gradient, with the same bits. It then takes no memory of its own where another layer keeps that tensor too.
-            Not with stochastic rounding of the input.
-        dgrad_out: where the backward writes the gradient of ``input``, contiguous, of its sizes and dtype; the gradient
-            that autograd gets is that memory. It must not be read or written between the backward and the use of that
-            gradient. Not written where ``input`` needs no gradient.
+        save_original_input: whether the backward keeps ``input`` itself, and quantizes it again with the same bits: no
+            more memory where another layer keeps it, too. Not with stochastic rounding of the input.
+        dgrad_out: where the backward writes the gradient of ``input``, contiguous, of its sizes and dtype; autograd
+            gets that memory. Do not read or write it between the backward and the use of that gradient.
         weight_shard: the key of a weight that is cut over ranks (:mod:`transformer_plugin.ops.sharded`); ``weight``,
             ``quantized_weight`` and ``main_grad`` are then this rank's part ``[n, K]``. Not with ``wgrad_queue``.
+        input_ranks, input_group: the ranks over which the rows of ``input`` are sharded, see above.
 
     Returns:
         ``[..., N]`` in the dtype of ``input``. Differentiable in ``input``, ``weight`` and ``bias``.
@@ -101,14 +117,14 @@ def linear(
         formats of different families, a quantized weight that does not fit the weight and the formats; a buffer
         that does not fit, shares memory with an argument or requires a gradient; options of one that is missing.
     """
-    gradient = (main_grad, accumulate, weight_grad, wgrad_queue, save_original_input, dgrad_out, weight_shard)
-    is_plain = input_format == weight_format == grad_format == "none" and quantized_weight is None
-    no_buffers = main_grad is None and wgrad_queue is None and dgrad_out is None
-    if is_plain and no_buffers and accumulate and weight_grad == "none" and not weight_shard:
-        # Strings that are not passed need not be parsed: 0.5 us.
+    no_tensors = quantized_weight is None and main_grad is wgrad_queue is dgrad_out is None
+    rest = (input_format, weight_format, grad_format, accumulate, weight_grad, weight_shard, input_ranks)
+    if no_tensors and rest == _PLAIN:  # strings that are not passed need not be parsed: 0.5 us
         return _ops.linear.default(input, weight, bias)
     formats = layer_keys("linear", input_format, weight_format, grad_format)
-    return _ops.linear.default(input, weight, bias, *formats, quantized_weight, *gradient)
+    gradient = (main_grad, accumulate, weight_grad, wgrad_queue, save_original_input, dgrad_out, weight_shard)
+    options = (*formats, quantized_weight, *gradient, input_ranks, input_group)
+    return _with_peers(_ops.linear.default, input, weight, bias, *options)
 
 
 def grouped_linear(

@@ -1,0 +1,57 @@
+#include "linear/input_rows.h"
+
+#include "linear/nonfinite.h"
+#include "sharded/gather_weight.h"
+#include "tensor_parallel/exchange.h"
+
+namespace transformer_plugin::linear {
+namespace {
+
+using at::Tensor;
+
+// Whether each row has its own scales, and nothing of the whole matrix.
+bool rows_travel_quantized(const Tensor& rows, const Format& format, std::string_view key) {
+  return format.has_blocks() && !format.is_nv() && !format.square_blocks && !format.tiled_scales &&
+         !format.row_scaled && !format.stochastic_rounding && !marks_nonfinite(key) &&
+         !rows.sym_size(0).is_symbolic();
+}
+
+Quantized gathered(const Quantized& part, int64_t rows, const InputRanks& ranks) {
+  const std::string count = std::to_string(ranks.ranks);
+  const std::string key = "rows=" + std::to_string(rows * ranks.ranks) + ",ranks=" + count +
+                          ",name=input,group=" + std::string(ranks.group);
+  return sharded::gather_weight(part, key, false);
+}
+
+}  // namespace
+
+void check_input_ranks(const Argument& input, const InputRanks& ranks, const CallerBuffers& buffers) {
+  TP_CHECK_VALUE(ranks.ranks >= 1, input.op, "input_ranks", "at least 1", ranks.ranks, "Pass group.size()");
+  if (!ranks.is_cut()) return;
+  TP_CHECK_VALUE(input.tensor.dim() >= 2, input.op, input.name,
+                 "at least 2 dimensions with input_ranks, of which the first is gathered",
+                 describe(input.tensor), "Pass rows");
+  TP_CHECK_VALUE(!buffers.given(), input.op, "dgrad_out",
+                 "None with input_ranks, as the gradient comes from other ranks", "a buffer", "Leave it out");
+}
+
+Tensor gathered_rows(const Tensor& input, const InputRanks& ranks) {
+  return tensor_parallel::call_all_gather(input, ranks.ranks, std::string(ranks.group), -1);
+}
+
+Tensor divided_rows(const Tensor& grad, const InputRanks& ranks) {
+  return tensor_parallel::call_reduce_scatter(grad, ranks.ranks, std::string(ranks.group), -1);
+}
+
+QuantizedOperand gathered_operand_of(const Tensor& rows, const InputRanks& ranks,
+                                     const std::optional<Tensor>& column_sizes, const Format& format,
+                                     std::string_view key, bool rowwise, bool columnwise) {
+  if (rowwise && !columnwise && rows_travel_quantized(rows, format, key)) {
+    QuantizedOperand own = quantize_operand(rows, std::nullopt, format, key, true, false);
+    own.rowwise = gathered(own.rowwise, rows.size(0), ranks);
+    return own;
+  }
+  return quantize_operand(gathered_rows(rows, ranks), column_sizes, format, key, rowwise, columnwise);
+}
+
+}  // namespace transformer_plugin::linear

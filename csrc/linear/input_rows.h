@@ -1,0 +1,22 @@
+// An input whose rows are sharded over ranks, as sequence parallelism has it: the layer gathers them before the product, and
+// divides the gradient of the input among the ranks. The backward gathers again, so that only this rank's rows are kept.
+#pragma once
+
+#include <string_view>
+
+#include "linear/operands.h"
+
+namespace transformer_plugin::linear {
+
+void check_input_ranks(const Argument& input, const InputRanks& ranks, const CallerBuffers& buffers);
+// All rows along the first dimension of an input [n, ..., K].
+at::Tensor gathered_rows(const at::Tensor& input, const InputRanks& ranks);
+// This rank's rows of the sum over ranks.
+at::Tensor divided_rows(const at::Tensor& grad, const InputRanks& ranks);
+// The operand that quantizing all rows gives, of a matrix [n, K] that is this rank's rows. Rows whose scales are their own
+// travel quantized.
+QuantizedOperand gathered_operand_of(const at::Tensor& rows, const InputRanks& ranks,
+                                     const std::optional<at::Tensor>& column_sizes, const Format& format,
+                                     std::string_view key, bool rowwise, bool columnwise);
+
+}  // namespace transformer_plugin::linear
