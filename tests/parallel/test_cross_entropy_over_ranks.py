@@ -126,7 +126,7 @@ def test_devices_have_the_same_bits(dtype: torch.dtype) -> None:
             whole, target = drawn((rows,), vocabulary + padding, vocabulary, dtype)
             grad, results = torch.linspace(-1.0, 2.0, rows), []
             for device in ("cpu", "cuda"):
-                logits = whole.to(device).requires_grad_()
+                logits = whole.detach().clone().to(device).requires_grad_()
                 losses = ops.cross_entropy_over_ranks(logits, target.to(device), vocabulary, 1, "", smoothing)
                 losses.backward(grad.to(device))
                 results.append((losses.detach(), logits.grad))

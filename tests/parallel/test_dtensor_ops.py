@@ -110,7 +110,8 @@ def linear_of_formats(rank: Rank) -> None:
     for format, layout in (("none", Shard(1)), ("fp8_tensor:e4m3", Replicate()), ("none", Shard(1))):
         got: Any = ops.linear(*parts, None, *[format] * 3)
         assert got.placements == (layout,)
-        torch.testing.assert_close(got.full_tensor(), ops.linear(x, weight, None, *[format] * 3))
+        expected = ops.linear(x, weight, None, *[format] * 3)
+        torch.testing.assert_close(got.full_tensor(), expected, rtol=1e-4, atol=1e-4)  # sums in another order
 
 
 def test_two_ranks(pair: RankPool) -> None:

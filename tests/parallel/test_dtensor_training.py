@@ -276,11 +276,11 @@ def dropout(rank: Rank) -> None:
             assert 0.4 < float(masks[-1].float().mean()) < 0.6
     for of_torch, ours in zip(masks[:3], masks[3:], strict=True):
         assert torch.equal(of_torch, ours)
-    rows, columns, replicated = masks[:3]
-    if rank.device.type == "cuda":
-        assert torch.equal(rows, columns) and torch.equal(rows, replicated), "the layout changes no draw"
-    else:  # each rank draws its part from its own generator, and all have the same seed
-        assert torch.equal(*rows.chunk(rank.size, 0)) and torch.equal(*columns.chunk(rank.size, 1))
+    rows, columns, _ = masks[:3]
+    # On CPUs each rank draws its part from its own generator, and all have the same seed.
+    equal = rank.device.type == "cpu"
+    assert torch.equal(*rows.chunk(rank.size, 0)) == equal
+    assert torch.equal(*columns.chunk(rank.size, 1)) == equal
 
 
 def test_dropout(pair: RankPool) -> None:
