@@ -180,6 +180,7 @@ WeightGradient::WeightGradient(AutogradContext* ctx, const char* name, size_t pl
   if (weight == ctx->saved_data.end()) return;
   weight_ = weight->second.toTensor();
   shard_ = ctx->saved_data["weight_shard"].toStringRef();
+  is_foreign_ = sharded::parse_weight_shard("linear", shard_).is_foreign();
 }
 
 // Those of matrices that want no gradient stay.

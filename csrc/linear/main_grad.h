@@ -46,6 +46,8 @@ class WeightGradient {
   bool allocates() const { return (buffers_.empty() && !queue_) || is_cut(); }
   // Whether each rank gets the gradient of its part.
   bool is_cut() const { return !shard_.empty(); }
+  // Whether compute() comes before the data gradient, behind which the gradient then travels. Another runtime gets it after.
+  bool goes_first() const { return is_cut() && !is_foreign_; }
   // What autograd gets for each tensor of the weight, of `dtype`. With a queue nothing is computed. The gradients
   // of several matrices are views of one tensor. A dense layer may have group sizes, of one group of all its rows.
   torch::autograd::variable_list compute(const Quantized& grad, const Quantized& input,
@@ -69,6 +71,7 @@ class WeightGradient {
   std::vector<at::Tensor> buffers_;
   std::optional<at::Tensor> queue_;
   std::string shard_;
+  bool is_foreign_ = false;
   at::Tensor weight_;         // of a cut weight
   mutable at::Tensor parts_;  // operand of the reduce-scatter that compute() has started
 };

@@ -90,9 +90,8 @@ bool fuses_quantize(const NormLinear& layer, const OperandFormats& formats) {
 }
 
 // The columnwise operand of the weight gradient is not kept from the forward. The backward computes the norm again from the
-// input, which the gradient of the norm needs in any case, and quantizes it columnwise. With K columns that saves K bytes per row
-// in FP8, and 2 K with 16 bits, for a pass over the input; and the fused forward has no 16-bit values to quantize columnwise.
-// Stochastic rounding keeps it, as one seed serves both directions.
+// input, which the gradient of the norm needs in any case, and quantizes it columnwise: a pass over the input, and one byte for
+// each element less in FP8, two with 16 bits. Stochastic rounding keeps it, as one seed serves both directions.
 bool keeps_columns(const OperandFormats& formats) { return formats.input.stochastic_rounding; }
 
 // Columnwise only.
@@ -194,9 +193,8 @@ LayerGradients quantized_gradients(const Tensor& grad, const NormCall& norm, Sav
       g.values.columnwise = kept.columns = {};
     }
     if (wanted.input) {
-      const Quantized whole = weight();
-      result.input =
-          gemm_of(g.values.rowwise, whole, kNone, kNone, kNone, whole.transposed, grad.scalar_type());
+      const Quantized w = weight();
+      result.input = gemm_of(g.values.rowwise, w, kNone, kNone, kNone, w.transposed, grad.scalar_type());
     }
     if (sizes && result.bias.defined()) result.bias = result.bias.squeeze(0);
   }
@@ -314,7 +312,9 @@ class NormLinearFunction : public DifferentiableOnce<NormLinearFunction> {
     const OperandFormats formats = operand_formats(kOp, input_key, weight_key, grad_key);
     const Quantized weight{saved[8],       saved[9],   saved[10],
                            formats.weight, weight_key, ctx->saved_data["weight_columns"].toBool()};
-    const WholeWeight whole = [&] { return whole_in_backward(ctx, weight, formats); };
+    const bool is_early = wanted.input && wanted.weight.is_cut() && !wanted.weight.goes_first();
+    const Quantized early = is_early ? whole_in_backward(ctx, weight, formats) : Quantized{};
+    const WholeWeight whole = [&] { return is_early ? early : whole_in_backward(ctx, weight, formats); };
     if (formats.native()) return unquantized_gradients(grad, norm, whole, wanted);
     const SavedTensors kept{{}, {saved[5], saved[6], saved[7], formats.input, input_key, true}, {}};
     return quantized_gradients(grad, norm, kept, whole, formats, wanted);

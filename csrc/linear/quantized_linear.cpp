@@ -141,7 +141,7 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
                                               column_sizes, grad.scalar_type(), options);
       };
       // Of a weight that is cut over ranks first: while it travels, the data gradient is computed.
-      if (wants_weight && weight_gradient.is_cut()) compute_weight();
+      if (wants_weight && weight_gradient.goes_first()) compute_weight();
       if (wants_input) {
         const Quantized whole = whole_in_backward(ctx, weight, formats);
         grad_input =
@@ -150,8 +150,10 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
                               saved_dgrad_out(ctx, QuantizedLinearFunction::kName, grad)));
         const InputRanks ranks = saved_ranks(ctx);
         if (ranks.is_cut()) grad_input = divided_rows(grad_input, ranks);
+      } else {
+        pass_by_weight(ctx, kMainGrad);
       }
-      if (wants_weight && !weight_gradient.is_cut()) compute_weight();
+      if (wants_weight && !weight_gradient.goes_first()) compute_weight();
       weight_gradient.finish(grad_weight[0]);
       if (grad_bias.defined() && column_sizes && !group_sizes) grad_bias = grad_bias.squeeze(0);
     }

@@ -5,6 +5,7 @@
 #include "gemm/dispatch/checks.h"
 #include "gemm/dispatch/quantized_operands.h"
 #include "quantize/ops/checks.h"
+#include "sharded/foreign_weight.h"
 #include "sharded/gather_weight.h"
 
 namespace transformer_plugin::linear {
@@ -148,6 +149,15 @@ Quantized whole_in_backward(torch::autograd::AutogradContext* ctx, const Quantiz
   const Quantized whole = sharded::gather_weight(saved, shard->second.toStringRef(), true);
   if (whole.scale.defined() || !formats.weight.is_quantized()) return whole;
   return quantize_weight_operand(whole.data, formats, true).backward;
+}
+
+void pass_by_weight(torch::autograd::AutogradContext* ctx, const char* main_grad) {
+  const auto key = ctx->saved_data.find("weight_shard");
+  if (key == ctx->saved_data.end()) return;
+  const auto shard = sharded::parse_weight_shard("linear", key->second.toStringRef());
+  const auto part = ctx->saved_data.find(std::string(main_grad) + "_weight");
+  if (!shard.is_foreign() || part == ctx->saved_data.end()) return;
+  sharded::foreign_weight(part->second.toTensor(), shard, true);
 }
 
 }  // namespace transformer_plugin::linear

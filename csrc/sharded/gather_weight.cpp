@@ -9,6 +9,7 @@
 #include "common/register.h"
 #include "common/tensor.h"
 #include "gemm/dispatch/quantized_operands.h"
+#include "sharded/foreign_weight.h"
 #include "sharded/group_weights.h"
 #include "tensor_parallel/exchange.h"
 
@@ -158,6 +159,10 @@ std::vector<int64_t> count_gathers(std::string group_name) {
 }  // namespace
 
 Quantized gather_weight(const Quantized& part, std::string_view shard_key, bool backward) {
+  const WeightShard shard = parse_weight_shard(kOp, shard_key);
+  if (shard.is_foreign()) {  // never quantized parts
+    return {foreign_weight(part.data, shard, backward), Tensor(), Tensor()};
+  }
   using Signature = Three(const Tensor&, const OptionalTensor&, const OptionalTensor&, std::string_view, bool,
                           bool, std::string_view);
   static const auto op = find_op<Signature>(kOp);

@@ -14,6 +14,7 @@
 #include "common/register.h"
 #include "common/tensor.h"
 #include "distributed/rank_group.h"
+#include "sharded/foreign_weight.h"
 #include "sharded/group_weights.h"
 #include "tensor_parallel/exchange.h"
 
@@ -179,6 +180,7 @@ TP_IMPL_NO_GRADIENT(kStartOp, start_reduce_gradient, start_meta);
 TP_IMPL_NO_GRADIENT(kFinishOp, finish_reduce_gradient, finish_meta);
 
 Tensor gradient_parts(const Tensor& weight, const WeightShard& shard, at::ScalarType dtype) {
+  if (shard.is_foreign()) return foreign_buffer(weight, shard, dtype);
   std::vector<c10::SymInt> sizes(weight.sym_sizes().begin(), weight.sym_sizes().end());
   sizes[0] = sizes[0] * shard.ranks;
   const Tensor parts = at::empty_symint(sizes, weight.options().dtype(dtype).requires_grad(false));
@@ -195,6 +197,7 @@ Tensor reduce_gradient(const Tensor& parts, std::string_view shard_key, const Gr
     return {};
   }
   const WeightShard shard = parse_weight_shard(kOp, shard_key);
+  if (shard.is_foreign()) return foreign_gradient(parts, target.weight, shard);
   if (can_be_asynchronous(shard, parts, target)) {
     accumulate_asynchronously(parts, shard, target.weight);
     return {};
@@ -206,6 +209,7 @@ Tensor reduce_gradient(const Tensor& parts, std::string_view shard_key, const Gr
 
 Tensor finish_gradient(const Tensor& token, const Tensor& parts, const Tensor& weight,
                        std::string_view shard_key) {
+  if (parse_weight_shard(kFinishOp, shard_key).is_foreign()) return token;  // it is the gradient already
   using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, std::string_view);
   static const auto op = find_op<Signature>(kFinishOp);
   return op.call(token, parts, weight, shard_key);

@@ -52,6 +52,7 @@ bool parse(std::string_view key, WeightShard& shard) {
     return false;
   }
   if (reader.rest().substr(0, 4) == "set=" && !reader.take_number("set=", shard.set)) return false;
+  if (reader.rest().substr(0, 7) == "handle=" && !reader.take_number("handle=", shard.handle)) return false;
   if (!reader.take_text("name=", shard.name) || !reader.take("group=")) return false;
   shard.group = std::string(reader.rest());
   return shard.rows >= 0 && shard.ranks >= 1;
@@ -65,7 +66,7 @@ WeightShard parse_weight_shard(const char* op, std::string_view key) {
   TP_CHECK_VALUE(
       parse(key, shard), op, "weight_shard",
       "'', or a key such as 'rows=1024,ranks=4,mean,group=0' with options in the order rows, ranks, mean, "
-      "parts=bf16, async, timeout_ms, set, name, group",
+      "parts=bf16, async, timeout_ms, set, handle, name, group",
       "'" << key << "'", "Make it with transformer_plugin.parallel.WeightShard");
   return shard;
 }

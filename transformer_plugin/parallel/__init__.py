@@ -14,6 +14,7 @@ from transformer_plugin.parallel.facade import (
     ep_prepare,
     is_ep_bootstrapped,
 )
+from transformer_plugin.parallel.foreign import attach_distributed_weights
 from transformer_plugin.parallel.random import RankRandom
 from transformer_plugin.parallel.sharded import shard_
 from transformer_plugin.parallel.whole import whole_state_dict, whole_weight
@@ -26,6 +27,7 @@ __all__ = [
     "ExpertDataParallel",
     "RankRandom",
     "WeightShard",
+    "attach_distributed_weights",
     "clip_grad_norm_",
     "data_parallel",
     "ep_bootstrap",
