@@ -168,4 +168,18 @@ void wait_on_cpu(GroupState& state, const c10::intrusive_ptr<c10d::Work>& work, 
     std::this_thread::sleep_for(std::chrono::microseconds(i < 100 ? 1 : 100));
 }
 
+int32_t GroupState::number_of_subject(const std::string& text) {
+  if (text.empty()) return 0;
+  const std::lock_guard<std::mutex> lock(subjects_mutex);
+  const auto [place, is_new] = subject_numbers.try_emplace(text, static_cast<int32_t>(subjects.size()) + 1);
+  if (is_new) subjects.push_back(text);
+  return place->second;
+}
+
+std::string GroupState::subject(int32_t number) {
+  const std::lock_guard<std::mutex> lock(subjects_mutex);
+  const auto place = static_cast<size_t>(number) - 1;
+  return number > 0 && place < subjects.size() ? subjects[place] : std::string();
+}
+
 }  // namespace transformer_plugin::distributed

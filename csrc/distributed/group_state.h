@@ -16,6 +16,7 @@
 #include <set>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <unordered_map>
 #include <vector>
 
 #include "distributed/call.h"
@@ -84,6 +85,14 @@ struct GroupState {
   std::atomic<int64_t> host_sequence{0};      // number of collectives passed to NCCL
   std::atomic<int64_t> host_begin_ms{0};      // when the host entered NCCL; 0: it is not in NCCL
   std::atomic<int32_t> host_phase_id{0};
+  std::atomic<int32_t> host_subject{0};
+
+  // What collectives are about, for the watchdog: texts by their numbers from 1, which kernels write to the page.
+  int32_t number_of_subject(const std::string& text);
+  std::string subject(int32_t number);
+  std::mutex subjects_mutex;
+  std::unordered_map<std::string, int32_t> subject_numbers;
+  std::vector<std::string> subjects;
 };
 
 // The state of `group`, created on first use. Null group: the group of this process alone.

@@ -1,7 +1,7 @@
 // The kernels around a collective, which write how far the stream has come to pinned host memory
 // (progress.h).
 //
-// begin_collective_kernel: begun += 1 and phase_id = the collective's. end_collective_kernel: ended += 1.
+// begin_collective_kernel: begun += 1, phase_id and subject are the collective's. end_collective_kernel: ended += 1.
 // Grid and block: one thread. The counts are kept in device memory, because a thread reads host memory
 // slowly; the host page gets copies. A system-wide fence after each write makes the host see the writes in
 // order. Collectives of a group may be on several streams, so counts are added atomically, and a copy is written again until
@@ -27,8 +27,9 @@ __device__ void count(int64_t* counter, volatile int64_t* copy) {
   } while (*current != written);
 }
 
-__global__ void begin_collective_kernel(StreamProgress progress, int32_t phase_id) {
+__global__ void begin_collective_kernel(StreamProgress progress, int32_t phase_id, int32_t subject) {
   progress.page->phase_id = phase_id;
+  progress.page->subject = subject;
   __threadfence_system();
   count(&progress.counters[0], &progress.page->begun);
 }
@@ -72,7 +73,7 @@ StreamProgress allocate_progress() {
   void* page = nullptr;
   void* counters = nullptr;
   check(cudaHostAlloc(&page, sizeof(ProgressPage), cudaHostAllocPortable | cudaHostAllocMapped));
-  progress.page = new (page) ProgressPage{0, 0, 0, 0};
+  progress.page = new (page) ProgressPage{0, 0, 0, 0, 0};
   check(cudaMalloc(&counters, 2 * sizeof(int64_t)));
   progress.counters = static_cast<int64_t*>(counters);
   // A separate non-blocking stream: the default stream would join a capture that is in progress.
@@ -84,8 +85,9 @@ StreamProgress allocate_progress() {
   return progress;
 }
 
-void launch_begin_collective(const StreamProgress& progress, int32_t phase_id, void* stream) {
-  begin_collective_kernel<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(progress, phase_id);
+void launch_begin_collective(const StreamProgress& progress, int32_t phase_id, int32_t subject,
+                             void* stream) {
+  begin_collective_kernel<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(progress, phase_id, subject);
   check_launch("begin_collective_kernel");
 }
 

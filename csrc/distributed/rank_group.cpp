@@ -12,6 +12,7 @@
 #include "common/check.h"
 #include "common/tensor.h"
 #include "distributed/gloo_connection.h"
+#include "distributed/subject.h"
 
 namespace transformer_plugin::distributed {
 namespace {
@@ -192,9 +193,11 @@ PendingCollective RankGroup::run(const Phase& phase, const Tensor& output, Start
   state_->timeout_ms = to.timeout.count();
   watch_group(state_);
   void* stream = scope.stream();
-  launch_begin_collective(progress, phase.id, stream);
+  const int32_t subject = state_->number_of_subject(Subject::current());
+  launch_begin_collective(progress, phase.id, subject, stream);
   const int64_t sequence = ++state_->host_sequence;
   state_->host_phase_id = phase.id;
+  state_->host_subject = subject;
   state_->host_begin_ms = steady_now_ms();
   const EndCollective end{*state_, progress, stream};
   try {

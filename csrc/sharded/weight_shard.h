@@ -23,6 +23,8 @@
 #include <string_view>
 #include <utility>
 
+#include "distributed/subject.h"
+
 namespace transformer_plugin::sharded {
 
 struct WeightShard {
@@ -42,10 +44,12 @@ struct WeightShard {
   // Runs `exchange`, whose errors then say which weight they are about.
   template <typename Exchange>
   void run(Exchange&& exchange) const {
+    const std::string about = name.empty() ? "" : "The weight is '" + name + "'.";
+    const distributed::Subject subject(about);
     try {
       std::forward<Exchange>(exchange)();
     } catch (c10::Error& error) {
-      if (!name.empty()) error.add_context("The weight is '" + name + "'.");
+      if (!about.empty()) error.add_context(about);
       throw;
     }
   }
