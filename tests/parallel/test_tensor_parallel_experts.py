@@ -153,6 +153,20 @@ def check_errors(rank: Rank) -> None:
             "'sections': expected sizes that add up to out_features=8, got [4, 2], 6 together",
         ),
         (
+            lambda: tnn.Linear(
+                8, 8, parallel_mode="column", tp_group=group, sections=(4, 4), pad_outputs=True
+            ),
+            "'sections': expected none with pad_outputs, got [4, 4]",
+        ),
+        (
+            lambda: tnn.Linear(8, 8, parallel_mode="row", tp_group=group, sections=(4, 4)),
+            "'sections': expected its default with parallel_mode='row', got [4, 4]",
+        ),
+        (
+            lambda: tnn.Linear(8, 8, parallel_mode="row", tp_group=group, pad_outputs=True),
+            "'pad_outputs': expected its default with parallel_mode='row', got True. Leave it out",
+        ),
+        (
             lambda: tnn.Linear(8, 8, parallel_mode="rows", tp_group=group),
             "'parallel_mode': expected 'column' or",
         ),

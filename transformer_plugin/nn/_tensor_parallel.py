@@ -186,6 +186,8 @@ def _slices(layer: str, whole: Tensor, parallel: TensorParallel, plan: SlicePlan
     if plan.sections and sum(plan.sections) != size:
         got = f"{list(plan.sections)}, {sum(plan.sections)} together"
         _refuse(layer, "sections", f"sizes that add up to {plan.argument}={size}", got)
+    if plan.sections and plan.pads:
+        _refuse(layer, "sections", "none with pad_outputs", str(list(plan.sections)))
     for section in plan.sections or (size,):
         if section % ranks and not plan.pads:
             argument = "sections" if plan.sections else plan.argument
@@ -204,10 +206,13 @@ def _slices(layer: str, whole: Tensor, parallel: TensorParallel, plan: SlicePlan
 
 
 def plan_of(
-    mode: ParallelMode, sections: Sequence[int] = (), pads_outputs: bool = False, dim: int = 0
+    layer: str, mode: ParallelMode, sections: Sequence[int] = (), pads_outputs: bool = False, dim: int = 0
 ) -> dict[str, SlicePlan]:
     """How ranks divide a weight, whose outputs are dimension ``dim``, and its bias."""
     if mode == "row":
+        for name, value in (("sections", list(sections)), ("pad_outputs", pads_outputs)):
+            if value:
+                _refuse(layer, name, "its default with parallel_mode='row'", str(value))
         return {"weight": SlicePlan(dim + 1, "in_features")}
     outputs = SlicePlan(dim, "out_features", tuple(sections), pads_outputs)
     return {"weight": outputs, "bias": outputs}
@@ -285,6 +290,7 @@ def _refuse(layer: str, argument: str, expected: str, got: str) -> NoReturn:
         "sequence_parallel": "Pass parallel_mode and tp_group, too",
         "parameters": "Leave it out, or leave out parallel_mode",
         "out": "Leave it out",
+        "pad_outputs": "Leave it out",
         "dgrad_out": "Leave it out",
         "weight": "Divide a layer among ranks once, before other wrappers",
         "bias": "Divide a layer among ranks once, before other wrappers",
