@@ -21,7 +21,7 @@ from transformer_plugin.parallel._tensor_slices import (
     even_slices,
     padded_slices,
 )
-from transformer_plugin.parallel._weight_part import layout_of, mark
+from transformer_plugin.parallel._weight_part import REPLACED, layout_of, mark
 from transformer_plugin.parallel._wrapping import install_wrapper_checks
 from transformer_plugin.tensor._layout import message
 
@@ -149,6 +149,8 @@ def shard_parameters(layer: ShardedWeightMixin, parallel: TensorParallel, plan: 
         for key, value in whole.__dict__.items():
             setattr(part, key, value)
         setattr(part, TENSOR_SLICES, slices)
+        # Of a model that exists an optimizer may have it already; a constructor's is nobody's.
+        setattr(whole, REPLACED, (f"{type(layer).__name__}.{name}", "parallelize_module"))
         layer.register_parameter(name, part)
     layer.tensor_parallel, layer.tensor_slices = parallel, made
     mark(layer)

@@ -19,7 +19,7 @@ from transformer_plugin.formats import Format
 from transformer_plugin.parallel._part_states import handle_module, handle_optimizer
 from transformer_plugin.parallel._row_shard import RowShard
 from transformer_plugin.parallel._tensor_slices import slices_of
-from transformer_plugin.parallel._weight_part import WEIGHT_PART, WeightPart, part_of
+from transformer_plugin.parallel._weight_part import REPLACED, WEIGHT_PART, WeightPart, part_of
 from transformer_plugin.parallel._weight_shard import WeightShard
 from transformer_plugin.parallel._wrapping import install_wrapper_checks
 from transformer_plugin.recipes import DelayedScaling
@@ -28,8 +28,6 @@ from transformer_plugin.tensor._layout import message
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-#: Set on the whole parameter that a part has replaced.
-_REPLACED = "replaced_by_part"
 _OP = "shard_"
 #: Numbers of calls, in this process; all ranks make the same calls.
 _SETS = itertools.count(1)
@@ -260,7 +258,7 @@ def _cut(
         setattr(part, name, value)
     layer.weight_part = WeightPart(target.full_name, rows, group.rank(), ranks, group, options.mean, layers)
     setattr(part, WEIGHT_PART, layer.weight_part)
-    setattr(whole, _REPLACED, target.full_name)
+    setattr(whole, REPLACED, (target.full_name, _OP))
     layer.register_parameter("weight", part)
     shard = WeightShard(
         rows=rows.rows,
@@ -343,15 +341,10 @@ def _check_parameters(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         return
     for settings in optimizer.param_groups:
         for parameter in settings["params"]:
-            if _REPLACED in parameter.__dict__:
-                name = parameter.__dict__[_REPLACED]
-                advice = "Make the optimizer after shard_"
-                _refuse(
-                    "optimizer",
-                    "parameters of the model",
-                    f"the whole '{name}', which shard_ replaced",
-                    advice,
-                )
+            if REPLACED in parameter.__dict__:
+                name, by = parameter.__dict__[REPLACED]
+                got, advice = f"the whole '{name}', which {by} replaced", f"Make the optimizer after {by}"
+                raise ValueError(message(by, "optimizer", "parameters of the model", got, advice))
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
