@@ -54,7 +54,7 @@ def shard_weights(model: LanguageModel, config: Config, mesh: DeviceMesh) -> Non
     def takes(name: str, _: torch.nn.Module) -> bool:
         return ".experts." not in name or config.shards_experts
 
-    tp.parallel.shard_(model, mesh.get_group(), filter=takes)
+    tp.parallel.shard_(model, mesh, filter=takes)
 
 
 def parallelize(model: LanguageModel, config: Config, mesh: DeviceMesh) -> torch.nn.Module:

@@ -27,6 +27,7 @@ from transformer_plugin.tensor._layout import message
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 _OP = "shard_"
 #: Numbers of calls, in this process; all ranks make the same calls.
@@ -54,7 +55,7 @@ class _Options(NamedTuple):
 
 def shard_(
     module: torch.nn.Module,
-    group: ProcessGroup | None,
+    group: ProcessGroup | DeviceMesh | None,
     *,
     format: str | Format | None = None,
     gradient: Literal["mean", "sum"] = "mean",
@@ -72,7 +73,8 @@ def shard_(
         module: with :class:`~transformer_plugin.nn.Linear`, :class:`~transformer_plugin.nn.LayerNormLinear`, packed
             :class:`~transformer_plugin.nn.GroupedLinear` and :class:`~transformer_plugin.nn.Embedding`, at any depth.
             All ranks have the same model.
-        group: the ranks, which compute on different inputs. None, or a group of one, changes nothing.
+        group: the ranks, which compute on different inputs: a process group, or a mesh of one dimension. None, or a
+            group of one, changes nothing.
         format: what travels. None: quantized weights where recipes quantize them, otherwise the values. ``"none"``: the
             values, which are quantized after each gather. Or the format of the recipes.
         gradient: whether the gradient of a part is the mean over the ranks or their sum.
@@ -88,6 +90,7 @@ def shard_(
         ValueError: what cannot be cut, or differs between ranks; nothing is changed then.
         PeerTimeoutError: a rank does not call this.
     """
+    group = _process_group(group)
     if group is None or group.size() == 1:
         return module
     options = _options(format, gradient, gradient_dtype, prefetch, timeout_ms)
@@ -107,6 +110,17 @@ def shard_(
     watch_parts()
     install_wrapper_checks()
     return module
+
+
+def _process_group(group: Any) -> ProcessGroup | None:
+    if group is None or isinstance(group, dist.ProcessGroup):
+        return group
+    if not hasattr(group, "get_group") or group.ndim != 1:
+        got = f"a mesh of {group.ndim} dimensions" if hasattr(group, "get_group") else repr(group)
+        expected = "a process group of which this process is a member, or a mesh of one dimension"
+        _refuse("group", expected, got, "Pass for example mesh['data']")
+    found: ProcessGroup = group.get_group()
+    return found
 
 
 def _options(
