@@ -214,6 +214,26 @@ def test_checkpoints_of_other_divisions(
             assert torch.equal(got[name], value), (division, name)
 
 
+def resumed_and_whole(rank: Rank, config: Config, folder: str) -> tuple[list[float], list[float]]:
+    """The numbers of two steps, without a stop and from a checkpoint."""
+    whole = trainer_of(rank, config)
+    for step in range(2):
+        whole.step(step)
+    dcp.save({"trainer": whole}, checkpoint_id=folder)
+    resumed = trainer_of(rank, config)
+    dcp.load({"trainer": resumed}, checkpoint_id=folder)
+    got, expected = ([*each.step(2).tolist(), *each.step(3).tolist()] for each in (resumed, whole))
+    return got, expected
+
+
+@pytest.mark.parametrize("format", ["none", "fp8_block"])
+def test_resumed_with_the_same_division(pools: Pools, config: Config, tmp_path: Path, format: str) -> None:
+    """Bit for bit."""
+    changed = over(config, 4, 2, 2, format=format, cached_weights=format != "none")
+    for got, expected in pools[4].run(resumed_and_whole, changed, str(tmp_path / "saved")):
+        assert got == expected
+
+
 @pytest.mark.parametrize(
     ("before", "now", "got"),
     [
