@@ -7,6 +7,7 @@
     python examples/train_moe.py --compare            # both, step by step
     python examples/train_moe.py --resume             # continues a stopped run, bit for bit
     python examples/train_moe.py --data-parallel ddp --parameters list --expert-ranks 1
+    python examples/train_moe.py --ranks 4 --tensor-parallel 2 --shard 2
     python examples/train_moe.py --ranks 1 --data-parallel none --cuda-graph --format fp8_block --cached-weights
     torchrun --nproc_per_node 2 examples/train_moe.py # the same as the first, with another launcher
 
@@ -31,7 +32,8 @@ from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from moe_lm.config import PRESETS, Config, Options, UserError, memory_here, shortened
+from moe_lm.config import PRESETS, Config, Options, memory_here
+from moe_lm.limits import UserError, shortened
 from moe_lm.stopping import INTERRUPTED, StopRequest
 
 FORMATS = ("none", "bf16", "fp8_tensor", "fp8_row", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4")
@@ -87,7 +89,21 @@ def _parser() -> Parser:
     parser.add_argument(
         "--parameters", choices=LAYOUTS, help="layout of the experts' weights (default: packed)"
     )
-    parser.add_argument("--data-parallel", choices=WRAPPERS, help="none: one rank (default: fsdp)")
+    parser.add_argument(
+        "--data-parallel",
+        choices=WRAPPERS,
+        help="none: one rank (default: fsdp, ddp with --tensor-parallel or --shard)",
+    )
+    parser.add_argument(
+        "--tensor-parallel",
+        type=INTEGER,
+        metavar="T",
+        help="T ranks share sequences and dense layers (default: 1)",
+    )
+    parser.add_argument(
+        "--shard", type=INTEGER, metavar="N",
+        help="shard dense layers, and experts that all ranks would hold, over N ranks with other data (default: 1)",
+    )  # fmt: skip
     parser.add_argument("--cached-weights", action=flag, help="quantize the experts' weights once per step")
     parser.add_argument("--cuda-graph", action=flag, help="a training step is one CUDA graph (one GPU)")
     parser.add_argument("--compile", action=flag, help="torch.compile the model")
@@ -115,6 +131,8 @@ def parse(arguments: list[str]) -> tuple[Config, Options]:
     if size is not None and given.setdefault("ranks", size) != size:
         raise UserError("argument '--ranks'", f"the launcher's {size}", str(given["ranks"]), "Leave it out.")
     values = {**PRESETS[given.pop("preset")], **given}
+    if values.get("tensor_parallel", 1) > 1 or values.get("shard", 1) > 1:
+        values.setdefault("data_parallel", "ddp")
     option_names = {field.name for field in fields(Options)}
     options = Options(**{name: value for name, value in values.items() if name in option_names})
     options.check()
@@ -154,7 +172,9 @@ def work(config: Config, options: Options, stop: StopRequest) -> int:
     from moe_lm.world import joined_world
 
     try:
-        with joined_world(config.sharing, repeatable=not options.compare) as world:
+        with joined_world(
+            config.sharing, not options.compare, tensor_parallel=config.tensor_parallel, shard=config.shard
+        ) as world:
             if options.compare:
                 from moe_lm.compare import compare
 

@@ -23,8 +23,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
 
-from moe_lm.config import SHARED_OUT, Config, UserError, difference, shortened
+from moe_lm.config import SHARED_OUT, Config, difference
 from moe_lm.folder import is_saved
+from moe_lm.limits import UserError, shortened
 from moe_lm.world import World
 
 VERSION = 2
@@ -167,6 +168,9 @@ def _check_shape(folder: Path, manifest: dict[str, Any]) -> None:
         raise _corrupt(folder, "a file 'manifest.json' of another step")
     if not isinstance(config, dict) or any(type(config.get(name)) is not int for name in SHARED_OUT):
         raise _corrupt(folder, "a file 'manifest.json' without a configuration")
+    tensor_ranks = config.get("tensor_parallel", 1)  # newer than checkpoints
+    if type(tensor_ranks) is not int or tensor_ranks < 1:
+        raise _corrupt(folder, "a file 'manifest.json' of another configuration")
     if not isinstance(files, dict) or ".metadata" not in files or not all(map(FILES.fullmatch, files)):
         raise _corrupt(folder, "a file 'manifest.json' that does not list torch's files")
     for entry in files.values():

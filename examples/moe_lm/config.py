@@ -2,97 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import os
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-
-class UserError(ValueError):
-    """An error that the user can fix. It is printed as one line, without a traceback."""
-
-    def __init__(self, what: str, expected: str, got: str, do: str) -> None:
-        line = f"train_moe: {what}: expected {expected}, got {got}. {do}"
-        super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line))
-
-    @classmethod
-    def of_line(cls, line: str) -> UserError:
-        """Makes an error from a complete line."""
-        error = cls.__new__(cls)
-        ValueError.__init__(error, line)
-        return error
-
-
-#: limits of integer options, both ends included. The upper limits are far above any run; they turn a typing error into
-#: a message instead of an overflow.
-INTEGERS: dict[str, tuple[int, int]] = {
-    "layers": (1, 10_000),
-    "dim": (1, 2**20),
-    "heads": (1, 2**16),
-    "hidden": (1, 2**20),
-    "experts": (1, 1024),
-    "topk": (1, 1024),
-    "alignment": (0, 2**14),
-    "text_bytes": (1, 2**36),
-    "seq_len": (1, 2**20),
-    "batch_size": (1, 2**20),
-    "ranks": (1, 1024),
-    "expert_ranks": (0, 1024),
-    "steps": (1, 99_999_999),  # a checkpoint's folder name has 8 digits
-    "warmup_steps": (0, 99_999_999),
-    "seed": (-(2**63), 2**63 - 1),
-    "eval_every": (1, 10**9),
-    "eval_batches": (1, 10**6),
-    "stop_at": (0, 10**9),
-    "checkpoint_every": (1, 10**9),
-    "sample_length": (0, 10**6),
-}
-#: limits of float options, both ends included. Infinity and NaN are never valid.
-FLOATS: dict[str, tuple[float, float]] = {
-    "capacity_factor": (0.0, 1e4),
-    "lr": (0.0, 1e3),
-    "weight_decay": (0.0, 1e3),
-    "clip_norm": (1e-9, 1e30),
-    "aux_loss_coeff": (0.0, 1e3),
-}
-
-
-def check_limits(options: Any) -> None:
-    """Raises for the first number of a :class:`Config` or :class:`Options` that is outside its limits."""
-    for field in fields(options):
-        low, high = {**INTEGERS, **FLOATS}.get(field.name, (None, None))
-        if low is None or high is None:
-            continue
-        value = getattr(options, field.name)
-        if isinstance(value, float) and not math.isfinite(value):
-            expected, do = "a finite number", f"The default is {field.default}."
-        elif value < low:
-            expected, do = f"at least {low}", "Raise it."
-        elif value > high:
-            expected, do = f"at most {high}", "Lower it."
-        else:
-            continue
-        raise UserError(option(field.name), expected, shortened(str(value)), do)
-
-
-def shortened(text: str, length: int = 60) -> str:
-    """Shortens a value for a message of one line."""
-    return text if len(text) <= length else f"{text[: length - 3]}..."
-
-
-def option(name: str) -> str:
-    """Returns a field's name on the command line."""
-    return f"argument '--{name.replace('_', '-')}'"
+from moe_lm.limits import UserError, check_limits, option
 
 
 @dataclass(frozen=True)
 class Config:
     """Everything that the losses depend on. A checkpoint can only be resumed with an equal Config.
 
-    Exception: ranks and batch_size may change if their product is the same, because the text is then the same, and so
-    may expert_ranks.
+    Exception: ranks, tensor_parallel and batch_size may change if each step has as many sequences, because the text is
+    then the same, and so may expert_ranks and shard.
     """
 
     # The model. hidden is the width inside one expert; all sizes count elements.
@@ -123,11 +47,15 @@ class Config:
     data_parallel: str = "fsdp"
     #: ranks over which the experts are sharded; 0: all with packed parameters, otherwise one.
     expert_ranks: int = 0
+    #: ranks that share the sequences and the products of the dense layers; they follow each other.
+    tensor_parallel: int = 1
+    #: ranks with different sequences over which the weights of the dense layers are sharded.
+    shard: int = 1
     # The data.
     text: str | None = None
     text_bytes: int = 8_000_000
     seq_len: int = 256
-    #: sequences per rank and step.
+    #: sequences per step and rank, or per step and group of tensor-parallel ranks.
     batch_size: int = 4
     ranks: int = 2
     # The training.
@@ -145,6 +73,7 @@ class Config:
         """Raises for a configuration that cannot run, before anything is started."""
         check_limits(self)
         self._check_expert_ranks()
+        self._check_dense_ranks()
         if self.topk > self.experts:
             raise UserError(
                 "argument '--topk'", f"at most the {self.experts} experts", str(self.topk), "Lower it."
@@ -170,13 +99,32 @@ class Config:
         return self.expert_ranks or (self.ranks if self.parameters == "packed" else 1)
 
     @property
+    def data_ranks(self) -> int:
+        """The number of ranks, or groups of tensor-parallel ranks, with different sequences."""
+        return self.ranks // self.tensor_parallel
+
+    @property
+    def divides_dense(self) -> bool:
+        """Whether a rank has a part of the dense layers' weights."""
+        return self.tensor_parallel > 1 or self.shard > 1
+
+    @property
+    def shards_experts(self) -> bool:
+        """Whether ``shard`` is for the experts, too: if every rank would have all of them, as one parameter."""
+        whole = self.sharing == 1 and self.parameters == "packed"
+        return self.shard > 1 and whole and self.format != "fp8_delayed"
+
+    @property
     def autocasts(self) -> bool:
         """Whether parameters stay float32 and torch.autocast converts them. FSDP2 converts what it gathers."""
         return self.data_parallel != "fsdp" and self.dtype != "float32"
 
     def in_plain_pytorch(self) -> Config:
         """The configuration of the other implementation in a comparison, on the same ranks."""
-        changes = {"format": "none", "parameters": "packed", "cached_weights": False}
+        changes: dict[str, Any] = {"format": "none", "parameters": "packed", "cached_weights": False}
+        if self.divides_dense:  # the same sequences, divided among all ranks
+            changes |= {"data_parallel": "fsdp", "tensor_parallel": 1, "shard": 1}
+            changes["batch_size"] = self.batch_size // self.tensor_parallel
         return replace(self, reference=True, expert_ranks=self.sharing, **changes)
 
     def _check_expert_ranks(self) -> None:
@@ -209,6 +157,36 @@ class Config:
                 "none",
                 "Choose one of them, or use --ranks 1.",
             )
+
+    def _check_dense_ranks(self) -> None:
+        """Checks that the ranks can share the dense layers."""
+        tensor_ranks, shards = self.tensor_parallel, self.shard
+        if self.ranks % tensor_ranks:
+            expected = f"a divisor of the number of ranks ({self.ranks})"
+            raise UserError(option("tensor_parallel"), expected, str(tensor_ranks), "Change one of them.")
+        if self.data_ranks % shards:
+            expected = f"a divisor of the {self.data_ranks} ranks with different sequences"
+            do = "Change it, --ranks or --tensor-parallel."
+            raise UserError(option("shard"), expected, str(shards), do)
+        for name in ("heads", "batch_size"):
+            size = getattr(self, name)
+            if size % tensor_ranks:
+                expected, do = f"a multiple of --tensor-parallel ({tensor_ranks})", "Change one of them."
+                raise UserError(option(name), expected, str(size), do)
+        if self.sharing % tensor_ranks:
+            name = "expert_ranks" if self.expert_ranks or self.parameters == "packed" else "parameters"
+            expected = f"experts over a multiple of the {tensor_ranks} tensor-parallel ranks"
+            got, do = f"experts over {self.sharing}", "Leave it out, or raise --expert-ranks."
+            raise UserError(option(name), expected, got, do)
+        if not self.divides_dense:
+            return
+        name = "tensor_parallel" if tensor_ranks > 1 else "shard"
+        if self.reference:
+            do = "Leave out one of them, or --compare the two."
+            raise UserError(option(name), "1, for plain PyTorch", str(getattr(self, name)), do)
+        if self.data_parallel != "ddp":
+            expected = f"ddp, for --{name.replace('_', '-')}"
+            raise UserError(option("data_parallel"), expected, self.data_parallel, "Leave it out.")
 
     def _check_layout(self) -> None:
         """Checks options of the experts' weights that exclude each other."""
@@ -261,13 +239,14 @@ class Config:
 
         A run needs more. The bound rejects sizes that are certainly impossible.
         """
-        tokens = self.batch_size * self.seq_len
+        tokens = self.batch_size * self.seq_len // self.tensor_parallel
         dense = 2 * 256 * self.dim + self.layers * (4 * self.dim**2 + self.experts * self.dim)
         experts = self.layers * self.experts * 3 * self.hidden * self.dim
         if self.data_parallel == "fsdp":
             parameters = (dense + experts) // self.ranks
         else:
-            parameters = dense + experts // self.sharing
+            parameters = dense // (self.tensor_parallel * self.shard) + experts // self.sharing
+            parameters -= experts - experts // self.shard if self.shards_experts else 0
         rows = int(self.capacity_factor * tokens * self.topk) + self.experts // self.sharing * self.alignment
         rows = 0 if self.reference else rows
         activations = tokens * (256 * 4 + self.layers * self.dim * 2) + rows * self.dim * 2
@@ -369,16 +348,24 @@ SHARED_OUT = (
     "ranks",
     "batch_size",
 )  # the ranks divide the sequences of a step, so only the product matters
-PARALLEL_OPTIONS = ("parameters", "cached_weights", "data_parallel", "expert_ranks")  # newer than checkpoints
+#: newer than checkpoints
+PARALLEL_OPTIONS = (
+    *("parameters", "cached_weights", "data_parallel", "expert_ranks"),
+    *("tensor_parallel", "shard"),
+)
 
 
 def difference(old: dict[str, Any], new: Config) -> list[str]:
     """Returns lines ``name was OLD and is NEW`` for all values that differ."""
     old = {**{name: getattr(Config, name) for name in PARALLEL_OPTIONS}, **old}
+    name = "ranks * batch_size"
+    if max(old["tensor_parallel"], new.tensor_parallel) > 1:
+        name = "ranks / tensor_parallel * batch_size"
     before, now = (
-        {**each, "ranks * batch_size": each["ranks"] * each["batch_size"]} for each in (old, asdict(new))
+        {**each, name: each["ranks"] // each["tensor_parallel"] * each["batch_size"]}
+        for each in (old, asdict(new))
     )
-    free = {*SHARED_OUT, "expert_ranks"}
+    free = {*SHARED_OUT, "expert_ranks", "tensor_parallel", "shard"}
     if new.format == "fp8_delayed" and (_sharing(old) == 1) != (new.sharing == 1):
         free -= {"ranks", "expert_ranks"}  # the state of delayed scaling of sharded experts has another shape
     return [

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moe_lm.config import UserError, option
+from moe_lm.limits import UserError, option
 
 #: folders of the standard library that are skipped: not its source, or mostly tables.
 SKIPPED = {

@@ -19,7 +19,8 @@ from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from moe_lm.config import Config, UserError, option
+from moe_lm.config import Config
+from moe_lm.limits import UserError, option
 
 PROGRAM = "examples/train_moe.py"
 MARKER = "config.json"

@@ -1,8 +1,8 @@
 """A decoder-only transformer whose feed-forward layers are mixtures of experts.
 
-Shapes: B sequences of T bytes, D model width, V = 256 byte values. Attention, norms and embeddings are
-torch's. The mixture is ``transformer_plugin.nn.MoE`` or ``reference.PlainMoE``; both have the same parameters under the
-same names.
+Shapes: B sequences of T bytes, D model width, V = 256 byte values. All layers are this package's, or all are plain
+PyTorch's (``reference.PlainMoE``); both have the same parameters under the same names. With tensor parallelism over R
+ranks, a rank has all B sequences with some heads or logits, and between these layers B / R sequences with all D.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from moe_lm.config import Config
+from moe_lm.dense import DenseLayers
 
 VOCABULARY = 256
 
@@ -24,18 +25,17 @@ VOCABULARY = 256
 class Attention(nn.Module):
     """Causal self-attention with rotary positions."""
 
-    def __init__(self, config: Config, **factory: object) -> None:
+    def __init__(self, config: Config, dense: DenseLayers) -> None:
         super().__init__()
-        self.heads = config.heads
-        self.qkv = nn.Linear(config.dim, 3 * config.dim, bias=False, **factory)
-        self.out = nn.Linear(config.dim, config.dim, bias=False, **factory)
+        self.heads = config.heads // dense.size  # of this rank
+        self.qkv = dense.column(config.dim, config.dim, config.dim, config.dim)
+        self.out = dense.row(config.dim, config.dim)
 
     def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        B, T, D = x_BTD.shape
-        qkv = self.qkv(x_BTD).view(B, T, 3, self.heads, D // self.heads).permute(2, 0, 3, 1, 4)
+        qkv = self.qkv(x_BTD).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         q, k, v = qkv.unbind(0)
         y = F.scaled_dot_product_attention(_rotate(q, cos, sin), _rotate(k, cos, sin), v, is_causal=True)
-        return self.out(y.transpose(1, 2).reshape(B, T, D))
+        return self.out(y.transpose(1, 2).flatten(2))
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -47,12 +47,12 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Block(nn.Module):
     """``x + attention(norm(x))``, then ``x + mixture(norm(x))``."""
 
-    def __init__(self, config: Config, mesh: DeviceMesh, **factory: object) -> None:
+    def __init__(self, config: Config, mesh: DeviceMesh, dense: DenseLayers) -> None:
         super().__init__()
-        self.norm1 = nn.RMSNorm(config.dim, **factory)
-        self.attention = Attention(config, **factory)
-        self.norm2 = nn.RMSNorm(config.dim, **factory)
-        self.moe = build_moe(config, mesh, **factory)
+        self.norm1 = dense.norm(config.dim)
+        self.attention = Attention(config, dense)
+        self.norm2 = dense.norm(config.dim)
+        self.moe = build_moe(config, mesh, dense)
         self.dtype = getattr(torch, config.dtype)
         # With the mesh of trainer.shard, FSDP2 does not convert the experts.
         self.converts_experts = config.dtype != "float32" and not config.reference
@@ -74,17 +74,24 @@ class LanguageModel(nn.Module):
         mesh: the ranks that share the experts.
         device: the device of the parameters, which are float32.
         dtype: the dtype of the activations.
+        tensor_ranks: the ranks that share the dense layers and the sequences; None: each has its own.
     """
 
     def __init__(
-        self, config: Config, mesh: DeviceMesh, device: torch.device | str, dtype: torch.dtype
+        self,
+        config: Config,
+        mesh: DeviceMesh,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        tensor_ranks: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
-        factory = {"device": device}
-        self.embedding = nn.Embedding(VOCABULARY, config.dim, **factory)
-        self.blocks = nn.ModuleList(Block(config, mesh, **factory) for _ in range(config.layers))
-        self.norm = nn.RMSNorm(config.dim, **factory)
-        self.head = nn.Linear(config.dim, VOCABULARY, bias=False, **factory)
+        dense = DenseLayers(config.reference, tensor_ranks, device)
+        self.embedding = dense.embedding(VOCABULARY, config.dim)
+        self.blocks = nn.ModuleList(Block(config, mesh, dense) for _ in range(config.layers))
+        self.norm = dense.norm(config.dim)
+        padding = {} if tensor_ranks is None else {"pad_outputs": True}
+        self.head = dense.column(config.dim, VOCABULARY, **padding)
         half = config.dim // config.heads // 2
         frequency = 10_000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
         angle = torch.arange(config.seq_len)[:, None] * frequency
@@ -92,7 +99,10 @@ class LanguageModel(nn.Module):
         self.register_buffer("sin", angle.sin().to(device, dtype), persistent=False)
 
     def forward(self, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns logits float32 ``[B, T, V]`` and the sum of the layers' load-balancing losses."""
+        """Returns logits and the sum of the layers' load-balancing losses.
+
+        The logits are float32 ``[B, T, V]``, with tensor parallelism this rank's columns of them.
+        """
         T = tokens_BT.shape[1]
         cos, sin = self.cos[:T], self.sin[:T]
         x_BTD = self.embedding(tokens_BT)
@@ -103,19 +113,18 @@ class LanguageModel(nn.Module):
         return self.head(self.norm(x_BTD)).float(), balance
 
 
-def build_moe(config: Config, mesh: DeviceMesh, **factory: object) -> nn.Module:
+def build_moe(config: Config, mesh: DeviceMesh, dense: DenseLayers) -> nn.Module:
     """Makes one mixture. It returns ``.output``, shaped like its input, and ``.aux_loss``, already times its factor."""
     if config.reference:
         from moe_lm.reference import PlainMoE
 
-        return PlainMoE(
-            config.dim, config.hidden, config.experts, config.topk, mesh, config.aux_loss_coeff, **factory
-        )
+        sizes = config.dim, config.hidden, config.experts, config.topk
+        return PlainMoE(*sizes, mesh, config.aux_loss_coeff, device=dense.device)
     import transformer_plugin.nn as tpnn
     from transformer_plugin.formats import Format
     from transformer_plugin.recipes import recipe_from_name
 
-    tokens = config.batch_size * config.seq_len
+    tokens = config.batch_size // dense.size * config.seq_len
     even_share = tokens * config.topk  # rows per rank if all experts get the same number
     recipe = recipe_from_name(config.format)
     rows = (
@@ -136,7 +145,8 @@ def build_moe(config: Config, mesh: DeviceMesh, **factory: object) -> nn.Module:
             alignment=config.alignment or None,
         ),
         recipe=recipe_from_name(config.format),
-        **factory,
+        device=dense.device,
+        **dense.sequence_parallel,
     )
 
 
@@ -144,6 +154,8 @@ def build_moe(config: Config, mesh: DeviceMesh, **factory: object) -> nn.Module:
 def initialise(model: nn.Module, config: Config) -> None:
     """Sets weights that depend only on (seed, name): equal for all implementations, layouts and numbers of ranks."""
     packed: dict[str, Tensor] = {}  # of the layout "list", which has one parameter for each expert
+    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    divided: dict[str, Tensor] = {}  # whole tensors, of which a rank has slices
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2:
             parameter.fill_(1.0)
@@ -151,8 +163,11 @@ def initialise(model: nn.Module, config: Config) -> None:
             if match[1] not in packed:
                 packed[match[1]] = _drawn(match[1], (config.experts, *parameter.shape), config)
             parameter.copy_(packed[match[1]][int(match[2])])
+        elif shapes[name] != tuple(parameter.shape):
+            divided[name] = _drawn(name, shapes[name], config)
         else:
-            _set(parameter, _drawn(name, tuple(parameter.shape), config))
+            _set(parameter, _drawn(name, shapes[name], config))
+    model.load_state_dict(divided, strict=False)
 
 
 def _drawn(name: str, shape: tuple[int, ...], config: Config) -> Tensor:

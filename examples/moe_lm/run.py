@@ -15,9 +15,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from moe_lm import checkpoint
-from moe_lm.config import Config, Options, UserError
+from moe_lm.config import Config, Options
 from moe_lm.data import Corpus, load_corpus
 from moe_lm.folder import RunFolder
+from moe_lm.limits import UserError
 from moe_lm.sample import generate
 from moe_lm.stopping import SAVING, STEP, StopRequest
 from moe_lm.trainer import Trainer
@@ -28,13 +29,17 @@ READ_EVERY = {"cpu": 1, "cuda": 10}  # steps between reads of the losses; a read
 
 def describe(config: Config, trainer: Trainer) -> str:
     """Describes the model in one line, for the terminal and the plots."""
-    experts = sum(p.numel() for n, p in trainer.model.named_parameters() if ".experts." in n)
-    shared = sum(p.numel() for n, p in trainer.model.named_parameters() if ".experts." not in n)
+    whole = trainer.model.state_dict()  # a parameter may be this rank's part
+    sizes = {name: whole[name].numel() for name, _ in trainer.model.named_parameters()}
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    shared = sum(sizes.values()) - experts
     active = shared + experts * config.topk // config.experts
     kind = "plain PyTorch" if config.reference else "transformer_plugin"
     number = config.dtype if config.format == "none" else f"{config.format} on {config.dtype}"
     parts = [config.parameters] * (config.parameters != "packed")
     parts += [config.data_parallel] * (config.data_parallel != "fsdp")
+    parts += [f"tensor parallel {config.tensor_parallel}"] * (config.tensor_parallel > 1)
+    parts += [f"shard {config.shard}"] * (config.shard > 1)
     other = f" ({', '.join(parts)})" if parts else ""
     return (
         f"{kind}, {number}, {trainer.world.size} ranks on {trainer.world.device.type}{other}: "

@@ -15,15 +15,16 @@ PROMPT = "def "
 def generate(trainer: Trainer, length: int, temperature: float = 0.7) -> str:
     """Continues ``PROMPT`` by ``length`` bytes, at the end of a run. All ranks must call it, as each has a shard.
 
-    The window has a fixed size and is padded on the right. Attention is causal, so the padding does not change the
-    prediction.
+    Tensor-parallel ranks draw the same bytes. The window has a fixed size and is padded on the right. Attention is
+    causal, so the padding does not change the prediction.
     """
     config, world = trainer.config, trainer.world
     window = min(CONTEXT, config.seq_len)
     trainer.model.eval()
     if isinstance(trainer.model, FSDPModule):
         trainer.model.set_reshard_after_forward(False)  # gather the parameters once
-    generator = torch.Generator().manual_seed((config.seed * 4099 + world.rank) % 2**63)
+    rank = world.rank // config.tensor_parallel
+    generator = torch.Generator().manual_seed((config.seed * 4099 + rank) % 2**63)
     text = list(PROMPT.encode())
     with torch.compiler.set_stance("force_eager"):  # compiling is slower than one short sequence
         for _ in range(length):

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,8 +16,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import transformer_plugin as tp
 from moe_lm.config import Config
 from moe_lm.data import Corpus, draw_batch
+from moe_lm.dense import cross_entropy, whole_logits
 from moe_lm.graph import GraphedIteration
-from moe_lm.model import LanguageModel, initialise
+from moe_lm.model import VOCABULARY, LanguageModel, initialise
 from moe_lm.world import World
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -43,6 +43,18 @@ def shard(model: LanguageModel, config: Config, mesh: DeviceMesh) -> None:
                 block.moe.experts.set_force_sum_reduction_for_comms(True)
         tp.parallel.fully_shard(block, whole, mp_policy=policy)
     tp.parallel.fully_shard(model, whole, mp_policy=policy)
+
+
+def shard_weights(model: LanguageModel, config: Config, mesh: DeviceMesh) -> None:
+    """Cuts weights over the ranks of the mesh, which gather each just before its product. Call it before the optimizer.
+
+    Experts that are DTensors are cut already. Others are cut if every rank would have all of them.
+    """
+
+    def takes(name: str, _: torch.nn.Module) -> bool:
+        return ".experts." not in name or config.shards_experts
+
+    tp.parallel.shard_(model, mesh, filter=takes)
 
 
 def parallelize(model: LanguageModel, config: Config, mesh: DeviceMesh) -> torch.nn.Module:
@@ -93,8 +105,13 @@ class Trainer:
 
     def __init__(self, config: Config, world: World, corpus: Corpus, cuda_graph: bool = False) -> None:
         self.config, self.world, self.corpus = config, world, corpus
-        self.model = LanguageModel(config, world.mesh["experts"], world.device, DTYPES[config.dtype])
+        dense = world.dense_mesh
+        self.tensor_ranks = dense["tensor"] if dense is not None and config.tensor_parallel > 1 else None
+        place = world.device, DTYPES[config.dtype], self.tensor_ranks
+        self.model = LanguageModel(config, world.mesh["experts"], *place)
         initialise(self.model, config)
+        if dense is not None and config.shard > 1:
+            shard_weights(self.model, config, dense["shards"])
         if config.compile:
             compile_blocks(self.model, config)
         self.parallel = parallelize(self.model, config, world.mesh)
@@ -109,7 +126,7 @@ class Trainer:
     @property
     def tokens_per_step(self) -> int:
         """Tokens of all ranks together."""
-        return self.config.batch_size * self.config.seq_len * self.world.size
+        return self.config.batch_size * self.config.seq_len * self.config.data_ranks
 
     def learning_rate(self, step: int) -> float:
         """Linear warm-up, then a half cosine down to a twentieth. A number of float32, as it is in a CUDA graph."""
@@ -147,7 +164,7 @@ class Trainer:
         """
         with self._autocast():
             logits, balance = self.parallel(inputs)
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        loss = self._cross_entropy(logits, targets)
         (loss + balance).backward()
         if self.config.format == "fp8_delayed" and self.config.sharing < self.world.size:
             tp.nn.reduce_amax(
@@ -180,11 +197,19 @@ class Trainer:
         for block in self.model.blocks:
             block.moe.experts.quantize_weights()
 
-    def predict(self, inputs: Tensor) -> Tensor:
+    def _cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(logits, targets, VOCABULARY, self.tensor_ranks)
+
+    def _predict(self, inputs: Tensor) -> Tensor:
         """Returns logits, without changing the state of a recipe in ``eval`` mode."""
         with self._autocast():
             logits, _ = self.model(inputs)
         return logits
+
+    def predict(self, inputs: Tensor) -> Tensor:
+        """Returns logits of one sequence ``[1, T]``, which tensor-parallel ranks have in common."""
+        logits = self._predict(inputs.expand(self.config.tensor_parallel, -1))
+        return whole_logits(logits[:1], VOCABULARY, self.tensor_ranks)
 
     @torch.no_grad()
     def evaluate(self, before_each: Callable[[], None] = lambda: None) -> float:
@@ -194,8 +219,7 @@ class Trainer:
         for i in range(self.config.eval_batches):
             before_each()
             inputs, targets = self._batch(self.corpus.validation, 123, i)
-            logits = self.predict(inputs)
-            losses.append(F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
+            losses.append(self._cross_entropy(self._predict(inputs), targets))
         self.model.train()
         total = torch.stack(losses).mean()
         dist.all_reduce(total, group=self.world.group)
@@ -209,7 +233,7 @@ class Trainer:
             config.seq_len,
             seed=seed,
             step=step,
-            rank=world.rank,
+            rank=world.rank // config.tensor_parallel,
             device=world.device,
         )
 

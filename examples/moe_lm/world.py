@@ -13,12 +13,15 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from moe_lm.config import UserError
+from moe_lm.limits import UserError
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among the ranks. Each rank trains on different data and has its share of the experts."""
+    """This process among the ranks. Each rank has its share of the experts.
+
+    Each trains on different data; with tensor parallelism, each group of ranks does.
+    """
 
     rank: int
     size: int
@@ -26,6 +29,9 @@ class World:
     group: ProcessGroup
     #: ("copies", "experts"): ranks with the same experts, by ranks over which experts are sharded.
     mesh: DeviceMesh
+    #: ("copies", "shards", "tensor"): ranks with the same parts of dense layers, by ranks that shard these over
+    #: different sequences, by ranks that share products. None if every rank has whole dense layers.
+    dense_mesh: DeviceMesh | None = None
 
     @property
     def first(self) -> bool:
@@ -65,11 +71,17 @@ def under_torchrun() -> bool:
 
 @contextmanager
 def joined_world(
-    sharing: int | None = None, repeatable: bool = True, timeout: timedelta = timedelta(minutes=5)
+    sharing: int | None = None,
+    repeatable: bool = True,
+    timeout: timedelta = timedelta(minutes=5),
+    *,
+    tensor_parallel: int = 1,
+    shard: int = 1,
 ) -> Iterator[World]:
     """Joins the group of all ranks: NCCL if there is a GPU for each rank, otherwise Gloo on the CPU.
 
     ``sharing`` is the number of ranks over which the experts are sharded, by default all.
+    ``tensor_parallel`` and ``shard`` are the numbers of ranks over which dense layers are.
     ``repeatable`` asks torch for deterministic algorithms, so that resumed runs have the same bits.
     """
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -95,6 +107,14 @@ def joined_world(
         assert group is not None
         sharing = sharing or size
         mesh = init_device_mesh(device.type, (size // sharing, sharing), mesh_dim_names=("copies", "experts"))
-        yield World(rank, size, device, group, mesh)
+        yield World(rank, size, device, group, mesh, dense_mesh(device, size, tensor_parallel, shard))
     finally:
         dist.destroy_process_group()
+
+
+def dense_mesh(device: torch.device, size: int, tensor_parallel: int, shard: int) -> DeviceMesh | None:
+    """Makes the mesh of :class:`World`. A collective call. Tensor-parallel ranks follow each other."""
+    if tensor_parallel * shard == 1:
+        return None
+    sizes = (size // (tensor_parallel * shard), shard, tensor_parallel)
+    return init_device_mesh(device.type, sizes, mesh_dim_names=("copies", "shards", "tensor"))

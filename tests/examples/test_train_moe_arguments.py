@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import train_moe
-from moe_lm.config import FLOATS, INTEGERS, Config, Options, UserError
+from moe_lm.config import Config, Options
+from moe_lm.limits import FLOATS, INTEGERS, UserError
 
 from tests.examples.conftest import train
 
@@ -15,7 +16,7 @@ INTEGER_OPTIONS = [field.name for field in (*fields(Config), *fields(Options)) i
 FLOAT_OPTIONS = [field.name for field in (*fields(Config), *fields(Options)) if field.type == "float"]
 NO_ZERO = {
     *("layers", "dim", "heads", "hidden", "experts", "topk", "text_bytes", "seq_len", "batch_size", "ranks"),
-    *("steps", "eval_every", "eval_batches", "checkpoint_every", "clip_norm"),
+    *("tensor_parallel", "shard", "steps", "eval_every", "eval_batches", "checkpoint_every", "clip_norm"),
 }
 
 
@@ -126,6 +127,45 @@ def test_numbers(name: str, capsys: pytest.CaptureFixture[str]) -> None:
             "--cached-weights --format fp8_block",
             "argument '--cached-weights': expected --data-parallel ddp or none, because FSDP2 gathers new weights in "
             "each forward, got fsdp. Choose one of them.",
+        ),
+        (
+            "--ranks 4 --tensor-parallel 3",
+            "argument '--tensor-parallel': expected a divisor of the number of ranks (4), got 3. Change one of them.",
+        ),
+        (
+            "--ranks 4 --tensor-parallel 2 --shard 4",
+            "argument '--shard': expected a divisor of the 2 ranks with different sequences, got 4. "
+            "Change it, --ranks or --tensor-parallel.",
+        ),
+        (
+            "--ranks 3 --experts 6 --tensor-parallel 3",
+            "argument '--heads': expected a multiple of --tensor-parallel (3), got 4. Change one of them.",
+        ),
+        (
+            "--tensor-parallel 2 --batch-size 3",
+            "argument '--batch-size': expected a multiple of --tensor-parallel (2), got 3. Change one of them.",
+        ),
+        (
+            "--tensor-parallel 2 --expert-ranks 1",
+            "argument '--expert-ranks': expected experts over a multiple of the 2 tensor-parallel ranks, got experts "
+            "over 1. Leave it out, or raise --expert-ranks.",
+        ),
+        (
+            "--tensor-parallel 2 --parameters list",
+            "argument '--parameters': expected experts over a multiple of the 2 tensor-parallel ranks, got experts "
+            "over 1. Leave it out, or raise --expert-ranks.",
+        ),
+        (
+            "--tensor-parallel 2 --data-parallel fsdp",
+            "argument '--data-parallel': expected ddp, for --tensor-parallel, got fsdp. Leave it out.",
+        ),
+        (
+            "--shard 2 --data-parallel fsdp",
+            "argument '--data-parallel': expected ddp, for --shard, got fsdp. Leave it out.",
+        ),
+        (
+            "--shard 2 --reference",
+            "argument '--shard': expected 1, for plain PyTorch, got 2. Leave out one of them, or --compare the two.",
         ),
         (
             "--cuda-graph --compare",

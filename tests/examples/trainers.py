@@ -5,7 +5,7 @@ from __future__ import annotations
 from moe_lm.config import Config
 from moe_lm.data import load_corpus
 from moe_lm.trainer import Trainer
-from moe_lm.world import World
+from moe_lm.world import World, dense_mesh
 from torch.distributed.device_mesh import init_device_mesh
 
 from transformer_plugin.testing.distributed import Rank
@@ -18,7 +18,8 @@ def trainer_of(rank: Rank, config: Config, cuda_graph: bool = False) -> Trainer:
     config.check()
     sizes = (rank.size // config.sharing, config.sharing)
     mesh = init_device_mesh(rank.device.type, sizes, mesh_dim_names=("copies", "experts"))
-    world = World(rank.rank, rank.size, rank.device, rank.group, mesh)
+    dense = dense_mesh(rank.device, rank.size, config.tensor_parallel, config.shard)
+    world = World(rank.rank, rank.size, rank.device, rank.group, mesh, dense)
     corpus = load_corpus(config.text, config.text_bytes, config.seq_len + 1)
     return Trainer(config, world, corpus, cuda_graph)
 

@@ -123,9 +123,12 @@ def test_agrees_with_torch_s(norm: Any, dtype: torch.dtype, device: torch.device
         assert relative_error(got[name], e) <= (2e-6 if dtype == torch.float32 else 1e-2), name
 
 
-def test_an_eps_of_none_is_that_of_torch(device: torch.device) -> None:
-    input = torch.randn(5, 48, device=device) * 1e-3
-    module, theirs = RMSNorm(48, None, device=device), torch.nn.RMSNorm(48, device=device)
+@by_dtype
+def test_an_eps_of_none_is_that_of_torch(dtype: torch.dtype, device: torch.device) -> None:
+    """That of float32 in every dtype: torch computes the norm in float32."""
+    input = (torch.randn(5, 48, device=device) * 1e-3).to(dtype)
+    options: Any = {"device": device, "dtype": dtype}
+    module, theirs = RMSNorm(48, None, **options), torch.nn.RMSNorm(48, **options)
     torch.testing.assert_close(module(input), theirs(input))
     assert_same_bits(module(input), ops.rms_norm(input, module.weight, torch.finfo(torch.float32).eps))
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.parallel.sharded_models import RECIPES, computed, dense, dense_batch, twins
@@ -334,3 +335,19 @@ def check_refusals(rank: Rank) -> None:
 
 def test_refusals(pair: RankPool) -> None:
     pair.run(check_refusals)
+
+
+def check_mesh(rank: Rank) -> None:
+    model: Any = small(rank)
+    mesh = init_device_mesh(rank.device.type, (1, rank.size), mesh_dim_names=("copies", "data"))
+    for group, text in (
+        (mesh, "a mesh of 2 dimensions"),
+        (3, "a process group of which this process is a member"),
+    ):
+        with pytest.raises(ValueError, match=f"shard_: argument 'group': expected .*{text}"):
+            shard_(model, group)  # type: ignore[arg-type]
+    assert part_of(shard_(model, mesh["data"])[0].weight) is not None
+
+
+def test_mesh(pair: RankPool) -> None:
+    pair.run(check_mesh)

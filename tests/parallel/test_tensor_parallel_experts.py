@@ -137,9 +137,8 @@ def test_embedding(ranks: RankPool, vocabulary: int, padding: int | None) -> Non
     ranks.run(check_embedding, vocabulary, padding)
 
 
-def check_errors(rank: Rank) -> None:
-    group = rank.group
-    cases: list[tuple[Any, str]] = [
+def wrong_divisions(group: Any) -> list[tuple[Any, str]]:
+    return [
         (
             lambda: tnn.Linear(8, 7, parallel_mode="column", tp_group=group),
             "'out_features': expected a multiple",
@@ -153,14 +152,39 @@ def check_errors(rank: Rank) -> None:
             "'sections': expected sizes that add up to out_features=8, got [4, 2], 6 together",
         ),
         (
+            lambda: tnn.Linear(
+                8, 8, parallel_mode="column", tp_group=group, sections=(4, 4), pad_outputs=True
+            ),
+            "'sections': expected none with pad_outputs, got [4, 4]",
+        ),
+        (
+            lambda: tnn.Linear(8, 8, parallel_mode="row", tp_group=group, sections=(4, 4)),
+            "'sections': expected its default with parallel_mode='row', got [4, 4]",
+        ),
+        (
+            lambda: tnn.Linear(8, 8, parallel_mode="row", tp_group=group, pad_outputs=True),
+            "'pad_outputs': expected its default with parallel_mode='row', got True. Leave it out",
+        ),
+        (
             lambda: tnn.Linear(8, 8, parallel_mode="rows", tp_group=group),
             "'parallel_mode': expected 'column' or",
         ),
+    ]
+
+
+def check_errors(rank: Rank) -> None:
+    group = rank.group
+    cases: list[tuple[Any, str]] = [
+        *wrong_divisions(group),
         (lambda: tnn.Linear(8, 8, parallel_mode="row"), "'tp_group': expected the group of ranks"),
         (lambda: tnn.Linear(8, 8, tp_group=group), "'tp_group': expected parallel_mode beside it"),
         (
             lambda: tnn.Linear(8, 8, sequence_parallel=True),
             "'sequence_parallel': expected parallel_mode beside it",
+        ),
+        (
+            lambda: tnn.Embedding(8, 8, sequence_parallel=True),
+            "Embedding: argument 'tp_group': expected the group of ranks that share the layer, got None",
         ),
         (lambda: tnn.RMSNorm(8, tp_group=group), "'tp_group': expected None without sequence_parallel"),
         (

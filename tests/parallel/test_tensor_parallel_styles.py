@@ -84,7 +84,11 @@ def check_errors(rank: Rank) -> None:
         with pytest.raises(ValueError, match=re.escape(text)):
             parallelize_module(module, mesh, style)
     layer = tnn.Linear(4, 4)
+    stale = torch.optim.SGD(layer.parameters(), lr=0.1)
     parallelize_module(layer, mesh, ColumnParallel())
+    text = "'optimizer': expected parameters of the model, got the whole 'Linear.weight', which parallelize_module"
+    with pytest.raises(ValueError, match=text):
+        stale.step()
     with pytest.raises(ValueError, match="expected a whole layer, got one that is tensor parallel"):
         parallelize_module(layer, mesh, ColumnParallel())
 

@@ -21,7 +21,7 @@ from transformer_plugin.parallel._tensor_slices import (
     even_slices,
     padded_slices,
 )
-from transformer_plugin.parallel._weight_part import layout_of, mark
+from transformer_plugin.parallel._weight_part import REPLACED, layout_of, mark
 from transformer_plugin.parallel._wrapping import install_wrapper_checks
 from transformer_plugin.tensor._layout import message
 
@@ -160,6 +160,8 @@ def shard_parameters(layer: ShardedWeightMixin, parallel: TensorParallel, plan: 
         for key, value in whole.__dict__.items():
             setattr(part, key, value)
         setattr(part, TENSOR_SLICES, slices)
+        # Of a model that exists an optimizer may have it already; a constructor's is nobody's.
+        setattr(whole, REPLACED, (f"{type(layer).__name__}.{name}", "parallelize_module"))
         layer.register_parameter(name, part)
     layer.tensor_parallel, layer.tensor_slices = parallel, made
     mark(layer)
@@ -197,6 +199,8 @@ def _slices(layer: str, whole: Tensor, parallel: TensorParallel, plan: SlicePlan
     if plan.sections and sum(plan.sections) != size:
         got = f"{list(plan.sections)}, {sum(plan.sections)} together"
         _refuse(layer, "sections", f"sizes that add up to {plan.argument}={size}", got)
+    if plan.sections and plan.pads:
+        _refuse(layer, "sections", "none with pad_outputs", str(list(plan.sections)))
     for section in plan.sections or (size,):
         if section % ranks and not plan.pads:
             argument = "sections" if plan.sections else plan.argument
@@ -215,10 +219,13 @@ def _slices(layer: str, whole: Tensor, parallel: TensorParallel, plan: SlicePlan
 
 
 def plan_of(
-    mode: ParallelMode, sections: Sequence[int] = (), pads_outputs: bool = False, dim: int = 0
+    layer: str, mode: ParallelMode, sections: Sequence[int] = (), pads_outputs: bool = False, dim: int = 0
 ) -> dict[str, SlicePlan]:
     """How ranks divide a weight, whose outputs are dimension ``dim``, and its bias."""
     if mode == "row":
+        for name, value in (("sections", list(sections)), ("pad_outputs", pads_outputs)):
+            if value:
+                _refuse(layer, name, "its default with parallel_mode='row'", str(value))
         return {"weight": SlicePlan(dim + 1, "in_features")}
     outputs = SlicePlan(dim, "out_features", tuple(sections), pads_outputs)
     return {"weight": outputs, "bias": outputs}
@@ -296,6 +303,7 @@ def _refuse(layer: str, argument: str, expected: str, got: str) -> NoReturn:
         "sequence_parallel": "Pass parallel_mode and tp_group, too",
         "parameters": "Leave it out, or leave out parallel_mode",
         "out": "Leave it out",
+        "pad_outputs": "Leave it out",
         "dgrad_out": "Leave it out",
         "weight": "Divide a layer among ranks once, before other wrappers",
         "bias": "Divide a layer among ranks once, before other wrappers",

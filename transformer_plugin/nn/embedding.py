@@ -47,7 +47,7 @@ class Embedding(ShardedWeightMixin, torch.nn.Embedding):
         sequence_parallel: bool = False,
         **options: Any,
     ) -> None:
-        mode = None if tp_group is None else "row"
+        mode = "row" if sequence_parallel or tp_group is not None else None
         parallel = tensor_parallel_of("Embedding", mode, tp_group, sequence_parallel, ("row",))
         super().__init__(*arguments, **options)
         for name in ("max_norm", "scale_grad_by_freq", "sparse"):

@@ -167,7 +167,7 @@ class GroupedLinear(RecipeModule):
 
     def _divide(self, parallel: TensorParallel, sections: Sequence[int] = ()) -> None:
         """Keeps this rank's slices."""
-        shard_parameters(self, parallel, plan_of(parallel.mode, sections, dim=1))
+        shard_parameters(self, parallel, plan_of(type(self).__name__, parallel.mode, sections, dim=1))
         self._out_features, self._in_features = self.weight.shape[1:]
 
     def _check_quantizable_layout(self) -> None:

@@ -132,7 +132,7 @@ class LayerNormLinear(RecipeModule):
         self, parallel: TensorParallel, sections: Sequence[int] = (), pad_outputs: bool = False
     ) -> None:
         """Keeps this rank's slices."""
-        shard_parameters(self, parallel, plan_of("column", sections, pad_outputs))
+        shard_parameters(self, parallel, plan_of(type(self).__name__, "column", sections, pad_outputs))
         self._out_features = self.weight.shape[0]
 
     def _check(self, normalization: str, in_features: int) -> None:

@@ -63,8 +63,8 @@ class Linear(RecipeModule, torch.nn.Linear):
             ``"row"`` are sharded over the same ranks; otherwise all ranks have all rows.
         sections: with ``"column"``, sizes that add up to N, each of which is divided among the ranks: for weights with
             several outputs, such as gate and up, or query, key and value.
-        pad_outputs: with ``"column"``, whether N need not divide by the ranks; the outputs of the last ranks are then
-            zeros. For the logits of :func:`~transformer_plugin.ops.cross_entropy_over_ranks`.
+        pad_outputs: with ``"column"`` and without sections, whether N need not divide by the ranks; the outputs of the
+            last ranks are then zeros. For the logits of :func:`~transformer_plugin.ops.cross_entropy_over_ranks`.
 
     Buffers: with ``DelayedScaling`` ``delayed_history [H, 3]``, ``delayed_scale [3]`` and ``delayed_amax [3]``,
     float32, of the input, the weight and the gradient. Otherwise none.
@@ -107,7 +107,7 @@ class Linear(RecipeModule, torch.nn.Linear):
         self, parallel: TensorParallel, sections: Sequence[int] = (), pad_outputs: bool = False
     ) -> None:
         """Keeps this rank's slices."""
-        shard_parameters(self, parallel, plan_of(parallel.mode, sections, pad_outputs))
+        shard_parameters(self, parallel, plan_of(type(self).__name__, parallel.mode, sections, pad_outputs))
         self.out_features, self.in_features = self.weight.shape
 
     def reset_parameters(self) -> None:

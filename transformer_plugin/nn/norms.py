@@ -73,7 +73,7 @@ class RMSNorm(_ZeroCenteredNorm, torch.nn.RMSNorm):
     Args:
         normalized_shape: H, the last dimension of the input, as a number or a sequence of one number.
         eps: what is added to the mean of the squares. The default is 1e-5; that of torch is None, which is
-            ``torch.finfo(x.dtype).eps``.
+            ``torch.finfo(torch.float32).eps`` in each of these dtypes.
         elementwise_affine: whether there is a learned gamma.
         device, dtype: of the parameters; ``device="meta"`` defers the initial values to ``reset_parameters()``.
         zero_centered: whether gamma is 1 + ``weight``, so that weight decay pulls it towards 1; ``weight`` then starts
@@ -110,7 +110,7 @@ class RMSNorm(_ZeroCenteredNorm, torch.nn.RMSNorm):
         """Normalizes the last dimension. See the class for dtypes."""
         weight = self._own("weight")
         x = as_weight(x, weight)
-        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        eps = torch.finfo(torch.float32).eps if self.eps is None else self.eps  # torch computes in float32
         if is_dtensor(weight):
             norm = functools.partial(ops.rms_norm, eps=eps, zero_centered=self.zero_centered)
             return run_norm("RMSNorm", norm, x, weight)

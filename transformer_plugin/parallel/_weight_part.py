@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 _SET = re.compile(r"set=\d+,")
 #: The attribute of such a parameter.
 WEIGHT_PART = "weight_part"
+#: Set on a whole parameter that a part has replaced: its name, and the function that did so.
+REPLACED = "replaced_by_part"
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from transformer_plugin.formats import Format
 from transformer_plugin.parallel._part_states import handle_module, handle_optimizer
 from transformer_plugin.parallel._row_shard import RowShard
 from transformer_plugin.parallel._tensor_slices import slices_of
-from transformer_plugin.parallel._weight_part import WEIGHT_PART, WeightPart, part_of
+from transformer_plugin.parallel._weight_part import REPLACED, WEIGHT_PART, WeightPart, part_of
 from transformer_plugin.parallel._weight_shard import WeightShard
 from transformer_plugin.parallel._wrapping import install_wrapper_checks
 from transformer_plugin.recipes import DelayedScaling
@@ -27,9 +27,8 @@ from transformer_plugin.tensor._layout import message
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
-#: Set on the whole parameter that a part has replaced.
-_REPLACED = "replaced_by_part"
 _OP = "shard_"
 #: Numbers of calls, in this process; all ranks make the same calls.
 _SETS = itertools.count(1)
@@ -56,7 +55,7 @@ class _Options(NamedTuple):
 
 def shard_(
     module: torch.nn.Module,
-    group: ProcessGroup | None,
+    group: ProcessGroup | DeviceMesh | None,
     *,
     format: str | Format | None = None,
     gradient: Literal["mean", "sum"] = "mean",
@@ -74,7 +73,8 @@ def shard_(
         module: with :class:`~transformer_plugin.nn.Linear`, :class:`~transformer_plugin.nn.LayerNormLinear`, packed
             :class:`~transformer_plugin.nn.GroupedLinear` and :class:`~transformer_plugin.nn.Embedding`, at any depth.
             All ranks have the same model.
-        group: the ranks, which compute on different inputs. None, or a group of one, changes nothing.
+        group: the ranks, which compute on different inputs: a process group, or a mesh of one dimension. None, or a
+            group of one, changes nothing.
         format: what travels. None: quantized weights where recipes quantize them, otherwise the values. ``"none"``: the
             values, which are quantized after each gather. Or the format of the recipes.
         gradient: whether the gradient of a part is the mean over the ranks or their sum.
@@ -90,6 +90,7 @@ def shard_(
         ValueError: what cannot be cut, or differs between ranks; nothing is changed then.
         PeerTimeoutError: a rank does not call this.
     """
+    group = _process_group(group)
     if group is None or group.size() == 1:
         return module
     options = _options(format, gradient, gradient_dtype, prefetch, timeout_ms)
@@ -109,6 +110,17 @@ def shard_(
     watch_parts()
     install_wrapper_checks()
     return module
+
+
+def _process_group(group: Any) -> ProcessGroup | None:
+    if group is None or isinstance(group, dist.ProcessGroup):
+        return group
+    if not hasattr(group, "get_group") or group.ndim != 1:
+        got = f"a mesh of {group.ndim} dimensions" if hasattr(group, "get_group") else repr(group)
+        expected = "a process group of which this process is a member, or a mesh of one dimension"
+        _refuse("group", expected, got, "Pass for example mesh['data']")
+    found: ProcessGroup = group.get_group()
+    return found
 
 
 def _options(
@@ -260,7 +272,7 @@ def _cut(
         setattr(part, name, value)
     layer.weight_part = WeightPart(target.full_name, rows, group.rank(), ranks, group, options.mean, layers)
     setattr(part, WEIGHT_PART, layer.weight_part)
-    setattr(whole, _REPLACED, target.full_name)
+    setattr(whole, REPLACED, (target.full_name, _OP))
     layer.register_parameter("weight", part)
     shard = WeightShard(
         rows=rows.rows,
@@ -343,15 +355,10 @@ def _check_parameters(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         return
     for settings in optimizer.param_groups:
         for parameter in settings["params"]:
-            if _REPLACED in parameter.__dict__:
-                name = parameter.__dict__[_REPLACED]
-                advice = "Make the optimizer after shard_"
-                _refuse(
-                    "optimizer",
-                    "parameters of the model",
-                    f"the whole '{name}', which shard_ replaced",
-                    advice,
-                )
+            if REPLACED in parameter.__dict__:
+                name, by = parameter.__dict__[REPLACED]
+                got, advice = f"the whole '{name}', which {by} replaced", f"Make the optimizer after {by}"
+                raise ValueError(message(by, "optimizer", "parameters of the model", got, advice))
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
