@@ -71,30 +71,10 @@ Tensor call_sum_over_ranks(const Tensor& input, int64_t num_ranks, const std::st
   return op.call(input, num_ranks, group_name, timeout_ms);
 }
 
-// The gradient is the same on all ranks, as the sum is.
-class SumOverRanksFunction : public CheckedFunction<SumOverRanksFunction> {
- public:
-  static constexpr const char* kName = "sum_over_ranks";
-  static constexpr bool is_traceable = true;
-
-  static Tensor forward(AutogradContext*, const Tensor& input, int64_t num_ranks,
-                        const std::string& group_name, int64_t timeout_ms) {
-    const BelowAutograd guard;
-    return call_sum_over_ranks(input, num_ranks, group_name, timeout_ms);
-  }
-
-  static variable_list backward(AutogradContext*, const variable_list& grads) {
-    return {grads[0], Tensor(), Tensor(), Tensor()};
-  }
-};
-
-Tensor sum_over_ranks_autograd(const Tensor& input, int64_t num_ranks, std::string group_name,
-                               int64_t timeout_ms) {
-  if (any_wants_grad(input)) {
-    return SumOverRanksFunction::apply(input, num_ranks, group_name, timeout_ms);
-  }
-  const BelowAutograd guard;
-  return call_sum_over_ranks(input, num_ranks, group_name, timeout_ms);
+void save(AutogradContext* ctx, int64_t num_ranks, const std::string& group_name, int64_t timeout_ms) {
+  ctx->saved_data["num_ranks"] = num_ranks;
+  ctx->saved_data["group_name"] = group_name;
+  ctx->saved_data["timeout_ms"] = timeout_ms;
 }
 
 class CopyToRanksFunction : public CheckedFunction<CopyToRanksFunction> {
@@ -105,9 +85,7 @@ class CopyToRanksFunction : public CheckedFunction<CopyToRanksFunction> {
   // torch returns a view of an input that is an output.
   static Tensor forward(AutogradContext* ctx, const Tensor& input, int64_t num_ranks,
                         const std::string& group_name, int64_t timeout_ms) {
-    ctx->saved_data["num_ranks"] = num_ranks;
-    ctx->saved_data["group_name"] = group_name;
-    ctx->saved_data["timeout_ms"] = timeout_ms;
+    save(ctx, num_ranks, group_name, timeout_ms);
     return input;
   }
 
@@ -119,6 +97,38 @@ class CopyToRanksFunction : public CheckedFunction<CopyToRanksFunction> {
     return {grad, Tensor(), Tensor(), Tensor()};
   }
 };
+
+// The gradient is the same on all ranks, as the sum is. In a backward that is differentiated again each rank uses that gradient in
+// another way, so it is a copy for all ranks.
+class SumOverRanksFunction : public CheckedFunction<SumOverRanksFunction> {
+ public:
+  static constexpr const char* kName = "sum_over_ranks";
+  static constexpr bool is_traceable = true;
+
+  static Tensor forward(AutogradContext* ctx, const Tensor& input, int64_t num_ranks,
+                        const std::string& group_name, int64_t timeout_ms) {
+    save(ctx, num_ranks, group_name, timeout_ms);
+    const BelowAutograd guard;
+    return call_sum_over_ranks(input, num_ranks, group_name, timeout_ms);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    if (!any_wants_grad(grads[0])) return {grads[0], Tensor(), Tensor(), Tensor()};
+    auto& saved = ctx->saved_data;
+    return {CopyToRanksFunction::apply(grads[0], saved["num_ranks"].toInt(),
+                                       saved["group_name"].toStringRef(), saved["timeout_ms"].toInt()),
+            Tensor(), Tensor(), Tensor()};
+  }
+};
+
+Tensor sum_over_ranks_autograd(const Tensor& input, int64_t num_ranks, std::string group_name,
+                               int64_t timeout_ms) {
+  if (any_wants_grad(input)) {
+    return SumOverRanksFunction::apply(input, num_ranks, group_name, timeout_ms);
+  }
+  const BelowAutograd guard;
+  return call_sum_over_ranks(input, num_ranks, group_name, timeout_ms);
+}
 
 // One function for all backends, above autograd: tracers see a view of the input, and the sum in the backward.
 Tensor copy_to_ranks(const Tensor& given, int64_t num_ranks, std::string group_name, int64_t timeout_ms) {

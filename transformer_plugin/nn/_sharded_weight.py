@@ -37,6 +37,10 @@ class ShardedWeightMixin(PluginModule):
         super().__setstate__(state)
         if self.weight_part is not None or self.tensor_slices:
             as_copy(self)
+        if self.tensor_parallel is not None:
+            from transformer_plugin.nn._tensor_parallel import check_group
+
+            check_group(self.tensor_parallel)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         applied = super()._apply(fn, recurse)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.nn import Parameter
 
 from transformer_plugin import ops
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
     from transformer_plugin.nn._sharded_weight import ShardedWeightMixin
 
+#: Set on a whole parameter whose slices a layer has.
+_PART = "slices_of_this_rank"
 Given = TypeVar("Given", Tensor, Tensor | None)
 ParallelMode = Literal["column", "row"]
 
@@ -155,20 +158,33 @@ def shard_parameters(layer: ShardedWeightMixin, parallel: TensorParallel, plan: 
         if given is not None:
             made[name] = _slices(type(layer).__name__, given, parallel, how)
     for name, slices in made.items():
-        whole: Any = layer._parameters[name]
-        part = Parameter(slices.cut(whole.detach()), whole.requires_grad)
-        for key, value in whole.__dict__.items():
-            setattr(part, key, value)
-        setattr(part, TENSOR_SLICES, slices)
-        # Of a model that exists an optimizer may have it already; a constructor's is nobody's.
-        setattr(whole, REPLACED, (f"{type(layer).__name__}.{name}", "parallelize_module"))
-        layer.register_parameter(name, part)
+        layer.register_parameter(name, _part_of(layer, name, slices))
     layer.tensor_parallel, layer.tensor_slices = parallel, made
     mark(layer)
     handle_module(layer)
     install_wrapper_checks()
     watch_parts()
     same_on_ranks(layer)
+
+
+def _part_of(layer: ShardedWeightMixin, name: str, slices: TensorSlices) -> Parameter:
+    """This rank's slices of a parameter; those of another layer with the same one, which stays tied."""
+    whole: Any = layer._parameters[name]
+    part: Any = whole.__dict__.get(_PART)
+    if part is not None:
+        if part.__dict__[TENSOR_SLICES] != slices:
+            got = "slices of other rows or columns than another layer has"
+            _refuse(type(layer).__name__, name, "the same slices of a weight that layers share", got)
+        return part
+    part = Parameter(slices.cut(whole.detach()), whole.requires_grad)
+    for key, value in whole.__dict__.items():
+        if key != "main_grad":  # a buffer for the whole gradient
+            setattr(part, key, value)
+    setattr(part, TENSOR_SLICES, slices)
+    setattr(whole, _PART, part)
+    # Of a model that exists an optimizer may have it already; a constructor's is nobody's.
+    setattr(whole, REPLACED, (f"{type(layer).__name__}.{name}", "parallelize_module"))
+    return part
 
 
 def _check_whole(layer: ShardedWeightMixin) -> None:
@@ -196,6 +212,8 @@ class SlicePlan:
 
 def _slices(layer: str, whole: Tensor, parallel: TensorParallel, plan: SlicePlan) -> TensorSlices:
     size, ranks = whole.shape[plan.dim], len(parallel.ranks)
+    if any(section < 1 for section in plan.sections):
+        _refuse(layer, "sections", "sizes of at least 1", str(list(plan.sections)))
     if plan.sections and sum(plan.sections) != size:
         got = f"{list(plan.sections)}, {sum(plan.sections)} together"
         _refuse(layer, "sections", f"sizes that add up to {plan.argument}={size}", got)
@@ -222,6 +240,8 @@ def plan_of(
     layer: str, mode: ParallelMode, sections: Sequence[int] = (), pads_outputs: bool = False, dim: int = 0
 ) -> dict[str, SlicePlan]:
     """How ranks divide a weight, whose outputs are dimension ``dim``, and its bias."""
+    if not isinstance(sections, Sequence) or not all(isinstance(each, int) for each in sections):
+        _refuse(layer, "sections", "a sequence of sizes", repr(sections))
     if mode == "row":
         for name, value in (("sections", list(sections)), ("pad_outputs", pads_outputs)):
             if value:
@@ -255,17 +275,41 @@ def whole_parameters(layer: ShardedWeightMixin) -> Iterator[None]:
         same_on_ranks(layer)
 
 
-def same_on_ranks(layer: ShardedWeightMixin) -> None:
+def same_on_ranks(module: Any) -> None:
     """Gives the whole parameters of a layer the first rank's values: other ranks may have another random state."""
-    parallel = layer.tensor_parallel
+    parallel: TensorParallel | None = module.tensor_parallel
     if parallel is None:
         return
-    for name, parameter in layer._parameters.items():
-        if parameter is None or name in layer.tensor_slices or parameter.is_meta:
+    slices = getattr(module, "tensor_slices", {})
+    for name, parameter in module._parameters.items():
+        if parameter is None or name in slices or parameter.is_meta:
             continue
         with torch.no_grad():
-            every = ops.all_gather(parameter.detach().reshape(1, -1), *parallel.group)
-            parameter.copy_(every[0].view(parameter.shape))
+            values = _on_device_of_group(parameter.detach().reshape(1, -1), parallel.group_name)
+            parameter.copy_(ops.all_gather(values, *parallel.group)[0].view(parameter.shape))
+
+
+def _on_device_of_group(tensor: Tensor, name: str) -> Tensor:
+    """Values of a model on the CPU are exchanged on the GPU if the group is of GPUs alone."""
+    resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+    devices = resolve(name)._device_types
+    return tensor if tensor.device in devices or tensor.device.type != "cpu" else tensor.to(devices[0])
+
+
+def check_group(parallel: TensorParallel | None) -> None:
+    """Raises if a layer that was loaded has a group name that is now that of other ranks."""
+    if parallel is None or not dist.is_initialized():
+        return
+    resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+    try:
+        ranks = tuple(dist.get_process_group_ranks(resolve(parallel.group_name)))
+    except (RuntimeError, ValueError, KeyError):
+        return  # the first forward says so
+    if ranks != parallel.ranks:
+        got = f"a group '{parallel.group_name}' of the ranks {list(ranks)}"
+        expected = f"the group of the ranks {list(parallel.ranks)}, as when the layer was saved"
+        advice = "Make the groups in the same order as then, or load a state_dict into a new layer"
+        raise ValueError(message("tensor_parallel", "tp_group", expected, got, advice))
 
 
 def watch_parts() -> None:

@@ -16,7 +16,7 @@ from transformer_plugin.nn._launched import LaunchedModule
 from transformer_plugin.nn._layouts import Layout
 from transformer_plugin.nn._module import layer_forward, registered, serializable
 from transformer_plugin.nn._recipe import DTYPES, RowRules, formats_of, row_rules
-from transformer_plugin.nn._tensor_parallel import TensorParallel, sequence_parallel_group
+from transformer_plugin.nn._tensor_parallel import TensorParallel, same_on_ranks, sequence_parallel_group
 from transformer_plugin.nn.exchange import DispatchConfig, GroupExchange, LocalExchange
 from transformer_plugin.nn.grouped_mlp import GroupedMLP
 from transformer_plugin.nn.quantized_parameters import chosen_recipe
@@ -200,6 +200,7 @@ class MoE(LaunchedModule):
             self.exchange = GroupExchange(found, num_experts, hidden, topk, *place)
         self.router = TopKRouter(hidden, num_experts, topk, router, device=device, dtype=dtype)
         self.router.tensor_parallel = parallel
+        same_on_ranks(self.router)
         _check_shares_experts(parallel, found)
         # Sharded experts are initialized below, when it is known which experts this rank holds.
         first = device if ranks == 1 else "meta"
@@ -221,6 +222,7 @@ class MoE(LaunchedModule):
         """Sets fresh initial values. With the same seed on all ranks of a group, all experts differ."""
         for module in (self.router, self.experts):
             _reset(module)
+        same_on_ranks(self._unwrapped_router())
 
     @layer_forward
     def forward(

@@ -17,7 +17,7 @@ from transformer_plugin.parallel.facade import (
 from transformer_plugin.parallel.foreign import attach_distributed_weights
 from transformer_plugin.parallel.random import RankRandom
 from transformer_plugin.parallel.sharded import shard_
-from transformer_plugin.parallel.whole import whole_state_dict, whole_weight
+from transformer_plugin.parallel.whole import whole_parameters, whole_state_dict, whole_weight
 
 __all__ = [
     "EpBuffer",
@@ -39,6 +39,7 @@ __all__ = [
     "is_ep_bootstrapped",
     "quantize_all_gather",
     "shard_",
+    "whole_parameters",
     "whole_state_dict",
     "whole_weight",
 ]

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformer_plugin.parallel._part_tensor import PartTensor, part_for
 from transformer_plugin.parallel._tensor_slices import PartLayout
 from transformer_plugin.parallel._weight_part import layout_of, mark
+from transformer_plugin.tensor._layout import message
 
 #: Set on layers and optimizers whose state dicts are handled.
 _HANDLED = "_has_states_of_parts"
@@ -28,7 +29,7 @@ def handle_module(layer: torch.nn.Module) -> None:
 def _save_module(layer: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
     for name, layout in _layouts(layer).items():
         value = state.get(prefix + name)
-        if isinstance(value, Tensor) and not value.requires_grad:
+        if isinstance(value, Tensor) and not isinstance(value, torch.nn.Parameter):  # not with keep_vars
             state[prefix + name] = PartTensor(value, layout)
 
 
@@ -73,10 +74,7 @@ def _save_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> 
     states = dict(state["state"])
     for i, (parameter, layout) in _parts_by_key(optimizer, state).items():
         if i in states:
-            states[i] = {
-                name: PartTensor(value, layout) if _is_like(value, parameter) else value
-                for name, value in states[i].items()
-            }
+            states[i] = {name: _saved(name, value, parameter, layout) for name, value in states[i].items()}
     return {**state, "state": states}
 
 
@@ -94,5 +92,13 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> 
     return {**state, "state": states}
 
 
-def _is_like(value: Any, parameter: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == parameter.shape
+def _saved(name: str, value: Any, parameter: Tensor, layout: PartLayout) -> Any:
+    """A value of an optimizer's state: that of each element, or one number."""
+    if not isinstance(value, Tensor) or value.numel() <= 1 < parameter.numel():
+        return value
+    if value.shape == parameter.shape:
+        return PartTensor(value, layout)
+    expected = f"one value for each element, or one for all, of a parameter of sizes {list(parameter.shape)}"
+    got = f"sizes {list(value.shape)}, which are other values on each rank"
+    advice = "Use an optimizer that treats elements one by one, such as AdamW"
+    raise ValueError(message("state_dict", name, expected, got, advice))

@@ -67,7 +67,8 @@ def data_parallel(
     for prefix, (module, _) in mine.items():
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         ignored += [f"{prefix}.{name}" if prefix else name for name, _ in tensors]
-    parts = {name: p for name, p in model.named_parameters() if part_of(p) or slices_of(p)}
+    every = model.named_parameters(remove_duplicate=False)  # layers may share a parameter
+    parts = {name: p for name, p in every if part_of(p) or slices_of(p)}
     ignored += parts
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
     wrapped = ExpertDataParallel(model, process_group=process_group, **options)
@@ -79,7 +80,7 @@ def data_parallel(
             if part_of(parameter) is None:
                 _average(wrapped, parameter, copies[ranks.ranks], divide_by=ranks.losses)
     same: dict[Any, ProcessGroup | None] = {}
-    for parameter in parts.values():
+    for parameter in {id(p): p for p in parts.values()}.values():
         part, slices = part_of(parameter), slices_of(parameter)
         key = (None if slices is None else slices.ranks, None if part is None else part.ranks)
         if key not in same:

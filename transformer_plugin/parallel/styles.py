@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_module, distri
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from transformer_plugin.nn._tensor_parallel import TensorParallel, tensor_parallel_of
+from transformer_plugin.nn._tensor_parallel import TensorParallel, same_on_ranks, tensor_parallel_of
 from transformer_plugin.nn.embedding import Embedding
 from transformer_plugin.nn.grouped_linear import GroupedLinear
 from transformer_plugin.nn.grouped_mlp import GroupedMLP
@@ -113,6 +113,7 @@ class SequenceParallel(_Style):
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         layer: Any = module
         layer.tensor_parallel = self._ranks(layer, device_mesh, "column")
+        same_on_ranks(layer)
         return module
 
 

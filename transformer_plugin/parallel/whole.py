@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -38,3 +40,26 @@ def whole_state_dict(module: torch.nn.Module) -> dict[str, Any]:
         if name in state and (part_of(parameter) or slices_of(parameter)):
             state[name] = whole_weight(parameter)
     return state
+
+
+@contextmanager
+def whole_parameters(module: torch.nn.Module) -> Iterator[None]:
+    """Context in which tensor-parallel layers have whole, uninitialized parameters, of which they keep slices.
+
+    For initial values of your own, which must be those of one model and not the same for each rank::
+
+        torch.manual_seed(0)  # the same on all ranks
+        with parallel.whole_parameters(model):
+            model.apply(initialize)
+
+    What ``initialize`` does not set is undefined afterwards, in the layers that have slices. Parameters that all ranks
+    have get the values of the first rank. All ranks call it, before :func:`~transformer_plugin.parallel.shard_` and
+    before the optimizer has a state.
+    """
+    from transformer_plugin.nn._tensor_parallel import whole_parameters as of_layer
+
+    with ExitStack() as stack:
+        for layer in module.modules():
+            if getattr(layer, "tensor_slices", None):
+                stack.enter_context(of_layer(layer))  # type: ignore[arg-type]
+        yield
