@@ -151,6 +151,18 @@ def weight_bytes(model: torch.nn.Module) -> int:
     return sum(t.nbytes for t in local) + sum(t.nbytes for copy in copies for t in copy.tensors)
 
 
+def formula_gib(kind: str, sizes: dict[str, int], rank: Rank, saved: float) -> float:
+    """What a step in bfloat16 may take besides weights: what the backward of whole weights keeps (``saved``), the
+    gradients of this rank's parts, two gathered weights, two gradients of whole weights and their two sums.
+
+    A weight is what is used together: of a dense layer one matrix, of experts those of both products.
+    """
+    matrix = sizes["hidden"] * sizes["ffn"] * 2 / 2**30
+    largest = 2 * matrix if kind == "dense" else 3 * matrix * sizes["experts"]
+    all_weights = sizes["layers"] * 3 * matrix * sizes.get("experts", 1)
+    return saved + all_weights / rank.size + largest * (2 + 2 + 2 / rank.size)
+
+
 def measure(rank: Rank, kind: str, sizes: dict[str, int], rounds: int) -> list[dict[str, Any]]:
     """One row for each competitor."""
     torch.manual_seed(100 + rank.rank)
@@ -161,7 +173,7 @@ def measure(rank: Rank, kind: str, sizes: dict[str, int], rounds: int) -> list[d
     errors = check(kind, sizes, models, (input, grad))
     torch.cuda.empty_cache()
     uses = host_times(rank)
-    peaks, hosts = {}, {}
+    peaks, hosts, saved = {}, {}, 0.0
     for name, step in steps.items():
         step()
         for parameter in models[name].parameters():
@@ -169,6 +181,11 @@ def measure(rank: Rank, kind: str, sizes: dict[str, int], rounds: int) -> list[d
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_allocated()
+        if name == "whole bf16":  # a forward alone would leave others with a weight that was gathered early
+            output = models[name](input)
+            saved = (torch.cuda.memory_allocated() - held) / 2**30
+            del output
+        torch.cuda.reset_peak_memory_stats()
         begin = time.perf_counter()
         step()
         hosts[name] = (time.perf_counter() - begin) * 1e3
@@ -177,7 +194,7 @@ def measure(rank: Rank, kind: str, sizes: dict[str, int], rounds: int) -> list[d
     times = rested_times(steps, 1, rounds, ready=dist.barrier)
     traces = {name: kernels_of(step) for name, step in steps.items()}
     held = {name: weight_bytes(model) for name, model in models.items()}
-    peer = times["fsdp2 bf16"].median
+    peer, formula = times["fsdp2 bf16"].median, formula_gib(kind, sizes, rank, saved)
     return [
         {
             "model": kind,
@@ -188,6 +205,8 @@ def measure(rank: Rank, kind: str, sizes: dict[str, int], rounds: int) -> list[d
             "of_fsdp2": round(value.median / peer, 3),
             "of_whole": round(value.median / times["whole bf16"].median, 3),
             "peak_gib_above_weights": round(peaks[name], 3),
+            "saved_gib_of_whole": round(saved, 3),
+            "peak_of_formula": round(peaks[name] / formula, 3),
             "host_ms": round(hosts[name], 2),
             **uses,
             "weights_gib": round(held[name] / 2**30, 3),
