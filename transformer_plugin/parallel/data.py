@@ -106,6 +106,8 @@ def _group_of_same(everyone: ProcessGroup, place: Any) -> ProcessGroup | None:
         )
     if len(members[place]) == 1:
         return None
+    if len(members) == 1:
+        return everyone
     return _new_group(members[place], [members[each] for each in sorted(members, key=str)], world)
 
 
