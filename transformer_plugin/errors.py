@@ -54,6 +54,14 @@ def peer_timeout(error: BaseException) -> PeerTimeoutError | None:
     return PeerTimeoutError(ranks[0] if ranks else None, found["op"], found["phase"], text, ranks)
 
 
+def with_peers(op: Any, *arguments: Any, **options: Any) -> Any:
+    """Calls an op that may wait for other ranks; the error of one that is missing gets its class."""
+    try:
+        return op(*arguments, **options)
+    except RuntimeError as error:
+        raise peer_timeout(error) or error from None
+
+
 class peer_errors:  # noqa: N801  a context manager, used like a function
     """``with peer_errors(): loss.backward()`` converts torch's error into :class:`PeerTimeoutError`.
 

@@ -37,7 +37,7 @@ QuantizedWeight gathered_operand(at::TensorList weight, const OptionalList& quan
 // In the backward: the operand of the data gradient, gathered again where the weight is cut over ranks.
 Quantized whole_in_backward(torch::autograd::AutogradContext* ctx, const Quantized& saved,
                             const OperandFormats& formats);
-// In a backward without a data gradient: another runtime whose weight it is hears of its place in the order of use.
+// In a backward without a data gradient: still asks another runtime for its weight, so that it can prefetch in order.
 void pass_by_weight(torch::autograd::AutogradContext* ctx, const char* main_grad);
 
 }  // namespace transformer_plugin::linear

@@ -139,7 +139,7 @@ class RecipeModule(QuantizedWeightMixin, DelayedWgradMixin):
         ):
             return {}  # the common case, in every forward
         queue, names = self._wgrad_queue(), ("main_grad", "accumulate", "weight_grad")
-        buffers = () if self.drives_weight else self._main_grad()
+        buffers = () if self.is_gathered_elsewhere else self._main_grad()
         arguments: dict[str, Any] = dict(zip(names, buffers, strict=False))
         if self.save_original_input:
             arguments["save_original_input"] = self._saves_original_input()

@@ -23,7 +23,7 @@ class ShardedWeightMixin(PluginModule):
     #: The same with the parameter's name.
     named_weight_shard: str = ""
     #: Whether another runtime gathers the weight, see :func:`~transformer_plugin.parallel.attach_distributed_weights`.
-    drives_weight: bool = False
+    is_gathered_elsewhere: bool = False
     #: What the weight is a part of, a ``WeightPart``; None if it is whole.
     weight_part: Any = None
     #: Of the parameters that are slices, by their names.

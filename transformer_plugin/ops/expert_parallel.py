@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from transformer_plugin.errors import peer_timeout
+from transformer_plugin.errors import with_peers
 
 __all__ = [
     "all_gather_text",
@@ -96,20 +96,8 @@ def plan(
     Source: the layout and semantics of TransformerEngine pull request 3035, with static sizes; duplicate and
     out-of-range indices are defined here.
     """
-    try:
-        out = _ops.plan.default(
-            topk_idx,
-            num_experts,
-            max_tokens,
-            capacity,
-            alignment,
-            num_ranks,
-            group_name,
-            raise_on_overflow,
-            timeout_ms,
-        )
-    except RuntimeError as error:
-        raise peer_timeout(error) or error from None
+    arguments = (topk_idx, num_experts, max_tokens, capacity, alignment, num_ranks, group_name)
+    out = with_peers(_ops.plan.default, *arguments, raise_on_overflow, timeout_ms)
     return Plan(*out)
 
 
@@ -144,10 +132,9 @@ def dispatch(
         TypeError, ValueError: dtypes, sizes or devices do not match, on this rank or between ranks.
         PeerTimeoutError: a rank did not take part in time.
     """
-    try:
-        return _ops.dispatch.default(tokens, topk_weights, slot, source, group_name, timeout_ms, wanted)
-    except RuntimeError as error:
-        raise peer_timeout(error) or error from None
+    return with_peers(
+        _ops.dispatch.default, tokens, topk_weights, slot, source, group_name, timeout_ms, wanted
+    )
 
 
 def dispatch_backward(
@@ -166,21 +153,19 @@ def dispatch_backward(
 
     None counts as zero. Padding and unused rows are not read.
     """
-    try:
-        return _ops.dispatch_backward.default(
-            grad_recv,
-            grad_recv_weights,
-            slot,
-            num_tokens,
-            hidden_size,
-            dtype,
-            for_tokens,
-            for_weights,
-            group_name,
-            timeout_ms,
-        )
-    except RuntimeError as error:
-        raise peer_timeout(error) or error from None
+    return with_peers(
+        _ops.dispatch_backward.default,
+        grad_recv,
+        grad_recv_weights,
+        slot,
+        num_tokens,
+        hidden_size,
+        dtype,
+        for_tokens,
+        for_weights,
+        group_name,
+        timeout_ms,
+    )
 
 
 def combine(
@@ -213,20 +198,14 @@ def combine(
         TypeError, ValueError: dtypes, sizes or devices do not match, on this rank or between ranks.
         PeerTimeoutError: a rank did not take part in time.
     """
-    try:
-        return _ops.combine.default(rows, slot, source, num_tokens, group_name, timeout_ms, wanted)
-    except RuntimeError as error:
-        raise peer_timeout(error) or error from None
+    return with_peers(_ops.combine.default, rows, slot, source, num_tokens, group_name, timeout_ms, wanted)
 
 
 def combine_backward(
     grad: Tensor, slot: Tensor, source: Tensor, group_name: str = "", timeout_ms: int = -1
 ) -> Tensor:
     """The gradient of :func:`combine`: ``[num_tokens, H]`` to ``[capacity, H]``, zero in padding."""
-    try:
-        return _ops.combine_backward.default(grad, slot, source, group_name, timeout_ms)
-    except RuntimeError as error:
-        raise peer_timeout(error) or error from None
+    return with_peers(_ops.combine_backward.default, grad, slot, source, group_name, timeout_ms)
 
 
 def all_gather_text(text: str, group_name: str, timeout_ms: int = -1) -> list[str]:
@@ -237,10 +216,7 @@ def all_gather_text(text: str, group_name: str, timeout_ms: int = -1) -> list[st
     Raises:
         PeerTimeoutError: a rank did not take part in time.
     """
-    try:
-        return list(_ops.all_gather_text.default(group_name, text, timeout_ms))
-    except RuntimeError as error:
-        raise peer_timeout(error) or error from None
+    return list(with_peers(_ops.all_gather_text.default, group_name, text, timeout_ms))
 
 
 def compare_call(group_name: str, dtype: torch.dtype, width: int, timeout_ms: int = -1) -> None:
@@ -251,7 +227,4 @@ def compare_call(group_name: str, dtype: torch.dtype, width: int, timeout_ms: in
     Raises:
         ValueError: the ranks announced different calls. PeerTimeoutError: a rank announced no call in time.
     """
-    try:
-        _ops.compare_call.default(group_name, dtype, width, timeout_ms)
-    except RuntimeError as error:
-        raise peer_timeout(error) or error from None
+    with_peers(_ops.compare_call.default, group_name, dtype, width, timeout_ms)

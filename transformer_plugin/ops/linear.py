@@ -36,12 +36,11 @@ of formats whose scales belong to rows (FP8 blocks, MXFP8) travel quantized in t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from transformer_plugin.errors import peer_timeout
+from transformer_plugin.errors import with_peers
 from transformer_plugin.formats import Format
 from transformer_plugin.ops._operands import Tensors, buffers, layer_keys, listed, listed_or_none, weights
 
@@ -56,14 +55,6 @@ __all__ = [
 _ops = torch.ops.transformer_plugin
 _NO_FORMATS = ("none", "none", "none")
 _PLAIN = (*_NO_FORMATS, True, "none", "", 1)  # what linear takes besides tensors, by default
-
-
-def _with_peers(op: Any, *arguments: Any) -> Any:
-    """Calls an op that may wait for other ranks."""
-    try:
-        return op(*arguments)
-    except RuntimeError as error:
-        raise peer_timeout(error) or error from None
 
 
 def linear(
@@ -124,7 +115,7 @@ def linear(
     formats = layer_keys("linear", input_format, weight_format, grad_format)
     gradient = (main_grad, accumulate, weight_grad, wgrad_queue, save_original_input, dgrad_out, weight_shard)
     options = (*formats, quantized_weight, *gradient, input_ranks, input_group)
-    return _with_peers(_ops.linear.default, input, weight, bias, *options)
+    return with_peers(_ops.linear.default, input, weight, bias, *options)
 
 
 def grouped_linear(
@@ -206,10 +197,7 @@ def embedding(indices: Tensor, weight: Tensor, padding_idx: int = -1, weight_sha
         TypeError: another dtype. ValueError: another number of dimensions, a ``padding_idx`` outside of the table, or,
         on a CPU, such an index.
     """
-    try:
-        return _ops.embedding.default(indices, weight, padding_idx, weight_shard)
-    except RuntimeError as error:
-        raise peer_timeout(error) or error from None
+    return with_peers(_ops.embedding.default, indices, weight, padding_idx, weight_shard)
 
 
 def quantize_weight(

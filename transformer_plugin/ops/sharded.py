@@ -37,7 +37,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from transformer_plugin.errors import peer_timeout
+from transformer_plugin.errors import with_peers
 from transformer_plugin.formats import Format
 
 __all__ = [
@@ -102,14 +102,10 @@ def gather_weight(
         TypeError, ValueError: arguments that do not fit each other, or differ between ranks.
         PeerTimeoutError: a rank did not take part in time.
     """
-    try:
-        key = format.key if isinstance(format, Format) else format
-        result: tuple[Tensor, Tensor, Tensor] = _ops.gather_weight.default(
-            data, scale_inv, amax, key, columnwise, backward, shard
-        )
-        return result
-    except RuntimeError as error:
-        raise peer_timeout(error) or error from None
+    key = format.key if isinstance(format, Format) else format
+    arguments = (data, scale_inv, amax, key, columnwise, backward, shard)
+    result: tuple[Tensor, Tensor, Tensor] = with_peers(_ops.gather_weight.default, *arguments)
+    return result
 
 
 def reduce_gradient_out(parts: Tensor, weight: Tensor, out: Tensor, accumulate: bool, shard: str) -> None:
@@ -130,10 +126,7 @@ def reduce_gradient_out(parts: Tensor, weight: Tensor, out: Tensor, accumulate: 
         TypeError, ValueError: arguments that do not fit each other, or differ between ranks; nothing is written then.
         PeerTimeoutError: a rank did not take part in time.
     """
-    try:
-        _ops.reduce_gradient_out.default(parts, weight, out, accumulate, shard)
-    except RuntimeError as error:
-        raise peer_timeout(error) or error from None
+    with_peers(_ops.reduce_gradient_out.default, parts, weight, out, accumulate, shard)
 
 
 def start_reduce_gradient(parts: Tensor, weight: Tensor, shard: str) -> Tensor:
@@ -169,11 +162,8 @@ def finish_reduce_gradient(token: Tensor, parts: Tensor, weight: Tensor, shard: 
         TypeError, ValueError: arguments that do not fit each other, or differ between ranks.
         PeerTimeoutError: a rank did not take part in time.
     """
-    try:
-        result: Tensor = _ops.finish_reduce_gradient.default(token, parts, weight, shard)
-        return result
-    except RuntimeError as error:
-        raise peer_timeout(error) or error from None
+    result: Tensor = with_peers(_ops.finish_reduce_gradient.default, token, parts, weight, shard)
+    return result
 
 
 def configure_gathers(group_name: str, distance: int, in_graphs: bool = False) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from transformer_plugin.errors import peer_timeout
+from transformer_plugin.errors import with_peers
 
 __all__ = [
     "all_gather",
@@ -57,10 +57,7 @@ def all_gather(
         TypeError, ValueError: sizes or dtypes do not match, on this rank or between ranks.
         PeerTimeoutError: a rank did not take part in time.
     """
-    try:
-        return _ops.all_gather.default(part, num_ranks, group_name, timeout_ms, wanted)
-    except RuntimeError as error:
-        raise peer_timeout(error) or error from None
+    return with_peers(_ops.all_gather.default, part, num_ranks, group_name, timeout_ms, wanted)
 
 
 def all_gather_list_out(
@@ -92,10 +89,7 @@ def all_gather_list_out(
             "transformer_plugin::all_gather_list_out: argument 'parts': expected at least one tensor, got an empty "
             "list. Pass tensors to gather."
         )
-    try:
-        _ops.all_gather_list_out.default(parts, out, num_ranks, group_name, timeout_ms)
-    except RuntimeError as error:
-        raise peer_timeout(error) or error from None
+    with_peers(_ops.all_gather_list_out.default, parts, out, num_ranks, group_name, timeout_ms)
 
 
 def cross_entropy_over_ranks(
@@ -144,10 +138,7 @@ def cross_entropy_over_ranks(
         PeerTimeoutError: a rank did not take part in time.
     """
     options = vocabulary, num_ranks, group_name, label_smoothing, ignore_index, timeout_ms
-    try:
-        return _ops.cross_entropy_over_ranks.default(logits, target, *options)
-    except RuntimeError as error:
-        raise peer_timeout(error) or error from None
+    return with_peers(_ops.cross_entropy_over_ranks.default, logits, target, *options)
 
 
 def cross_entropy_over_ranks_forward(
@@ -174,10 +165,7 @@ def cross_entropy_over_ranks_forward(
         TypeError, ValueError, PeerTimeoutError: as :func:`cross_entropy_over_ranks`.
     """
     options = vocabulary, num_ranks, group_name, label_smoothing, ignore_index, timeout_ms
-    try:
-        return _ops.cross_entropy_over_ranks_forward.default(logits, target, *options)
-    except RuntimeError as error:
-        raise peer_timeout(error) or error from None
+    return with_peers(_ops.cross_entropy_over_ranks_forward.default, logits, target, *options)
 
 
 def cross_entropy_over_ranks_backward(
@@ -230,10 +218,7 @@ def reduce_scatter(
         TypeError, ValueError: sizes or dtypes do not match, on this rank or between ranks; the rows do not divide by R.
         PeerTimeoutError: a rank did not take part in time.
     """
-    try:
-        return _ops.reduce_scatter.default(parts, num_ranks, group_name, timeout_ms, wanted)
-    except RuntimeError as error:
-        raise peer_timeout(error) or error from None
+    return with_peers(_ops.reduce_scatter.default, parts, num_ranks, group_name, timeout_ms, wanted)
 
 
 def reduce_scatter_out(
@@ -265,10 +250,9 @@ def reduce_scatter_out(
         TypeError, ValueError: sizes or dtypes do not match, on this rank or between ranks; nothing is written then.
         PeerTimeoutError: a rank did not take part in time.
     """
-    try:
-        _ops.reduce_scatter_out.default(parts, out, accumulate, num_ranks, group_name, timeout_ms, factor)
-    except RuntimeError as error:
-        raise peer_timeout(error) or error from None
+    with_peers(
+        _ops.reduce_scatter_out.default, parts, out, accumulate, num_ranks, group_name, timeout_ms, factor
+    )
 
 
 def sum_over_ranks(input: Tensor, num_ranks: int = 1, group_name: str = "", timeout_ms: int = -1) -> Tensor:
@@ -290,10 +274,7 @@ def sum_over_ranks(input: Tensor, num_ranks: int = 1, group_name: str = "", time
         TypeError, ValueError: sizes or dtypes do not match, on this rank or between ranks.
         PeerTimeoutError: a rank did not take part in time.
     """
-    try:
-        return _ops.sum_over_ranks.default(input, num_ranks, group_name, timeout_ms)
-    except RuntimeError as error:
-        raise peer_timeout(error) or error from None
+    return with_peers(_ops.sum_over_ranks.default, input, num_ranks, group_name, timeout_ms)
 
 
 def copy_to_ranks(input: Tensor, num_ranks: int = 1, group_name: str = "", timeout_ms: int = -1) -> Tensor:
@@ -316,7 +297,4 @@ def copy_to_ranks(input: Tensor, num_ranks: int = 1, group_name: str = "", timeo
         TypeError, ValueError: wrong arguments, on this rank; in the backward, differences between ranks.
         PeerTimeoutError: in the backward, a rank did not take part in time.
     """
-    try:
-        return _ops.copy_to_ranks.default(input, num_ranks, group_name, timeout_ms)
-    except RuntimeError as error:
-        raise peer_timeout(error) or error from None
+    return with_peers(_ops.copy_to_ranks.default, input, num_ranks, group_name, timeout_ms)

@@ -85,7 +85,7 @@ def _attach(name: str, layer: Any, weight: Any) -> None:
     ranks = max(1, -(-whole // max(1, weight.shape[0])))
     key = f"rows={whole},ranks={ranks},handle={number},name={name.replace(',', '_')},group="
     layer.weight_shard = layer.named_weight_shard = key
-    layer.gathers_quantized, layer.drives_weight = False, True
+    layer.gathers_quantized, layer.is_gathered_elsewhere = False, True
     layer.forget_quantized_weights()
 
 
