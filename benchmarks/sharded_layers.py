@@ -1,4 +1,4 @@
-"""Layers whose weights are cut over ranks, forward and backward, compared with FSDP2 around the same layers.
+"""Layers whose weights are sharded over ranks, forward and backward, compared with FSDP2 around the same layers.
 
 Each rank has other tokens. Competitors: the whole weights on every rank without any exchange, which bounds what is
 possible; FSDP2, which gathers the weights of a layer in bfloat16 and reduces gradients in bfloat16; and

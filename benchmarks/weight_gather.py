@@ -1,4 +1,4 @@
-"""Gathering a weight whose rows are cut over ranks in eight or four bits, compared with NCCL's all-gather in bfloat16.
+"""Gathering a weight sharded by rows over ranks, in eight or four bits, compared with NCCL's all-gather in bfloat16.
 
 Each rank has other rows. "ready": quantized rows are gathered, data and scales in one collective. "quantized": they are
 quantized first, and where a format needs it the amax is reduced over ranks. The bytes are first compared with those of

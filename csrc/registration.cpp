@@ -325,7 +325,7 @@ TORCH_LIBRARY(transformer_plugin, m) {
   m.def("sum_over_ranks(Tensor input, int num_ranks=1, str group_name=\"\", int timeout_ms=-1) -> Tensor");
   m.def(
       "copy_to_ranks(Tensor(a) input, int num_ranks=1, str group_name=\"\", int timeout_ms=-1) -> Tensor(a)");
-  // cross_entropy_over_ranks: the losses of rows of logits whose columns are cut over ranks. The forward also returns of each
+  // cross_entropy_over_ranks: the losses of rows of logits whose columns are sharded over ranks. The forward also returns of each
   // row the largest logit and the sum of the exponentials of the differences to it.
   m.def(
       "cross_entropy_over_ranks(Tensor logits, Tensor target, int vocabulary, int num_ranks, str group_name, "
@@ -337,23 +337,25 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "cross_entropy_over_ranks_backward(Tensor grad, Tensor logits, Tensor target, Tensor stats, int vocabulary, "
       "int num_ranks, str group_name, float label_smoothing=0.0, int ignore_index=-100) -> Tensor");
 
-  // sharded: weights whose first dimension is cut over ranks. `shard`, and `weight_shard` of layers: the key of such a weight
+  // sharded: weights whose first dimension is sharded over ranks. `shard`, and `weight_shard` of layers: the key of such a weight
   // (sharded/weight_shard.h). gather_weight: the tensors of one direction of the whole weight, from this rank's.
   // reduce_gradient_out: the sum over ranks of this rank's rows of gradients [ranks * n, ...] of the whole weight; the
-  // other two begin it, and wait for it.
+  // other two begin it, and wait for it, in a compiled graph not before `after` is computed.
   // configure_gathers: how many weights ahead of their use a group gathers, and whether in CUDA graphs, too. count_gathers:
   // collectives, those begun early, uses of these, early ones that were dropped, bytes sent. note_weights_changed: nothing
-  // gathered before is used.
+  // gathered before is used. enter_gather_region, leave_gather_region: the input, at the borders of what is captured alone.
   m.def(
       "gather_weight(Tensor data, Tensor? scale_inv, Tensor? amax, str format, bool columnwise, bool backward, "
       "str shard) -> (Tensor whole_data, Tensor whole_scale_inv, Tensor whole_amax)");
   m.def("reduce_gradient_out(Tensor parts, Tensor weight, Tensor(a!) out, bool accumulate, str shard) -> ()");
   m.def("start_reduce_gradient(Tensor parts, Tensor weight, str shard) -> Tensor");
-  m.def("finish_reduce_gradient(Tensor token, Tensor parts, Tensor weight, str shard) -> Tensor");
+  m.def("finish_reduce_gradient(Tensor token, Tensor parts, Tensor weight, str shard, Tensor? after=None) -> Tensor");
   m.def("configure_gathers(str group_name, int distance, bool in_graphs=False) -> ()");
   m.def("clear_gathers(str group_name) -> ()");
   m.def("count_gathers(str group_name) -> int[]");
   m.def("note_weights_changed() -> ()");
+  m.def("enter_gather_region(Tensor input, str group_name) -> Tensor");
+  m.def("leave_gather_region(Tensor output, str group_name) -> Tensor");
 
   // all_gather_text: every rank's text, through the group's store, to compare configurations. compare_call raises if ranks
   // announce different calls. release_group frees the state of groups that have been destroyed.

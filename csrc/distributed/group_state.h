@@ -65,7 +65,7 @@ struct GroupState {
   int64_t call_count = 0;
   std::vector<PlanRecord> plans;
 
-  // Of weights that are cut over the group's ranks (sharded/group_weights.h).
+  // Of weights that are sharded over the group's ranks (sharded/group_weights.h).
   std::once_flag weights_once;
   std::shared_ptr<void> weights;
 

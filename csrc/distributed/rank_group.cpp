@@ -42,6 +42,19 @@ Milliseconds group_timeout(c10d::ProcessGroup& group, at::DeviceType device) {
 // Of a contiguous tensor. Where a dimension has one element, its stride may be any.
 Tensor as_bytes(const Tensor& tensor) { return tensor.as_strided({tensor.numel()}, {1}).view(at::kByte); }
 
+// What a backend takes to move a contiguous tensor without reading it: NCCL also takes most dtypes, which saves the host views.
+Tensor as_payload(const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kFloat:
+    case at::kBFloat16:
+    case at::kHalf:
+    case at::kByte:
+    case at::kInt:
+    case at::kLong: return tensor.is_cuda() ? tensor : as_bytes(tensor);
+    default: return as_bytes(tensor);
+  }
+}
+
 }  // namespace
 
 void check_timeout(const char* op, int64_t timeout_ms) {
@@ -56,6 +69,11 @@ struct RankGroup::Connection {
   Milliseconds timeout;
   // Collectives of this call that the other ranks still expect.
   int64_t remaining = 0;
+
+  // Its methods, called without the dispatcher, which would look up the same backend.
+  c10d::Backend& backend(const GroupState& state) const {
+    return on_cuda ? *group->getBackend(at::kCUDA) : *state.cpu_backend;
+  }
 };
 
 RankGroup::RankGroup(const char* op, const std::string& name, int64_t timeout_ms, const Tensor& like)
@@ -223,13 +241,12 @@ PendingCollective RankGroup::start_all_gather(const Tensor& part, const Phase& p
     return pending;
   }
   return run(phase, pending.output_, [&] {
-    Tensor to = as_bytes(pending.output_);
-    Tensor from = as_bytes(input);
+    Tensor to = as_payload(pending.output_);
+    Tensor from = as_payload(input);
     c10d::AllgatherOptions options;
     options.timeout = connection_->timeout;
     options.asyncOp = !connection_->on_cuda;
-    return connection_->on_cuda ? connection_->group->_allgather_base(to, from, options)
-                                : state_->cpu_backend->_allgather_base(to, from, options);
+    return connection_->backend(*state_)._allgather_base(to, from, options);
   });
 }
 
@@ -237,8 +254,8 @@ void RankGroup::all_gather_list(at::TensorList parts, at::TensorList out, const 
   std::vector<Tensor> from, to;
   for (size_t i = 0; i < parts.size(); ++i) {
     if (parts[i].numel() == 0) continue;
-    from.push_back(as_bytes(parts[i].contiguous()));
-    to.push_back(as_bytes(out[i]));
+    from.push_back(as_payload(parts[i].contiguous()));
+    to.push_back(as_payload(out[i]));
   }
   if (from.empty()) {
     --connection_->remaining;
@@ -248,11 +265,11 @@ void RankGroup::all_gather_list(at::TensorList parts, at::TensorList out, const 
     c10d::AllgatherOptions options;
     options.timeout = connection_->timeout;
     options.asyncOp = !connection_->on_cuda;
+    c10d::Backend& backend = connection_->backend(*state_);
     if (from.size() == 1 && connection_->on_cuda) {  // takes the host less time
-      return connection_->group->_allgather_base(to[0], from[0], options);
+      return backend._allgather_base(to[0], from[0], options);
     }
-    return connection_->on_cuda ? connection_->group->allgather_into_tensor_coalesced(to, from, options)
-                                : state_->cpu_backend->allgather_into_tensor_coalesced(to, from, options);
+    return backend.allgather_into_tensor_coalesced(to, from, options);
   }).wait();
 }
 
@@ -273,9 +290,7 @@ PendingCollective RankGroup::start_all_to_all(const Tensor& parts, const Phase& 
     c10d::AllToAllOptions options;
     options.timeout = connection_->timeout;
     options.asyncOp = !connection_->on_cuda;
-    return connection_->on_cuda
-               ? connection_->group->alltoall_base(to, from, equal_splits, equal_splits, options)
-               : state_->cpu_backend->alltoall_base(to, from, equal_splits, equal_splits, options);
+    return connection_->backend(*state_).alltoall_base(to, from, equal_splits, equal_splits, options);
   });
 }
 
@@ -299,7 +314,7 @@ Tensor RankGroup::exchange_with_others(const Tensor& parts, const Phase& phase) 
                c10d::AllToAllOptions options;
                options.timeout = connection_->timeout;
                options.asyncOp = false;
-               return connection_->group->alltoall(received, sent, options);
+               return connection_->backend(*state_).alltoall(received, sent, options);
              })
       .wait();
 }

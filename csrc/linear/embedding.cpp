@@ -1,4 +1,4 @@
-// embedding: the rows of a table that indices name, with the table's gradient. The table may be cut over ranks.
+// embedding: the rows of a table that indices name, with the table's gradient. The table may be sharded over ranks.
 #include <ATen/ops/aminmax.h>
 #include <ATen/ops/embedding.h>
 #include <ATen/ops/embedding_dense_backward.h>
@@ -102,7 +102,7 @@ class EmbeddingFunction : public DifferentiableOnce<EmbeddingFunction> {
       }
       const Tensor parts = grad;
       grad = sharded::reduce_gradient(parts, key, {weight});
-      if (grad.defined()) grad = sharded::finish_gradient(grad, parts, weight, key);
+      if (grad.defined()) grad = sharded::finish_gradient(grad, parts, weight, key, Tensor());
     }
     return {Tensor(), grad, Tensor(), Tensor()};
   }

@@ -170,7 +170,7 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
             saved[12],       std::move(fc1), std::move(fc2)};
   }
 
-  // The gradient of a weight that is cut over ranks is computed first: while it travels, the data gradient is computed.
+  // The gradient of a weight that is sharded over ranks is computed first: while it travels, the data gradient is computed.
   // Otherwise lowers the peak of memory: a weight gradient that is larger than the tensors freed after it is computed late. That of fc2
   // then follows the activation's backward, and that of fc1 follows the data gradient.
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
@@ -264,8 +264,8 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
     linear.rowwise = {};
     if (quantized_in_forward(ctx, kept.fc1, "fc1_given")) release(kept.fc1.data);
     if (fc1_is_late) compute_fc1_wgrad();
-    fc2_gradient.finish(grad_fc2[0]);
-    fc1_gradient.finish(grad_fc1[0]);
+    fc2_gradient.finish(grad_fc2[0], grad_input);
+    fc1_gradient.finish(grad_fc1[0], grad_input);
     variable_list result{grad_input};
     result.insert(result.end(), grad_fc1.begin(), grad_fc1.end());
     result.insert(result.end(), grad_fc2.begin(), grad_fc2.end());

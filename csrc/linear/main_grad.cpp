@@ -259,9 +259,9 @@ Tensor WeightGradient::reduced(const Quantized& grad, const Quantized& input,
   return {};
 }
 
-void WeightGradient::finish(Tensor& computed) const {
+void WeightGradient::finish(Tensor& computed, const Tensor& after) const {
   if (!parts_.defined()) return;
-  computed = sharded::finish_gradient(computed, parts_, weight_, shard_);
+  computed = sharded::finish_gradient(computed, parts_, weight_, shard_, after);
   parts_ = Tensor();
 }
 

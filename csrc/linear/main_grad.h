@@ -22,7 +22,7 @@ void check_main_grad(const char* name, const MainGrad& main_grad, const WeightAr
 void check_weight_gradient(const MainGrad& main_grad, const WeightArgument& weight, bool is_grouped,
                            const at::Tensor& data);
 
-// What a weight that is cut over ranks may have: one tensor, whose part is large enough, one buffer and no queue.
+// What a weight that is sharded over ranks may have: one tensor, whose part is large enough, one buffer and no queue.
 void check_weight_shard(const WeightArgument& weight, const MainGrad& main_grad);
 
 // In the forward: keeps the buffers and the queue for the backward, untracked, because two forwards may come
@@ -53,8 +53,9 @@ class WeightGradient {
   torch::autograd::variable_list compute(const Quantized& grad, const Quantized& input,
                                          const std::optional<at::Tensor>& group_sizes, at::ScalarType dtype,
                                          const gemm::LaunchOptions& options = {}) const;
-  // What autograd gets, from what compute() returned. To be called last: the gradient of a cut weight travels meanwhile.
-  void finish(at::Tensor& computed) const;
+  // What autograd gets, from what compute() returned. To be called last: the gradient of a sharded weight travels while the
+  // node computes `after`.
+  void finish(at::Tensor& computed, const at::Tensor& after) const;
 
  private:
   bool wants(size_t i) const { return ctx_->needs_input_grad(place_ + i); }
@@ -72,7 +73,7 @@ class WeightGradient {
   std::optional<at::Tensor> queue_;
   std::string shard_;
   bool is_foreign_ = false;
-  at::Tensor weight_;         // of a cut weight
+  at::Tensor weight_;         // of a sharded weight
   mutable at::Tensor parts_;  // operand of the reduce-scatter that compute() has started
 };
 

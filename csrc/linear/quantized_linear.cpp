@@ -140,7 +140,7 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
         grad_weight = weight_gradient.compute(g.columnwise, columnwise_input(ctx, input, column_sizes),
                                               column_sizes, grad.scalar_type(), options);
       };
-      // Of a weight that is cut over ranks first: while it travels, the data gradient is computed.
+      // Of a weight that is sharded over ranks first: while it travels, the data gradient is computed.
       if (wants_weight && weight_gradient.goes_first()) compute_weight();
       if (wants_input) {
         const Quantized whole = whole_in_backward(ctx, weight, formats);
@@ -151,10 +151,10 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
         const InputRanks ranks = saved_ranks(ctx);
         if (ranks.is_cut()) grad_input = divided_rows(grad_input, ranks);
       } else {
-        pass_by_weight(ctx, kMainGrad);
+        announce_foreign_use(ctx, kMainGrad);
       }
       if (wants_weight && !weight_gradient.goes_first()) compute_weight();
-      weight_gradient.finish(grad_weight[0]);
+      weight_gradient.finish(grad_weight[0], grad_input);
       if (grad_bias.defined() && column_sizes && !group_sizes) grad_bias = grad_bias.squeeze(0);
     }
     if (!grad_bias.defined()) {

@@ -151,7 +151,7 @@ Quantized whole_in_backward(torch::autograd::AutogradContext* ctx, const Quantiz
   return quantize_weight_operand(whole.data, formats, true).backward;
 }
 
-void pass_by_weight(torch::autograd::AutogradContext* ctx, const char* main_grad) {
+void announce_foreign_use(torch::autograd::AutogradContext* ctx, const char* main_grad) {
   const auto key = ctx->saved_data.find("weight_shard");
   if (key == ctx->saved_data.end()) return;
   const auto shard = sharded::parse_weight_shard("linear", key->second.toStringRef());

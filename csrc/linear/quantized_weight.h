@@ -30,14 +30,14 @@ QuantizedWeight as_quantized_weight(at::TensorList list, const OperandFormats& f
 // The operand of a layer: the quantized weight if one is given, else the weight quantized now.
 QuantizedWeight weight_operand(at::TensorList weight, const OptionalList& quantized,
                                const OperandFormats& formats, bool backward);
-// The same of a weight that may be cut over ranks: the operand of the forward is then gathered, that of the backward is this
+// The same of a weight that may be sharded over ranks: the operand of the forward is then gathered, that of the backward is this
 // rank's part (whole_in_backward).
 QuantizedWeight gathered_operand(at::TensorList weight, const OptionalList& quantized,
                                  const OperandFormats& formats, bool backward, std::string_view weight_shard);
-// In the backward: the operand of the data gradient, gathered again where the weight is cut over ranks.
+// In the backward: the operand of the data gradient, gathered again where the weight is sharded over ranks.
 Quantized whole_in_backward(torch::autograd::AutogradContext* ctx, const Quantized& saved,
                             const OperandFormats& formats);
-// In a backward without a data gradient: still asks another runtime for its weight, so that it can prefetch in order.
-void pass_by_weight(torch::autograd::AutogradContext* ctx, const char* main_grad);
+// In a backward without a data gradient: asks another runtime for its weight all the same, so that it sees its order of use.
+void announce_foreign_use(torch::autograd::AutogradContext* ctx, const char* main_grad);
 
 }  // namespace transformer_plugin::linear

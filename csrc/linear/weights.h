@@ -56,7 +56,7 @@ class GroupedWeight {
   at::TensorList tensors_;
 };
 
-// The first dimension of a weight; of the whole one where it is cut over ranks.
+// The first dimension of a weight; of the whole one where it is sharded over ranks.
 c10::SymInt whole_size(const at::Tensor& weight, const MainGrad& gradient);
 
 // Dtype, dimensions and device; of several matrices, that all are like the first.

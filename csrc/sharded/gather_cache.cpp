@@ -18,7 +18,8 @@ constexpr const char* kOp = "gather_weight";
 
 // What NCCL takes to start on an H100 after a product that ends, and the events between streams (docs/notes/experiments.md).
 [[maybe_unused]] constexpr int64_t kStartNanoseconds = 15000;
-constexpr int64_t kAny = -2;  // in place of the use before the last one
+constexpr int64_t kAny = -2;     // in place of the use before the last one
+constexpr int64_t kBorder = -3;  // of a region, among the uses
 
 // The header contains the name of the weight: ranks that gather different weights of one shape raise an error.
 distributed::Call call_of(const Gather& gather, at::TensorList parts) {
@@ -79,6 +80,7 @@ void GatherCache::clear() {
   sources_.clear();
   next_.clear();
   last_ = last_but_one_ = -1;
+  region_ = 0;
 }
 
 GatherCounts GatherCache::counts() const {
@@ -226,11 +228,39 @@ std::vector<Tensor> GatherCache::take(Gather gather) {
     collect(gather, planes, into);
     whole = std::move(into.whole);
   }
+  note_use(id);
+  gather_ahead(id, device, place);
+  return whole;
+}
+
+void GatherCache::note_use(int64_t id) {
   next_[Pair(last_but_one_, last_)] = next_[Pair(kAny, last_)] = id;
   last_but_one_ = last_;
   last_ = id;
-  gather_ahead(id, device, place);
-  return whole;
+}
+
+int64_t GatherCache::after(const Pair& pair) const {
+  auto found = next_.find(pair);
+  if (found == next_.end()) found = next_.find(Pair(kAny, pair.second));
+  return found == next_.end() ? -1 : found->second;
+}
+
+void GatherCache::enter_region(const Place& place) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (last_ != kBorder) note_use(kBorder);  // the end of one region and the start of the next are one border
+  if (place.capture != 0) region_ = place.capture;
+}
+
+void GatherCache::leave_region(const Place& place) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (last_ != kBorder) note_use(kBorder);
+  if (place.capture == 0) return;
+  region_ = 0;
+  std::vector<int64_t> left;
+  for (const auto& [id, early] : early_) {
+    if (early.place.capture == place.capture) left.push_back(id);
+  }
+  for (const int64_t id : left) drop(id, place);
 }
 
 // A backward is followed by a change of the weights, so nothing is gathered across its end.
@@ -240,20 +270,24 @@ void GatherCache::gather_ahead(int64_t id, c10::Device device, const Place& plac
     if (early.issued_at + distance_ + 1 < uses_) outdated.push_back(other);
   }
   for (const int64_t other : outdated) drop(other, place);
-  if (place.capture != 0 && !in_graphs_) return;
+  const bool in_region = place.capture != 0 && region_ == place.capture;
+  if (place.capture != 0 && !in_region && !in_graphs_) return;
   Pair pair(last_but_one_, id);
+  int64_t last = id;  // the weight before the next one
   for (int64_t step = 0; step < distance_; ++step) {
-    auto found = next_.find(pair);
-    if (found == next_.end()) found = next_.find(Pair(kAny, pair.second));
-    if (found == next_.end()) return;
-    const int64_t next = found->second;
+    int64_t next = after(pair);
+    if (next == kBorder && !in_region) {
+      pair = Pair(pair.second, next);
+      next = after(pair);
+    }
     const auto known = sources_.find(next);
     if (known == sources_.end() || next == id) return;
     const Source& source = known->second;
-    const Source& before = sources_.at(pair.second);
+    const Source& before = sources_.at(last);
     if (before.shard.set == 0 || before.shard.set != source.shard.set) return;
     if (before.backward && !source.backward) return;
     pair = Pair(pair.second, next);
+    last = next;
     if (early_.count(next) > 0) continue;
     Gather gather{{}, source.format, source.columnwise, source.backward, source.shard};
     for (const PartRef& part : source.parts) {

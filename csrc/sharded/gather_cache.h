@@ -1,4 +1,4 @@
-// Gathers of weights that are cut over ranks, begun before they are needed.
+// Gathers of weights that are sharded over ranks, begun before they are needed.
 //
 // The weights of a model are used in the same order in each step. So each group remembers which weight was used after which
 // two, and while the product of one weight runs, the next one is gathered on a side stream. What was gathered early is used
@@ -60,6 +60,10 @@ class GatherCache {
   void configure(int64_t distance, bool in_graphs);
   // The whole tensors of a weight, which the caller owns.
   std::vector<at::Tensor> take(Gather gather);
+  // The borders of what is captured in graphs of its own. In a capture weights are gathered early between the two only, and
+  // none that was used after the second one before. What is left there is waited for, because a capture must join its streams.
+  void enter_region(const Place& place);
+  void leave_region(const Place& place);
   // Frees what was gathered early, and forgets the order.
   void clear();
   GatherCounts counts() const;
@@ -98,6 +102,8 @@ class GatherCache {
   void collect(const Gather& gather, const std::vector<Plane>& planes, Gathered& into);
   void drop(int64_t id, const Place& here);
   void free_left_over(const Place& here);
+  void note_use(int64_t id);
+  int64_t after(const Pair& pair) const;  // what was used after the two; -1: nothing is known
   void gather_ahead(int64_t id, c10::Device device, const Place& place);
   void forget_dead_sources();
 
@@ -111,6 +117,7 @@ class GatherCache {
       left_over_;  // dropped in a capture that they are not part of, where nothing can wait for them
   std::map<Pair, int64_t> next_;  // what was used after the two, and after the second of them
   int64_t last_ = -1, last_but_one_ = -1;
+  uint64_t region_ = 0;  // the capture in which a region was entered and not left; 0: none
   int64_t sources_made_ = 0, uses_ = 0;
   SideStream stream_;
   GatherCounts counts_;

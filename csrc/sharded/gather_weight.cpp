@@ -40,12 +40,12 @@ Gather checked(const Tensor& data, const OptionalTensor& scale_inv, const Option
   Gather gather{parts, parse_format(kOp, "format", format_key), columnwise, backward,
                 parse_weight_shard(kOp, shard_key)};
   const size_t count = tensors_of(gather.format);
-  TP_CHECK_VALUE(gather.shard.is_cut(), kOp, "shard", "the key of a weight that is cut over ranks", "''",
+  TP_CHECK_VALUE(gather.shard.is_cut(), kOp, "shard", "the key of a weight that is sharded over ranks", "''",
                  "Read a whole weight as it is");
-  TP_CHECK_VALUE(scale_inv.has_value() == count > 1, kOp, "scale_inv",
+  TP_CHECK_VALUE(scale_inv.has_value() == (count > 1), kOp, "scale_inv",
                  (count > 1 ? "the scales" : "None") << " of '" << format_key << "'",
                  describe(or_undefined(scale_inv)), "Pass what quantizing this rank's part gave");
-  TP_CHECK_VALUE(amax.has_value() == count > 2, kOp, "amax",
+  TP_CHECK_VALUE(amax.has_value() == (count > 2), kOp, "amax",
                  (count > 2 ? "the amax" : "None") << " of '" << format_key << "'",
                  describe(or_undefined(amax)), "Only nvfp4 has one beside its scales");
   check_format(gather.format, format_key);

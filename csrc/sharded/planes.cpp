@@ -1,4 +1,4 @@
-// Planes of a weight that is cut over ranks (sharded/planes.h).
+// Planes of a weight that is sharded over ranks (sharded/planes.h).
 #include "sharded/planes.h"
 
 #include <algorithm>

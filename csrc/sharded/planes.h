@@ -24,7 +24,7 @@ struct Plane {
   bool is_joined() const { return axis == 0 && used == part[0]; }
 };
 
-// The tensors of a weight [rows, K] or [rows, N, K] whose first dimension is cut over `ranks` ranks. `data`: this rank's data
+// The tensors of a weight [rows, K] or [rows, N, K] whose first dimension is sharded over `ranks` ranks. `data`: this rank's data
 // along rows, or transposed, in `format`, which is "none" for values without a format. `count`: how many tensors it has.
 std::vector<Plane> planes_of(const at::Tensor& data, size_t count, const Format& format, bool columnwise,
                              int64_t rows, int64_t ranks);

@@ -1,4 +1,4 @@
-// The gradient of a weight that is cut over ranks (sharded/reduce_gradient.h). reduce_gradient_out: into a buffer.
+// The gradient of a weight that is sharded over ranks (sharded/reduce_gradient.h). reduce_gradient_out: into a buffer.
 // start_reduce_gradient and finish_reduce_gradient: begun, and complete.
 #include "sharded/reduce_gradient.h"
 
@@ -92,7 +92,7 @@ WeightShard checked(const char* op, const Tensor& parts, const Tensor& weight, s
   check_dtype({op, "parts", parts}, {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble});
   check_defined({op, "weight", weight});
   WeightShard shard = parse_weight_shard(op, key);
-  TP_CHECK_VALUE(shard.is_cut(), op, "shard", "the key of a weight that is cut over ranks", "''",
+  TP_CHECK_VALUE(shard.is_cut(), op, "shard", "the key of a weight that is sharded over ranks", "''",
                  "Add the gradient of a whole weight itself");
   check_same_device({op, "weight", weight}, {op, "parts", parts});
   std::vector<c10::SymInt> sizes(weight.sym_sizes().begin(), weight.sym_sizes().end());
@@ -152,7 +152,8 @@ Tensor start_reduce_gradient(const Tensor& parts, const Tensor& weight, std::str
   return token;
 }
 
-Tensor finish_meta(const Tensor& token, const Tensor& parts, const Tensor& weight, std::string_view key) {
+Tensor finish_meta(const Tensor& token, const Tensor& parts, const Tensor& weight, std::string_view key,
+                   const std::optional<Tensor>&) {
   check_dtype({kFinishOp, "token", token}, {at::kLong});
   checked(kFinishOp, parts, weight, key);
   return empty(parts, weight.sym_sizes(), sum_dtype(parts, weight));
@@ -160,7 +161,7 @@ Tensor finish_meta(const Tensor& token, const Tensor& parts, const Tensor& weigh
 
 // A token that is not known, as that of a copied one, is made up for by another sum, on all ranks alike.
 Tensor finish_reduce_gradient(const Tensor& token, const Tensor& parts, const Tensor& weight,
-                              std::string_view key) {
+                              std::string_view key, const std::optional<Tensor>&) {
   check_dtype({kFinishOp, "token", token}, {at::kLong});
   const WeightShard shard = checked(kFinishOp, parts, weight, key);
   check_no_gradient({kFinishOp, "parts", parts}, "Detach it: the sum of gradients has none");
@@ -208,11 +209,12 @@ Tensor reduce_gradient(const Tensor& parts, std::string_view shard_key, const Gr
 }
 
 Tensor finish_gradient(const Tensor& token, const Tensor& parts, const Tensor& weight,
-                       std::string_view shard_key) {
+                       std::string_view shard_key, const Tensor& after) {
   if (parse_weight_shard(kFinishOp, shard_key).is_foreign()) return token;  // it is the gradient already
-  using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, std::string_view);
+  using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, std::string_view,
+                           const std::optional<Tensor>&);
   static const auto op = find_op<Signature>(kFinishOp);
-  return op.call(token, parts, weight, shard_key);
+  return op.call(token, parts, weight, shard_key, as_optional(after));
 }
 
 }  // namespace transformer_plugin::sharded

@@ -1,4 +1,4 @@
-// The gradient of a weight that is cut over ranks.
+// The gradient of a weight that is sharded over ranks.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,7 +13,7 @@ namespace transformer_plugin::sharded {
 // Where the sum of the ranks' gradients goes.
 struct GradientTarget {
   at::Tensor weight;                    // this rank's part, which the gradient belongs to
-  std::optional<at::Tensor> main_grad;  // the buffer to write; otherwise the gradient is returned
+  std::optional<at::Tensor> main_grad = {};  // the buffer to write; otherwise the gradient is returned
   bool accumulate = true;               // or write over what the buffer holds
 };
 
@@ -25,7 +25,8 @@ at::Tensor gradient_parts(const at::Tensor& weight, const WeightShard& shard, at
 // into `weight.grad` until the end of the backward. Otherwise a token, for which finish_gradient gives the result.
 at::Tensor reduce_gradient(const at::Tensor& parts, std::string_view shard_key, const GradientTarget& target);
 
+// `after`: what the node computes meanwhile, or undefined. A compiler that orders ops by their operands would wait at once.
 at::Tensor finish_gradient(const at::Tensor& token, const at::Tensor& parts, const at::Tensor& weight,
-                           std::string_view shard_key);
+                           std::string_view shard_key, const at::Tensor& after);
 
 }  // namespace transformer_plugin::sharded

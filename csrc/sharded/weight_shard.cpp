@@ -1,4 +1,4 @@
-// The key of a weight that is cut over ranks (sharded/weight_shard.h).
+// The key of a weight that is sharded over ranks (sharded/weight_shard.h).
 #include "sharded/weight_shard.h"
 
 #include <charconv>

@@ -1,5 +1,5 @@
-// A weight whose first dimension is cut over the ranks of a group, as the ops of layers take it: `weight` is then this rank's
-// part, and a key says how the whole is cut:
+// A weight whose first dimension is sharded over the ranks of a group, as the ops of layers take it: `weight` is then this rank's
+// part, and a key says how it is sharded:
 //
 //   rows=<n>        rows of the whole weight [n, K]; of a stack [n, N, K] its matrices
 //   ranks=<n>       size of the group

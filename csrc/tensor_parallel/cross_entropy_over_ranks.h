@@ -1,4 +1,4 @@
-// The cross entropy of logits whose columns, the vocabulary, are cut over ranks. Of a row with logits x and target t:
+// The cross entropy of logits whose columns, the vocabulary, are sharded over ranks. Of a row with logits x and target t:
 //   largest = max x,   sum = sum over c of exp(x[c] - largest),   log_sum = log(sum),   both over all ranks
 //   nll    = (largest - x[t]) + log_sum
 //   smooth = (largest - (sum of x) / vocabulary) + log_sum,   the mean of -log softmax(x)

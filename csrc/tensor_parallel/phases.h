@@ -19,7 +19,7 @@ inline constexpr Phase kReduceScatter{201, "reduce_scatter", "parts"};
 inline constexpr Phase kAllGatherList{202, "all_gather_list_out", "parts"};
 inline constexpr Phase kReduceScatterOut{203, "reduce_scatter_out", "parts"};
 
-// of a weight that is cut over ranks
+// of a weight that is sharded over ranks
 inline constexpr Phase kGatherWeight{204, "gather_weight", "parts"};
 
 inline constexpr Phase kSumOverRanks{205, "sum_over_ranks", "parts"};

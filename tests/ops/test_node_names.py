@@ -75,6 +75,8 @@ CALLS: list[tuple[str, Callable[[], Tensor]]] = [
     ("reduce_scatter", lambda: ops.reduce_scatter(of(T, K))),
     ("sum_over_ranks", lambda: ops.sum_over_ranks(of(T, K))),
     ("copy_to_ranks", lambda: ops.copy_to_ranks(of(T, K))),
+    ("enter_gather_region", lambda: ops.enter_gather_region(of(T, K), "")),
+    ("leave_gather_region", lambda: ops.leave_gather_region(of(T, K), "")),
     (
         "cross_entropy_over_ranks",
         lambda: ops.cross_entropy_over_ranks(of(T, K), torch.arange(T), K, 1, ""),

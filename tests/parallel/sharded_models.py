@@ -1,4 +1,4 @@
-"""Models with whole weights and with weights that are cut over ranks, and what they compute."""
+"""Models with whole weights and with weights that are sharded over ranks, and what they compute."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def expected_grad(whole: list[Tensor], parameter: Tensor, mean: bool) -> Tensor:
 def twins(
     rank: Rank, make: Callable[[], torch.nn.Module], **options: Any
 ) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """The same model twice: whole, and cut over the ranks."""
+    """The same model twice: whole, and sharded over the ranks."""
     models = []
     for _ in range(2):
         torch.manual_seed(0)

@@ -172,7 +172,7 @@ def test_weights_that_are_gone(ranks: RankPool) -> None:
     ("arguments", "text"),
     [
         ({"shard": "rows=4"}, "expected '', or a key such as"),
-        ({"shard": ""}, "argument 'shard': expected the key of a weight that is cut over ranks, got ''"),
+        ({"shard": ""}, "argument 'shard': expected the key of a weight that is sharded over ranks, got ''"),
         ({"shard": "rows=9,ranks=1,group="}, "argument 'data': expected at least 9 of the 9 rows"),
         ({"format": "mxfp8"}, "argument 'scale_inv': expected the scales of 'mxfp8', got None"),
         ({"scale_inv": torch.ones(1)}, "argument 'scale_inv': expected None of 'none'"),

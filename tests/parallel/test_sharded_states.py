@@ -306,7 +306,7 @@ def check_refusals(rank: Rank) -> None:
         assert text in str(caught.value), caught.value
 
     cut = shard_(small(rank), rank.group)
-    refused("which is cut over the ranks", cut)
+    refused("which is sharded over the ranks", cut)
     tied = torch.nn.Sequential(tnn.Linear(8, 8), tnn.Linear(8, 8))
     tied[1].weight = tied[0].weight
     refused("share", tied)
@@ -328,7 +328,7 @@ def check_refusals(rank: Rank) -> None:
     layer: Any = cut[0]  # type: ignore[index]
     output = torch.empty(4, 256, dtype=torch.bfloat16, device=rank.device)
     with pytest.raises(
-        ValueError, match="argument 'out': expected None with a weight that is cut over ranks"
+        ValueError, match="argument 'out': expected None with a weight that is sharded over ranks"
     ):
         layer(torch.ones(4, 128, dtype=torch.bfloat16, device=rank.device), out=output)
 

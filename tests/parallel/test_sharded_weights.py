@@ -1,4 +1,4 @@
-"""Weights that are cut over ranks: outputs and gradients of the layer with the whole weight, bit for bit, with other
+"""Weights that are sharded over ranks: outputs and gradients of the layer with the whole weight, bit for bit, with other
 inputs on each rank."""
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def into_buffers(
         refuse(layer, given, "None with DelayedScaling", "a tensor", advice)
     if out is not None and weight_shard:
         advice = "Copy the output into the buffer"
-        refuse(layer, "out", "None with a weight that is cut over ranks", "a tensor", advice)
+        refuse(layer, "out", "None with a weight that is sharded over ranks", "a tensor", advice)
     return buffer_of(out), {} if dgrad_out is None else {"dgrad_out": dgrad_out}
 
 

@@ -1,4 +1,4 @@
-"""Weights whose first dimension is cut over the ranks of a group.
+"""Weights whose first dimension is sharded over the ranks of a group.
 
 Each rank keeps a part of the rows; layers gather the whole weight for a product, and gather it again for the backward.
 ``weight_shard`` of :func:`~transformer_plugin.ops.linear`, :func:`~transformer_plugin.ops.norm_linear`,
@@ -45,8 +45,10 @@ __all__ = [
     "clear_gathers",
     "configure_gathers",
     "count_gathers",
+    "enter_gather_region",
     "finish_reduce_gradient",
     "gather_weight",
+    "leave_gather_region",
     "note_weights_changed",
     "reduce_gradient_out",
     "start_reduce_gradient",
@@ -148,12 +150,16 @@ def start_reduce_gradient(parts: Tensor, weight: Tensor, shard: str) -> Tensor:
     return token
 
 
-def finish_reduce_gradient(token: Tensor, parts: Tensor, weight: Tensor, shard: str) -> Tensor:
+def finish_reduce_gradient(
+    token: Tensor, parts: Tensor, weight: Tensor, shard: str, after: Tensor | None = None
+) -> Tensor:
     """Return what :func:`start_reduce_gradient` has begun: on CUDA the current stream waits for it, and not the host.
 
     Args:
         token: what that returned, once.
         parts, weight, shard: its arguments.
+        after: any tensor that is computed while the sum is on its way. Its values are not read: a compiler that orders
+            ops by their operands would wait at once without it.
 
     Returns:
         This rank's part of the sum, like ``weight``, in the dtype of ``parts``.
@@ -162,7 +168,7 @@ def finish_reduce_gradient(token: Tensor, parts: Tensor, weight: Tensor, shard: 
         TypeError, ValueError: arguments that do not fit each other, or differ between ranks.
         PeerTimeoutError: a rank did not take part in time.
     """
-    result: Tensor = with_peers(_ops.finish_reduce_gradient.default, token, parts, weight, shard)
+    result: Tensor = with_peers(_ops.finish_reduce_gradient.default, token, parts, weight, shard, after)
     return result
 
 
@@ -173,12 +179,53 @@ def configure_gathers(group_name: str, distance: int, in_graphs: bool = False) -
         group_name: of the group.
         distance: 0 gathers each weight when it is needed; 1, the default, the next one, too.
         in_graphs: also while a CUDA graph is captured. The capture must then contain the use of what it gathers, as
-            that of a whole forward and backward does.
+            that of a whole forward and backward does. For graphs of single layers see :func:`enter_gather_region`.
 
     Raises:
         ValueError: a negative distance, or no such group.
     """
     _ops.configure_gathers.default(group_name, distance, in_graphs)
+
+
+def enter_gather_region(input: Tensor, group_name: str) -> Tensor:
+    """Return a copy of the input of something that is captured in CUDA graphs of its own, such as one layer.
+
+    In a capture, weights that are used between this and :func:`leave_gather_region` are gathered early there, in the
+    order that runs before the capture have shown, and none that is used after it. Outside of a capture the borders have
+    no effect on what is gathered early. Differentiable: the backward leaves what the forward enters.
+
+    Args:
+        input: any tensor, of which the gradient is wanted where the backward is captured, too.
+        group_name: of the ranks that have parts of the weights.
+
+    Returns:
+        A tensor with the same values, strides and dtype.
+
+    Raises:
+        ValueError: no such group, or a sparse tensor.
+    """
+    result: Tensor = _ops.enter_gather_region.default(input, group_name)
+    return result
+
+
+def leave_gather_region(output: Tensor, group_name: str) -> Tensor:
+    """Return a copy of the output of what :func:`enter_gather_region` has entered.
+
+    In a capture, the stream waits for what was gathered early and not used, as the capture of all streams must end
+    together.
+
+    Args:
+        output: any tensor; with several outputs, the one that is computed last.
+        group_name: that of :func:`enter_gather_region`.
+
+    Returns:
+        A tensor with the same values, strides and dtype.
+
+    Raises:
+        ValueError: no such group, or a sparse tensor.
+    """
+    result: Tensor = _ops.leave_gather_region.default(output, group_name)
+    return result
 
 
 def clear_gathers(group_name: str) -> None:

@@ -1,5 +1,5 @@
 """Tensor parallelism: collectives along the first dimension, with gradients, or into buffers of the caller, and the
-cross entropy of logits whose columns are cut over ranks.
+cross entropy of logits whose columns are sharded over ranks.
 
 R is the number of ranks of the group. All ranks make the same calls in the same order, with the same shapes and
 dtypes. On a CPU the ranks compare each call (op, dtype, rows, width, whether a gradient is wanted) before payload
@@ -102,7 +102,7 @@ def cross_entropy_over_ranks(
     ignore_index: int = -100,
     timeout_ms: int = -1,
 ) -> Tensor:
-    """Return the cross entropy of each row of logits, the columns of which are cut over ranks.
+    """Return the cross entropy of each row of logits, the columns of which are sharded over ranks.
 
     For the whole logits x of a row ``[vocabulary]``, its target t and ``log_softmax(x) = x - max(x) - log(sum(exp(x -
     max(x))))``: ``(label_smoothing - 1) * log_softmax(x)[t] - label_smoothing * mean(log_softmax(x))``, as
@@ -114,7 +114,7 @@ def cross_entropy_over_ranks(
             vocabulary are padding: nothing depends on their values.
         target: ``[...]`` int64 or int32, the same on every rank: columns of the vocabulary, or ``ignore_index``.
         vocabulary: columns of all ranks without padding, at least 1.
-        num_ranks, group_name, timeout_ms: see above; 1 and ``""`` for logits that are not cut.
+        num_ranks, group_name, timeout_ms: see above; 1 and ``""`` for logits that are not sharded.
         label_smoothing: at least 0 and below 1.
         ignore_index: the target of rows that do not count. Their logits are not read.
 

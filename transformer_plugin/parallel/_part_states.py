@@ -1,4 +1,4 @@
-"""State dicts of modules and optimizers with weights that are cut over ranks: they hold and load whole weights."""
+"""State dicts of modules and optimizers with weights that are sharded over ranks: they hold and load whole weights."""
 
 from __future__ import annotations
 

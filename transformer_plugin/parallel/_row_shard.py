@@ -1,4 +1,4 @@
-"""How the first dimension of a weight is cut over ranks: zero rows are appended until all ranks have equally many, each
+"""How the first dimension of a weight is sharded over ranks: zero rows are appended until all ranks have equally many, each
 a multiple of the rows that one scale covers."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def refuse(argument: str, expected: str, got: Any, advice: str) -> NoReturn:
 
 @dataclass(frozen=True)
 class RowShard:
-    """The cut of ``rows`` rows over ``ranks`` ranks, in steps of ``align`` rows. Pure arithmetic.
+    """The shards of ``rows`` rows over ``ranks`` ranks, in steps of ``align`` rows. Pure arithmetic.
 
     Wrong numbers, ranks and sizes are a ``ValueError``.
     """

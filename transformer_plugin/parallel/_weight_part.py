@@ -24,7 +24,7 @@ REPLACED = "replaced_by_part"
 
 @dataclass(frozen=True)
 class WeightPart:
-    """A part of a weight whose first dimension is cut over the ranks of a group."""
+    """A part of a weight whose first dimension is sharded over the ranks of a group."""
 
     #: Of the parameter in the module that was sharded.
     name: str

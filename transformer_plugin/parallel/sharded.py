@@ -1,4 +1,4 @@
-"""Weights that are cut over ranks: each rank keeps a part, and layers gather the whole for a product."""
+"""Weights that are sharded over ranks: each rank keeps a part, and layers gather the whole for a product."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class _Options(NamedTuple):
     mean: bool
     bfloat16_parts: bool
     timeout_ms: int | None
-    #: Of the weights that this call cuts.
+    #: Of the weights that this call shards.
     set: int
 
 
@@ -87,7 +87,7 @@ def shard_(
         The module.
 
     Raises:
-        ValueError: what cannot be cut, or differs between ranks; nothing is changed then.
+        ValueError: what cannot be sharded, or differs between ranks; nothing is changed then.
         PeerTimeoutError: a rank does not call this.
     """
     group = _process_group(group)
@@ -180,13 +180,13 @@ def _check(target: _Target, ranks: tuple[int, ...], options: _Options) -> None:
     name, layer, weight = target.full_name, target.module, target.weight
     part = part_of(weight)
     if part is not None:
-        got = f"'{name}', which is cut over the ranks {list(part.ranks)} already"
+        got = f"'{name}', which is sharded over the ranks {list(part.ranks)} already"
         _refuse("module", "whole weights", got, "Call shard_ once, or choose layers with 'filter'")
     if hasattr(weight, "to_local") or type(weight) is not Parameter:
-        got = f"'{name}', a {type(weight).__name__}, which another wrapper has cut or quantized"
+        got = f"'{name}', a {type(weight).__name__}, which another wrapper has sharded or quantized"
         advice = (
             "Call shard_ before fully_shard, with other ranks; experts of a MoE need dtensor=False, and quantized_init "
-            "makes parameters that cannot be cut"
+            "makes parameters that cannot be sharded"
         )
         _refuse("module", "plain parameters", got, advice)
     experts = getattr(layer, "_expert_ranks", None)
@@ -226,7 +226,7 @@ def _check_format(target: _Target, options: _Options) -> None:
 
 
 def _compare_ranks(targets: list[_Target], group: ProcessGroup, options: _Options, prefetch: int) -> None:
-    """Raises on all ranks if they do not cut the same weights in the same way."""
+    """Raises on all ranks if they do not shard the same weights in the same way."""
     lines = [f"{t.full_name} {list(t.weight.shape)} {t.weight.dtype} {_formats_of(t)}" for t in targets]
     mine = "\n".join([f"{options._replace(set=0)} prefetch={prefetch}", *lines])
     every = torch.ops.transformer_plugin.all_gather_text.default(group.group_name, mine, -1)

@@ -1,0 +1,89 @@
+// enter_gather_region and leave_gather_region: the input unchanged, at the borders of what is captured in CUDA graphs of its
+// own, such as one layer. In a capture weights are gathered early only between the two, and nothing is left in flight after
+// the second. Each is the gradient of the other, so that the backward has the same borders in reverse.
+#include <ATen/ops/empty_like.h>
+
+#include "common/autograd.h"
+#include "common/check.h"
+#include "common/register.h"
+#include "common/tensor.h"
+#include "sharded/group_weights.h"
+
+namespace transformer_plugin::sharded {
+namespace {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+struct Enter {
+  static constexpr const char* kName = "enter_gather_region";
+  static constexpr const char* kArgument = "input";
+  static void note(GatherCache& gathers, const Place& place) { gathers.enter_region(place); }
+};
+
+struct Leave {
+  static constexpr const char* kName = "leave_gather_region";
+  static constexpr const char* kArgument = "output";
+  static void note(GatherCache& gathers, const Place& place) { gathers.leave_region(place); }
+};
+
+template <typename Border>
+Tensor call(const Tensor& input, const std::string& group_name) {
+  static const auto op = find_op<Tensor(const Tensor&, std::string)>(Border::kName);
+  return op.call(input, group_name);
+}
+
+// An op returns no alias of its argument, so the input is copied.
+template <typename Border>
+Tensor kernel(const Tensor& input, std::string group_name) {
+  check_strided({Border::kName, Border::kArgument, input});
+  distributed::RankGroup group(Border::kName, group_name, -1, input);
+  Border::note(GroupWeights::of(group.state()).gathers, current_place(input.device()));
+  return input.clone();
+}
+
+template <typename Border>
+Tensor meta(const Tensor& input, std::string) {
+  check_strided({Border::kName, Border::kArgument, input});
+  return at::empty_like(input);
+}
+
+template <typename Border, typename Other>
+class BorderFunction : public CheckedFunction<BorderFunction<Border, Other>> {
+ public:
+  static constexpr const char* kName = Border::kName;
+  static constexpr bool is_traceable = true;
+
+  static Tensor forward(AutogradContext* ctx, const Tensor& input, const std::string& group_name) {
+    ctx->saved_data["group_name"] = group_name;
+    const BelowAutograd guard;
+    return call<Border>(input, group_name);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    return {call<Other>(grads[0], ctx->saved_data["group_name"].toStringRef()), Tensor()};
+  }
+};
+
+template <typename Border, typename Other>
+Tensor autograd(const Tensor& input, std::string group_name) {
+  if (any_wants_grad(input)) return BorderFunction<Border, Other>::apply(input, group_name);
+  const BelowAutograd guard;
+  return call<Border>(input, group_name);
+}
+
+Tensor enter_autograd(const Tensor& input, std::string group_name) {
+  return autograd<Enter, Leave>(input, std::move(group_name));
+}
+
+Tensor leave_autograd(const Tensor& input, std::string group_name) {
+  return autograd<Leave, Enter>(input, std::move(group_name));
+}
+
+}  // namespace
+
+TP_IMPL(Enter::kName, kernel<Enter>, meta<Enter>, enter_autograd);
+TP_IMPL(Leave::kName, kernel<Leave>, meta<Leave>, leave_autograd);
+
+}  // namespace transformer_plugin::sharded
