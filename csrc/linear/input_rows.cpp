@@ -18,8 +18,8 @@ bool rows_travel_quantized(const Tensor& rows, const Format& format, std::string
 
 Quantized gathered(const Quantized& part, int64_t rows, const InputRanks& ranks) {
   const std::string count = std::to_string(ranks.ranks);
-  const std::string key = "rows=" + std::to_string(rows * ranks.ranks) + ",ranks=" + count +
-                          ",group=" + std::string(ranks.group);
+  const std::string key =
+      "rows=" + std::to_string(rows * ranks.ranks) + ",ranks=" + count + ",group=" + std::string(ranks.group);
   return sharded::gather_weight(part, key, false);
 }
 

@@ -80,10 +80,18 @@ Gather checked(const Tensor& data, const OptionalTensor& scale_inv, const Option
   return gather;
 }
 
+// In place of a tensor that does not exist. Without an allocator, which takes the host as long as for a weight.
+Tensor no_elements(const Tensor& like) {
+  if (is_traced(like) || like.is_meta()) return empty(like, {0}, at::kFloat);
+  c10::Storage storage(c10::Storage::use_byte_size_t(), 0, c10::DataPtr(nullptr, like.device()), nullptr,
+                       false);
+  const auto key = like.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU;
+  return at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key),
+                                                  caffe2::TypeMeta::Make<float>());
+}
+
 Three as_three(std::vector<Tensor> tensors, const Tensor& like) {
-  const auto at = [&](size_t i) {
-    return tensors.size() > i ? tensors[i] : at::empty({0}, like.options().dtype(at::kFloat));
-  };
+  const auto at = [&](size_t i) { return tensors.size() > i ? tensors[i] : no_elements(like); };
   return {at(0), at(1), at(2)};
 }
 

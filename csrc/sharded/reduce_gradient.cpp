@@ -211,8 +211,8 @@ Tensor reduce_gradient(const Tensor& parts, std::string_view shard_key, const Gr
 Tensor finish_gradient(const Tensor& token, const Tensor& parts, const Tensor& weight,
                        std::string_view shard_key, const Tensor& after) {
   if (parse_weight_shard(kFinishOp, shard_key).is_foreign()) return token;  // it is the gradient already
-  using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, std::string_view,
-                           const std::optional<Tensor>&);
+  using Signature =
+      Tensor(const Tensor&, const Tensor&, const Tensor&, std::string_view, const std::optional<Tensor>&);
   static const auto op = find_op<Signature>(kFinishOp);
   return op.call(token, parts, weight, shard_key, as_optional(after));
 }

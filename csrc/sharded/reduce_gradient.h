@@ -12,9 +12,9 @@ namespace transformer_plugin::sharded {
 
 // Where the sum of the ranks' gradients goes.
 struct GradientTarget {
-  at::Tensor weight;                    // this rank's part, which the gradient belongs to
+  at::Tensor weight;                         // this rank's part, which the gradient belongs to
   std::optional<at::Tensor> main_grad = {};  // the buffer to write; otherwise the gradient is returned
-  bool accumulate = true;               // or write over what the buffer holds
+  bool accumulate = true;                    // or write over what the buffer holds
 };
 
 // A buffer for the gradient of the whole weight as this rank computes it, with rows of zeros after it, which reduce_gradient

@@ -23,7 +23,8 @@ void Reductions::submit(const at::Tensor& parts, const at::Tensor& out, std::fun
   while (running_.size() >= kMostRunning) finish_oldest();
   const int backward = torch::autograd::get_current_graph_task_id();
   running_.push_back(
-      {parts, out, token, std::move(sum), std::move(deliver), backward, Ready(parts.device()), {}});
+      {parts, out, token, std::move(sum), std::move(deliver), backward, stream_.here(parts.device()), {}});
+  if (token.defined()) enqueue_locked();
   if (backward == backward_ || backward < 0) return;
   backward_ = backward;
   torch::autograd::Engine::get_default_engine().queue_callback([this] { finish_all(); });

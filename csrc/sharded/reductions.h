@@ -13,7 +13,7 @@ namespace transformer_plugin::sharded {
 // most two are in flight, which bounds the memory; at the end of the backward, none.
 //
 // A sum is enqueued after the next gather, because collectives of one group run one after the other: the gather is needed soon,
-// the sum only at the end.
+// the sum only at the end. A sum with a token is needed before the gather, and is enqueued at once.
 class Reductions {
  public:
   // Takes `sum`, which reads `parts` and writes `out`, for a side stream. `token`: by which it is found again, or none.

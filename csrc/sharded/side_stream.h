@@ -7,24 +7,54 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "distributed/progress.h"
 
 namespace transformer_plugin::sharded {
 
-// A point that the current stream reaches; on a CPU, now.
-class Ready {
+// Events of one device, which are used again: to make and destroy one takes the host longer than to record it.
+class EventPool {
  public:
-  explicit Ready(c10::Device device) : device_(device) {
-    if (device.is_cpu()) return;
-    event_ = std::make_shared<c10::Event>(device.type());
-    event_->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+  // One that nothing refers to any more. What was made to wait for its last record still does.
+  std::shared_ptr<c10::Event> take(c10::Device device) {
+    std::unique_ptr<c10::Event> event;
+    {
+      const std::lock_guard<std::mutex> lock(free_->mutex);
+      if (free_->device != device) {
+        free_->events.clear();
+        free_->device = device;
+      }
+      if (!free_->events.empty()) {
+        event = std::move(free_->events.back());
+        free_->events.pop_back();
+      }
+    }
+    if (!event) event = std::make_unique<c10::Event>(device.type());
+    return {event.release(), [free = free_, device](c10::Event* used) {
+              std::unique_ptr<c10::Event> owned(used);
+              const std::lock_guard<std::mutex> lock(free->mutex);
+              if (free->device == device) free->events.push_back(std::move(owned));
+            }};
   }
 
  private:
+  struct Free {
+    std::mutex mutex;
+    std::optional<c10::Device> device;
+    std::vector<std::unique_ptr<c10::Event>> events;
+  };
+  std::shared_ptr<Free> free_ = std::make_shared<Free>();
+};
+
+// A point that a stream reaches; on a CPU, the time at which this was made.
+class Ready {
+ private:
   friend class SideStream;
+  explicit Ready(c10::Device device) : device_(device) {}
   c10::Device device_;
   std::shared_ptr<c10::Event> event_;
 };
@@ -46,6 +76,14 @@ class Done {
 // runs at once.
 class SideStream {
  public:
+  // The point at which the current stream is.
+  Ready here(c10::Device device) {
+    Ready ready(device);
+    if (device.is_cpu()) return ready;
+    ready.event_ = events_.take(device);
+    ready.event_->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+    return ready;
+  }
   // Runs `work` on the stream, after `ready`.
   template <typename Work>
   Done run_after(const Ready& ready, Work&& work) {
@@ -65,18 +103,19 @@ class SideStream {
       const c10::StreamGuard guard(side);
       std::forward<Work>(work)();
     }
-    done.event_ = std::make_shared<c10::Event>(device.type());
+    done.event_ = events_.take(device);
     done.event_->record(side);
     return done;
   }
   // The same after everything that the current stream has.
   template <typename Work>
   Done run(c10::Device device, Work&& work) {
-    return run_after(Ready(device), std::forward<Work>(work));
+    return run_after(here(device), std::forward<Work>(work));
   }
 
  private:
   std::optional<c10::Stream> stream_;
+  EventPool events_;
 };
 
 // What the current stream of a device is, and which capture it is part of. Work that began in another place is not

@@ -1,5 +1,5 @@
-"""Layers with sharded weights that are captured one by one, each in graphs of its own for the forward and the backward, and
-the borders between which weights are gathered early in such a capture."""
+"""Layers with sharded weights that are captured one by one, each in graphs of its own for the forward and the backward,
+and the borders between which weights are gathered early in such a capture."""
 
 from __future__ import annotations
 

@@ -215,7 +215,7 @@ def check_wrappers(rank: Rank, folder: str) -> None:
 
     cut = shard_(dense(None, rank.device), rank.group)
     with pytest.raises(
-        ValueError, match="fully_shard: argument 'module': expected weights that no other wrapper"
+        ValueError, match="fully_shard: argument 'module': expected weights that nothing else has sharded"
     ):
         fully_shard(cut)
     async_save({"model": cut.state_dict()}, checkpoint_id=folder).result()

@@ -1,5 +1,5 @@
-"""Weights that are sharded over ranks: outputs and gradients of the layer with the whole weight, bit for bit, with other
-inputs on each rank."""
+"""Weights that are sharded over ranks: outputs and gradients of the layer with the whole weight, bit for bit, with
+other inputs on each rank."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class QuantizedWeightMixin(ExpertShardMixin, ShardedWeightMixin):
     _formats: tuple[str, str, str]
     #: The quantized copy that forwards read; None: each forward quantizes the weight.
     quantized_weight: QuantizedWeight | None = None
-    #: Whether the weight is sharded over ranks that exchange quantized parts (:func:`transformer_plugin.parallel.shard_`).
+    #: Whether it is sharded over ranks that exchange quantized parts (:func:`transformer_plugin.parallel.shard_`).
     gathers_quantized: bool = False
 
     def quantize_weights(self, first_micro_batch: bool | Tensor = True) -> None:

@@ -96,8 +96,8 @@ def linear(
             more memory where another layer keeps it, too. Not with stochastic rounding of the input.
         dgrad_out: where the backward writes the gradient of ``input``, contiguous, of its sizes and dtype; autograd
             gets that memory. Do not read or write it between the backward and the use of that gradient.
-        weight_shard: the key of a weight that is sharded over ranks (:mod:`transformer_plugin.ops.sharded`); ``weight``,
-            ``quantized_weight`` and ``main_grad`` are then this rank's part ``[n, K]``. Not with ``wgrad_queue``.
+        weight_shard: the key of a weight that is sharded over ranks (:mod:`transformer_plugin.ops.sharded`);
+            ``weight``, ``quantized_weight`` and ``main_grad`` are then this rank's part ``[n, K]``. Not with ``wgrad_queue``.
         input_ranks, input_group: the ranks over which the rows of ``input`` are sharded, see above.
 
     Returns:
@@ -181,14 +181,15 @@ def grouped_linear(
 
 
 def embedding(indices: Tensor, weight: Tensor, padding_idx: int = -1, weight_shard: str = "") -> Tensor:
-    """The rows of a table that indices name: ``torch.nn.functional.embedding``, for a table that may be sharded over ranks.
+    """The rows of a table that indices name: ``torch.nn.functional.embedding``, for a table that may be
+    sharded over ranks.
 
     Args:
         indices: ``[...]`` int32 or int64, of rows. On a GPU others are not noticed by the host, as in torch.
         weight: ``[N, K]``, any float dtype.
         padding_idx: a row without a gradient; -1: none.
-        weight_shard: the key of a table that is sharded over ranks (:mod:`transformer_plugin.ops.sharded`); ``weight`` is
-            then this rank's part ``[n, K]``.
+        weight_shard: the key of a table that is sharded over ranks (:mod:`transformer_plugin.ops.sharded`);
+            ``weight`` is then this rank's part ``[n, K]``.
 
     Returns:
         ``[..., K]`` in the dtype of ``weight``. Differentiable in ``weight``.

@@ -1,5 +1,5 @@
-"""How the first dimension of a weight is sharded over ranks: zero rows are appended until all ranks have equally many, each
-a multiple of the rows that one scale covers."""
+"""How the rows of a weight are sharded over ranks: zero rows are appended until all ranks have equally many, each a
+multiple of the rows that one scale covers."""
 
 from __future__ import annotations
 

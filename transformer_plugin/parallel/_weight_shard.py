@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class WeightShard:
-    """How the first dimension of a weight is sharded over the ranks of a group, see :mod:`transformer_plugin.ops.sharded`.
+    """How the rows of a weight are sharded over the ranks of a group, see :mod:`transformer_plugin.ops.sharded`.
 
     ``str()`` of it is the argument ``weight_shard`` of the ops of layers, and ``shard`` of
     :func:`~transformer_plugin.ops.gather_weight`.

@@ -103,8 +103,8 @@ def _check_not_quantized(params: list[Any]) -> None:
         part = part_of(parameter)
         if part is not None:
             raise ValueError(
-                "transformer_plugin::fully_shard: argument 'module': expected weights that no other wrapper has sharded, "
-                f"got '{part.name}', which shard_ has sharded over the ranks {list(part.ranks)}. Pass these parameters as "
+                "transformer_plugin::fully_shard: argument 'module': expected weights that nothing else has sharded, "
+                f"got '{part.name}', sharded by shard_ over the ranks {list(part.ranks)}. Pass these parameters as "
                 "ignored_params, or leave them to fully_shard alone."
             )
         slices = slices_of(parameter)
