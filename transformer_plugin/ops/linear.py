@@ -97,7 +97,8 @@ def linear(
         dgrad_out: where the backward writes the gradient of ``input``, contiguous, of its sizes and dtype; autograd
             gets that memory. Do not read or write it between the backward and the use of that gradient.
         weight_shard: the key of a weight that is sharded over ranks (:mod:`transformer_plugin.ops.sharded`);
-            ``weight``, ``quantized_weight`` and ``main_grad`` are then this rank's part ``[n, K]``. Not with ``wgrad_queue``.
+            ``weight``, ``quantized_weight`` and ``main_grad`` are then this rank's part ``[n, K]``. Not with
+            ``wgrad_queue``.
         input_ranks, input_group: the ranks over which the rows of ``input`` are sharded, see above.
 
     Returns:

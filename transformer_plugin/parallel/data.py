@@ -45,9 +45,9 @@ def data_parallel(
     parameters that are replicated on all ranks. The gradient of an expert contains the tokens of all ranks of the
     experts' group; it is divided by the size of that group. If several ranks hold the same expert, it is also averaged
     over them. Weights that :func:`~transformer_plugin.parallel.shard_` has sharded are averaged over the ranks that
-    have the same part, and slices of tensor parallelism over those that have the same slices. Tensor-parallel ranks have one
-    loss together. ``no_sync()`` works as usual. When the model is wrapped, the first of the ranks that hold the same
-    experts or parts broadcasts them to the others, and rank 0 broadcasts everything else.
+    have the same part, and slices of tensor parallelism over those that have the same slices. Tensor-parallel ranks
+    have one loss together. ``no_sync()`` works as usual. When the model is wrapped, the first of the ranks that hold
+    the same experts or parts broadcasts them to the others, and rank 0 broadcasts everything else.
 
     Args:
         model: any, with :class:`~transformer_plugin.nn.MoE` layers made with a ``group`` or a ``mesh``, sharded
