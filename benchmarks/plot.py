@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.common import RESULTS
 from benchmarks.moe_layer_page import layers_of, main_rows
-from benchmarks.plot_sharded import sharded_layers, sharded_trace
+from benchmarks.plot_sharded import sharded_layers, sharded_scale, sharded_trace
 
 IMAGES = RESULTS.parent.parent / "docs" / "images"
 OURS, TORCH, MUL = "#2458a6", "#c9741f", "#9a9a9a"
@@ -349,6 +349,7 @@ DRAWINGS: dict[str, Callable[[dict[str, Any]], Figure]] = {
     "quantize": quantize,
     "recipes": recipes,
     "sharded_layers": sharded_layers,
+    "sharded_scale": sharded_scale,
     "sharded_trace": sharded_trace,
     "train_moe": train_moe,
     "weight_gather": weight_gather,

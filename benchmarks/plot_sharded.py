@@ -75,3 +75,33 @@ def _draw(axes: Any, spans: list[dict[str, Any]], first: float) -> None:
     axes.set_yticks([0, 1, 2], ["sums", "gathers", "compute"], fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=8)
+
+
+def sharded_scale(result: dict[str, Any]) -> Figure:
+    """The part of a step that waits for other ranks, against their number: a model on paper."""
+    titles = {"dense": "8 dense layers", "experts": "4 layers of experts"}
+    where = {"nvlink": "within NVLink, as measured for two", "network": "50 GB/s for each GPU"}
+    figure, panels = pyplot.subplots(2, 2, figsize=(9, 6), layout="constrained", sharex=True, sharey=True)
+    for line, model in zip(panels, titles, strict=True):
+        for axes, place in zip(line, where, strict=True):
+            rows = [row for row in result["rows"] if (row["model"], row["where"]) == (model, place)]
+            tokens = list(dict.fromkeys(row["tokens"] for row in rows))
+            for format, style in (("bf16", "-"), ("fp8_block", "--")):
+                for i, count in enumerate(tokens):
+                    curve = [row for row in rows if (row["format"], row["tokens"]) == (format, count)]
+                    axes.plot(
+                        [row["ranks"] for row in curve],
+                        [100 * row["waiting_part"] for row in curve],
+                        style,
+                        color=pyplot.get_cmap("viridis")(i / len(tokens)),
+                        label=f"{count} tokens" if style == "-" else None,
+                    )
+            axes.set_xscale("log", base=2)
+            axes.set_xticks([2, 4, 8, 16, 32, 64], ["2", "4", "8", "16", "32", "64"])
+            axes.set_title(f"{titles[model]}, {where[place]}", fontsize=9)
+            axes.spines[["top", "right"]].set_visible(False)
+        line[0].set_ylabel("% of a step that waits")
+        line[0].legend(frameon=False, fontsize=8, title="a rank; dashes: FP8 blocks", title_fontsize=8)
+    for axes in panels[1]:
+        axes.set_xlabel("ranks")
+    return figure
