@@ -1,10 +1,10 @@
-"""How much of a step with sharded weights is waiting for other ranks, computed for numbers of ranks that were not measured.
+"""How much of a step with sharded weights is waiting for other ranks, for numbers of ranks that were not measured.
 
-A model on paper: products, gathers and sums of a step in the order in which ``parallel.shard_`` runs them, with times that
-are measured on two GPUs (``results/sharded_layers_cuda.json``) and scaled. Products take a time in proportion to tokens.
-An exchange moves ``(ranks - 1) / ranks`` of a weight at a bandwidth, after a latency for each other rank; within NVLink
-the bandwidth is the measured one, over a network it is assumed. While an exchange runs, products are slower by a measured
-part. For two ranks the result is compared with the measured step.
+A model on paper: products, gathers and sums of a step in the order in which ``parallel.shard_`` runs them, with times
+that are measured on two GPUs (``results/sharded_layers_cuda.json``) and scaled. Products take a time in proportion to
+tokens. An exchange moves ``(ranks - 1) / ranks`` of a weight at a bandwidth, after a latency for each other rank;
+within NVLink the bandwidth is the measured one, over a network it is assumed. While an exchange runs, products are
+slower by a measured part. For two ranks the result is compared with the measured step.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ class Clock:
 
 
 def step(weights: list[Weight], products: float, gathered_bytes: float, machine: Machine) -> Step:
-    """One forward and backward. ``products``: their seconds without exchanges, of which a third is the forward. The next
-    weight is gathered while one is used; a sum is begun after the next gather, as in ``csrc/sharded``."""
+    """One forward and backward. ``products``: their seconds without exchanges, of which a third is the forward. The
+    next weight is gathered while one is used; a sum is begun after the next gather, as in ``csrc/sharded``."""
     clock = Clock(machine.slowdown)
 
     def gather(weight: Weight) -> int:
@@ -152,8 +152,8 @@ class Measured(NamedTuple):
 
 
 def measured(rows: list[dict[str, Any]]) -> Measured:
-    """What is taken from the benchmark, of the rows of one model. How much exchanges slow products follows from bfloat16 with
-    sharded and with whole weights; the products in eight bits were only measured beside exchanges."""
+    """What is taken from the benchmark, of the rows of one model. How much exchanges slow products follows from
+    bfloat16 with sharded and with whole weights; products in eight bits were only measured beside exchanges."""
     by = {row["competitor"]: row for row in rows}
     weights = weights_of(rows[0])
     elements = sum(weight.elements for weight in weights)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
@@ -324,19 +324,22 @@ def _watch_clipping() -> None:
     @functools.wraps(original)
     def clip(parameters: Any, *arguments: Any, **options: Any) -> Any:
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        found: Any = next(filter(None, (part_of(p) or slices_of(p) for p in parameters)), None)
-        if found is not None:
-            advice = "Use transformer_plugin.parallel.clip_grad_norm_"
-            name = f"'{found.name}'" if isinstance(found, WeightPart) else "a tensor-parallel parameter"
-            got = f"{name}, of which each of {len(found.ranks)} ranks has a part"
-            text = message("clip_grad_norm_", "parameters", "whole parameters", got, advice)
-            raise ValueError(text)
+        _refuse_parts(parameters, "clip_grad_norm_", "parameters", "parallel.clip_grad_norm_")
         return original(parameters, *arguments, **options)
 
     for module in (clip_grad, torch.nn.utils):
         for name in ("_clip_grads_with_norm_", "clip_grads_with_norm_"):
             if hasattr(module, name):
                 setattr(module, name, clip)
+
+
+def _refuse_parts(parameters: Iterable[Tensor], op: str, argument: str, instead: str) -> None:
+    """Raises if one of the parameters is a part of a whole that ``op`` would need."""
+    found: Any = next(filter(None, (part_of(p) or slices_of(p) for p in parameters)), None)
+    if found is not None:
+        name = f"'{found.name}'" if isinstance(found, WeightPart) else "a tensor-parallel parameter"
+        got = f"{name}, of which each of {len(found.ranks)} ranks has a part"
+        raise ValueError(message(op, argument, "whole parameters", got, f"Use transformer_plugin.{instead}"))
 
 
 def _handling(method: Any) -> Any:
@@ -359,6 +362,8 @@ def _check_parameters(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                 name, by = parameter.__dict__[REPLACED]
                 got, advice = f"the whole '{name}', which {by} replaced", f"Make the optimizer after {by}"
                 raise ValueError(message(by, "optimizer", "parameters of the model", got, advice))
+        if isinstance(optimizer, torch.optim.Muon) and not getattr(optimizer, "handles_parts", False):
+            _refuse_parts(settings["params"], "torch.optim.Muon", "params", "optim.Muon")
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -11,6 +11,8 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from transformer_plugin.nn.quantized_weight import copies_of
+from transformer_plugin.parallel._tensor_slices import TENSOR_SLICES
+from transformer_plugin.parallel._weight_part import WEIGHT_PART
 from transformer_plugin.parallel.clip import gradient_of
 from transformer_plugin.tensor._base import FormatTensor
 
@@ -148,4 +150,8 @@ def _master_of(parameter: Tensor) -> Tensor:
     if isinstance(value, FormatTensor):
         kept = parameter.get_high_precision_init_val()  # type: ignore[attr-defined]
         value = value.dequantize(torch.float32) if kept is None else kept.to(value.device)
-    return value.to(torch.float32, copy=True).requires_grad_()
+    master = value.to(torch.float32, copy=True).requires_grad_()
+    for name in (WEIGHT_PART, TENSOR_SLICES):  # of a part, a part
+        if name in parameter.__dict__:
+            setattr(master, name, parameter.__dict__[name])
+    return master
