@@ -27,7 +27,7 @@ class Muon(torch.optim.Muon):
     """``torch.optim.Muon`` that is right for parts of weights, and takes stacks of experts ``[G, N, K]``.
 
     For a whole matrix ``[N, K]`` it gives what ``torch.optim.Muon`` gives, bit for bit. Of a matrix that
-    :func:`~transformer_plugin.parallel.shard_` or tensor parallelism has cut over ranks, it gathers the momentum update
+    :func:`~transformer_plugin.parallel.shard_` or tensor parallelism has sharded over ranks, it gathers the momentum update
     of the whole in bfloat16, orthogonalizes that, and applies this rank's rows and columns; so it gives these elements
     of the result for the whole matrix. Each matrix of a stack is orthogonalized by itself, in batched products; of
     sharded experts each rank has whole matrices, and nothing travels.
@@ -117,7 +117,7 @@ class Muon(torch.optim.Muon):
         return loss
 
     def _compare_ranks(self, parameters: Iterable[Tensor]) -> None:
-        """Raises if only some of the ranks over which a matrix is cut have a gradient of it."""
+        """Raises if only some of the ranks over which a matrix is sharded have a gradient of it."""
         places: dict[tuple[matrices.Group, ...], list[Target]] = {}
         for parameter in parameters:
             target = target_of(parameter)

@@ -19,7 +19,7 @@ BUCKET_BYTES = 2**30
 
 
 class Group(NamedTuple):
-    """Ranks over which a matrix is cut."""
+    """Ranks over which a matrix is sharded."""
 
     name: str
     ranks: int
@@ -34,7 +34,7 @@ class Target:
     parameter: Tensor
     #: None for a whole parameter.
     layout: PartLayout | None
-    #: How the matrices are cut: by rows, and into slices, of which each may be cut by rows.
+    #: How the matrices are sharded: by rows, and into slices, of which each may be sharded by rows.
     rows: WeightPart | None = None
     slices: TensorSlices | None = None
 
@@ -146,7 +146,7 @@ def add(target: Target, part: Tensor, whole: Tensor, alpha: Any) -> None:
 
 
 def flags_of_ranks(target: Target, flags: list[bool]) -> list[list[bool]]:
-    """The flags of all ranks over which a matrix is cut.
+    """The flags of all ranks over which a matrix is sharded.
 
     On a CPU they travel as a tensor; on a GPU, where reading one would wait for the stream, through the store.
     """
