@@ -322,6 +322,16 @@ TORCH_LIBRARY(transformer_plugin, m) {
   m.def(
       "reduce_scatter_out(Tensor parts, Tensor(a!) out, bool accumulate=False, int num_ranks=1, str "
       "group_name=\"\", int timeout_ms=-1, float factor=1.0) -> ()");
+  // start_all_gather, start_reduce_scatter: the same begun on a side stream, and a token for finish_all_gather and
+  // finish_reduce_scatter, which give the result. after: computed meanwhile, for compilers that order ops by operands.
+  m.def("start_all_gather(Tensor part, int num_ranks=1, str group_name=\"\", int timeout_ms=-1) -> Tensor");
+  m.def(
+      "finish_all_gather(Tensor token, Tensor part, int num_ranks=1, str group_name=\"\", int timeout_ms=-1, "
+      "Tensor? after=None) -> Tensor");
+  m.def("start_reduce_scatter(Tensor parts, int num_ranks=1, str group_name=\"\", int timeout_ms=-1) -> Tensor");
+  m.def(
+      "finish_reduce_scatter(Tensor token, Tensor parts, int num_ranks=1, str group_name=\"\", int timeout_ms=-1, "
+      "Tensor? after=None) -> Tensor");
   m.def("sum_over_ranks(Tensor input, int num_ranks=1, str group_name=\"\", int timeout_ms=-1) -> Tensor");
   m.def(
       "copy_to_ranks(Tensor(a) input, int num_ranks=1, str group_name=\"\", int timeout_ms=-1) -> Tensor(a)");

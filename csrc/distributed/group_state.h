@@ -65,6 +65,9 @@ struct GroupState {
   int64_t call_count = 0;
   std::vector<PlanRecord> plans;
 
+  // Collectives that ops have begun (tensor_parallel/started.cpp).
+  std::once_flag started_once;
+  std::shared_ptr<void> started;
   // Of weights that are sharded over the group's ranks (sharded/group_weights.h).
   std::once_flag weights_once;
   std::shared_ptr<void> weights;

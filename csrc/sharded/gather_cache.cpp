@@ -74,7 +74,7 @@ void GatherCache::clear() {
   const std::lock_guard<std::mutex> lock(mutex_);
   while (!early_.empty()) {
     const c10::Device device = early_.begin()->second.gathered.whole[0].device();
-    drop(early_.begin()->first, current_place(device));
+    drop(early_.begin()->first, distributed::current_place(device));
   }
   ids_.clear();
   sources_.clear();
@@ -209,7 +209,7 @@ std::vector<Tensor> GatherCache::take(Gather gather) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const BelowAutograd guard;
   const c10::Device device = gather.parts[0].device();
-  const Place place = current_place(device);
+  const Place place = distributed::current_place(device);
   if (!left_over_.empty()) free_left_over(place);
   const int64_t id = identify(gather, place);
   ++uses_;

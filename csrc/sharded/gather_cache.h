@@ -21,11 +21,15 @@
 
 #include "common/format.h"
 #include "distributed/rank_group.h"
+#include "distributed/side_stream.h"
 #include "sharded/planes.h"
-#include "sharded/side_stream.h"
 #include "sharded/weight_shard.h"
 
 namespace transformer_plugin::sharded {
+
+using distributed::Done;
+using distributed::Place;
+using distributed::SideStream;
 
 // What is gathered: the tensors of one direction of a weight.
 struct Gather {

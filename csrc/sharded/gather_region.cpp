@@ -39,7 +39,7 @@ template <typename Border>
 Tensor kernel(const Tensor& input, std::string group_name) {
   check_strided({Border::kName, Border::kArgument, input});
   distributed::RankGroup group(Border::kName, group_name, -1, input);
-  Border::note(GroupWeights::of(group.state()).gathers, current_place(input.device()));
+  Border::note(GroupWeights::of(group.state()).gathers, distributed::current_place(input.device()));
   return input.clone();
 }
 

@@ -5,7 +5,7 @@
 #include <functional>
 #include <mutex>
 
-#include "sharded/side_stream.h"
+#include "distributed/side_stream.h"
 
 namespace transformer_plugin::sharded {
 
@@ -31,8 +31,8 @@ class Reductions {
     std::function<void()> sum;  // empty: it is enqueued
     std::function<void()> deliver;
     int backward;  // torch's number of the backward that submitted it; -1: none
-    Ready ready;
-    Done done;
+    distributed::Ready ready;
+    distributed::Done done;
   };
 
   void enqueue_locked();
@@ -42,7 +42,7 @@ class Reductions {
   std::mutex mutex_;
   std::deque<Running> running_;
   std::deque<Running> finished_;  // with a token that has not come yet
-  SideStream stream_;
+  distributed::SideStream stream_;
   int backward_ = -1;  // torch's number of the backward whose end is waited for
 };
 

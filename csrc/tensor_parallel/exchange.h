@@ -22,6 +22,9 @@ void check_ranks(const char* op, const RankGroup& group, int64_t num_ranks);
 std::vector<c10::SymInt> reduced_sizes(const Argument& parts, int64_t num_ranks, int64_t timeout_ms);
 // [R * n, W]: this rank's part as each rank has it.
 at::Tensor exchanged_parts(const RankGroup& group, const at::Tensor& parts, const Phase& phase);
+// This rank's part of the sum over ranks, times `factor`, into a contiguous buffer, or added to it.
+void sum_parts_into(const RankGroup& group, const at::Tensor& parts, const Phase& phase,
+                    const at::Tensor& out, bool accumulate, double factor);
 // Elements of a row.
 int64_t width_of(const at::Tensor& tensor);
 // The header of a call. `wanted`: whether autograd will compute a gradient.

@@ -25,8 +25,12 @@ inline constexpr Phase kGatherWeight{204, "gather_weight", "parts"};
 inline constexpr Phase kSumOverRanks{205, "sum_over_ranks", "parts"};
 inline constexpr Phase kCrossEntropy{206, "cross_entropy_over_ranks", "parts"};
 
-inline constexpr Phase kAll[] = {kAllGather,    kReduceScatter, kAllGatherList, kReduceScatterOut,
-                                 kGatherWeight, kSumOverRanks,  kCrossEntropy};
+inline constexpr Phase kStartAllGather{207, "start_all_gather", "parts"};
+inline constexpr Phase kStartReduceScatter{208, "start_reduce_scatter", "parts"};
+
+inline constexpr Phase kAll[] = {kAllGather,        kReduceScatter,  kAllGatherList,
+                                 kReduceScatterOut, kGatherWeight,   kSumOverRanks,
+                                 kCrossEntropy,     kStartAllGather, kStartReduceScatter};
 
 }  // namespace phases
 

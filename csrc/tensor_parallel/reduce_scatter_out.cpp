@@ -34,16 +34,7 @@ void reduce_scatter_out(const Tensor& parts, const Tensor& out, bool accumulate,
   RankGroup group(kOp, group_name, timeout_ms, parts);
   check_ranks(kOp, group, num_ranks);
   group.begin_call(exchange_call(phases::kReduceScatterOut, "parts", parts, false), 1);
-  if (parts.is_cuda() && num_ranks > 1) {  // this rank's part stays where it is
-    const Tensor all = parts.contiguous().view({parts.size(0), width_of(parts)});
-    const Tensor received = group.exchange_with_others(all, phases::kReduceScatterOut);
-    const int64_t rows = all.size(0) / num_ranks;
-    const Tensor own = all.narrow(0, group.rank() * rows, rows);
-    distributed::sum_ranks_out(received, own, group.rank(), num_ranks, out, accumulate, factor);
-  } else {
-    const Tensor received = exchanged_parts(group, parts, phases::kReduceScatterOut);
-    distributed::sum_ranks_out(received, num_ranks, out, accumulate, factor);
-  }
+  sum_parts_into(group, parts, phases::kReduceScatterOut, out, accumulate, factor);
   mark_written(out);
 }
 
@@ -53,6 +44,20 @@ void reduce_scatter_out_meta(const Tensor& parts, const Tensor& out, bool, int64
 }
 
 }  // namespace
+
+void sum_parts_into(const RankGroup& group, const Tensor& parts, const Phase& phase, const Tensor& out,
+                    bool accumulate, double factor) {
+  const int64_t ranks = group.size();
+  if (parts.is_cuda() && ranks > 1) {  // this rank's part stays where it is
+    const Tensor all = parts.contiguous().view({parts.size(0), width_of(parts)});
+    const Tensor received = group.exchange_with_others(all, phase);
+    const int64_t rows = all.size(0) / ranks;
+    const Tensor own = all.narrow(0, group.rank() * rows, rows);
+    distributed::sum_ranks_out(received, own, group.rank(), ranks, out, accumulate, factor);
+  } else {
+    distributed::sum_ranks_out(exchanged_parts(group, parts, phase), ranks, out, accumulate, factor);
+  }
+}
 
 TP_IMPL_NO_GRADIENT(kOp, reduce_scatter_out, reduce_scatter_out_meta);
 

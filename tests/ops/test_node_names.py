@@ -52,6 +52,13 @@ def exchanged(name: str) -> Tensor:
     return torch.ops.transformer_plugin.combine(of(T, K), slot, source, T)
 
 
+def finished(name: str) -> Tensor:
+    operand = of(T, K)
+    token = getattr(ops, f"start_{name}")(operand)
+    result: Tensor = getattr(ops, f"finish_{name}")(token, operand)
+    return result
+
+
 #: For each node: the op that records it, and a call that has the node in its graph.
 CALLS: list[tuple[str, Callable[[], Tensor]]] = [
     ("swiglu", lambda: ops.swiglu(of(T, K))),
@@ -73,6 +80,8 @@ CALLS: list[tuple[str, Callable[[], Tensor]]] = [
     ("combine", lambda: exchanged("combine")),
     ("all_gather", lambda: ops.all_gather(of(T, K))),
     ("reduce_scatter", lambda: ops.reduce_scatter(of(T, K))),
+    ("finish_all_gather", lambda: finished("all_gather")),
+    ("finish_reduce_scatter", lambda: finished("reduce_scatter")),
     ("sum_over_ranks", lambda: ops.sum_over_ranks(of(T, K))),
     ("copy_to_ranks", lambda: ops.copy_to_ranks(of(T, K))),
     ("enter_gather_region", lambda: ops.enter_gather_region(of(T, K), "")),

@@ -30,8 +30,12 @@ __all__ = [
     "cross_entropy_over_ranks",
     "cross_entropy_over_ranks_backward",
     "cross_entropy_over_ranks_forward",
+    "finish_all_gather",
+    "finish_reduce_scatter",
     "reduce_scatter",
     "reduce_scatter_out",
+    "start_all_gather",
+    "start_reduce_scatter",
     "sum_over_ranks",
 ]
 
@@ -90,6 +94,55 @@ def all_gather_list_out(
             "list. Pass tensors to gather."
         )
     with_peers(_ops.all_gather_list_out.default, parts, out, num_ranks, group_name, timeout_ms)
+
+
+def start_all_gather(part: Tensor, num_ranks: int = 1, group_name: str = "", timeout_ms: int = -1) -> Tensor:
+    """Begin :func:`all_gather` on a side stream.
+
+    Until :func:`finish_all_gather` the part must not be written. All ranks begin and finish the same collectives in the
+    same order; any number may be in flight. In a CUDA graph both steps belong to the same capture.
+
+    Args:
+        part, num_ranks, group_name, timeout_ms: as in :func:`all_gather`.
+
+    Returns:
+        A token, int64 ``[1]``, to be kept until it is finished. On a CPU the collective is complete.
+
+    Not differentiable: the gradient belongs to the second step.
+
+    Raises:
+        TypeError, ValueError: sizes or dtypes do not match, on this rank or between ranks.
+        PeerTimeoutError: a rank did not take part in time.
+    """
+    return with_peers(_ops.start_all_gather.default, part, num_ranks, group_name, timeout_ms)
+
+
+def finish_all_gather(
+    token: Tensor,
+    part: Tensor,
+    num_ranks: int = 1,
+    group_name: str = "",
+    timeout_ms: int = -1,
+    after: Tensor | None = None,
+) -> Tensor:
+    """Return what :func:`start_all_gather` has begun: on CUDA the current stream waits for it, and not the host.
+
+    Args:
+        token: what that returned, once.
+        part, num_ranks, group_name, timeout_ms: its arguments.
+        after: a tensor that is computed while the parts travel. Its values are not read: a compiler that orders ops by
+            their operands would wait at once without it.
+
+    Returns:
+        That of :func:`all_gather`.
+
+    Differentiable in ``part``, as :func:`all_gather`.
+
+    Raises:
+        TypeError, ValueError: sizes or dtypes do not match, on this rank or between ranks.
+        PeerTimeoutError: a rank did not take part in time.
+    """
+    return with_peers(_ops.finish_all_gather.default, token, part, num_ranks, group_name, timeout_ms, after)
 
 
 def cross_entropy_over_ranks(
@@ -219,6 +272,54 @@ def reduce_scatter(
         PeerTimeoutError: a rank did not take part in time.
     """
     return with_peers(_ops.reduce_scatter.default, parts, num_ranks, group_name, timeout_ms, wanted)
+
+
+def start_reduce_scatter(
+    parts: Tensor, num_ranks: int = 1, group_name: str = "", timeout_ms: int = -1
+) -> Tensor:
+    """Begin :func:`reduce_scatter` on a side stream, as :func:`start_all_gather` does.
+
+    Args:
+        parts, num_ranks, group_name, timeout_ms: as in :func:`reduce_scatter`. The parts are not written meanwhile.
+
+    Returns:
+        A token for :func:`finish_reduce_scatter`, int64 ``[1]``.
+
+    Not differentiable.
+
+    Raises:
+        TypeError, ValueError: sizes or dtypes do not match, on this rank or between ranks.
+        PeerTimeoutError: a rank did not take part in time.
+    """
+    return with_peers(_ops.start_reduce_scatter.default, parts, num_ranks, group_name, timeout_ms)
+
+
+def finish_reduce_scatter(
+    token: Tensor,
+    parts: Tensor,
+    num_ranks: int = 1,
+    group_name: str = "",
+    timeout_ms: int = -1,
+    after: Tensor | None = None,
+) -> Tensor:
+    """Return what :func:`start_reduce_scatter` has begun: on CUDA the current stream waits for it, and not the host.
+
+    Args:
+        token: what that returned, once.
+        parts, num_ranks, group_name, timeout_ms: its arguments.
+        after: as in :func:`finish_all_gather`.
+
+    Returns:
+        That of :func:`reduce_scatter`.
+
+    Differentiable in ``parts``, as :func:`reduce_scatter`.
+
+    Raises:
+        TypeError, ValueError: sizes or dtypes do not match, on this rank or between ranks.
+        PeerTimeoutError: a rank did not take part in time.
+    """
+    arguments = (token, parts, num_ranks, group_name, timeout_ms, after)
+    return with_peers(_ops.finish_reduce_scatter.default, *arguments)
 
 
 def reduce_scatter_out(

@@ -27,10 +27,10 @@ class Muon(torch.optim.Muon):
     """``torch.optim.Muon`` that is right for parts of weights, and takes stacks of experts ``[G, N, K]``.
 
     For a whole matrix ``[N, K]`` it gives what ``torch.optim.Muon`` gives, bit for bit. Of a matrix that
-    :func:`~transformer_plugin.parallel.shard_` or tensor parallelism has sharded over ranks, it gathers the momentum update
-    of the whole in bfloat16, orthogonalizes that, and applies this rank's rows and columns; so it gives these elements
-    of the result for the whole matrix. Each matrix of a stack is orthogonalized by itself, in batched products; of
-    sharded experts each rank has whole matrices, and nothing travels.
+    :func:`~transformer_plugin.parallel.shard_` or tensor parallelism has sharded over ranks, it gathers the momentum
+    update of the whole in bfloat16, orthogonalizes that, and applies this rank's rows and columns; so it gives these
+    elements of the result for the whole matrix. Each matrix of a stack is orthogonalized by itself, in batched
+    products; of sharded experts each rank has whole matrices, and nothing travels.
 
     Muon is for the matrices of hidden layers. Give embeddings, the head, biases (also ``[G, N]`` of experts) and norms
     to another optimizer, after ``shard_``::

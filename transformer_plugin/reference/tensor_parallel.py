@@ -23,6 +23,15 @@ def reduce_scatter(parts: list[Tensor]) -> list[Tensor]:
     return [chunk.contiguous() for chunk in total.to(dtype).tensor_split(len(parts))]
 
 
+def start_all_gather(part: list[Tensor]) -> list[Tensor]:
+    """Returns tokens, which mean nothing here; so does the other start."""
+    return [torch.zeros(1, dtype=torch.int64) for _ in part]
+
+
+start_reduce_scatter = start_all_gather
+finish_all_gather, finish_reduce_scatter = all_gather, reduce_scatter
+
+
 def sum_over_ranks(input: list[Tensor]) -> list[Tensor]:
     """Returns the sum on every rank, made in ascending order of ranks and rounded once."""
     whole = torch.cat([part.reshape(1, -1) for part in input]).t()  # a row for each element
@@ -121,6 +130,4 @@ def finish_reduce_gradient(parts: list[Tensor], mean: bool = False) -> list[Tens
     return out
 
 
-def start_reduce_gradient(parts: list[Tensor]) -> list[Tensor]:
-    """Returns tokens, which mean nothing here."""
-    return [torch.zeros(1, dtype=torch.int64) for _ in parts]
+start_reduce_gradient = start_all_gather

@@ -273,6 +273,13 @@ def _expert_parallel_calls(draw: Draw, indices: Tensor, experts: int, capacity: 
     yield "reduce_scatter", "", {"parts": draw(tokens, K), "num_ranks": 1, **group}
     yield "sum_over_ranks", "", {"input": draw(tokens, K), "num_ranks": 1, **group}
     yield "copy_to_ranks", "", {"input": draw(tokens, K), "num_ranks": 1, **group}
+    token = torch.zeros(1, dtype=torch.int64, device=indices.device)
+    for name, given in (
+        ("all_gather", {"part": draw(tokens, K)}),
+        ("reduce_scatter", {"parts": draw(tokens, K)}),
+    ):
+        yield f"start_{name}", "", {**given, "num_ranks": 1, **group}
+        yield f"finish_{name}", "", {"token": token, **given, "num_ranks": 1, **group}
     both = {"parts": [draw(tokens, K), draw(K)], "out": [draw(tokens, K), draw(K)]}
     yield "all_gather_list_out", "", {**both, "num_ranks": 1, **group}
     summed = {"parts": draw(tokens, K), "out": draw(tokens, K), "accumulate": True}
@@ -287,7 +294,6 @@ def _expert_parallel_calls(draw: Draw, indices: Tensor, experts: int, capacity: 
     begun = {"parts": summed["parts"], "shard": f"rows={tokens},ranks=1,mean,group="}
     begun["weight"] = draw(tokens, K)
     yield "start_reduce_gradient", "", begun
-    token = torch.zeros(1, dtype=torch.int64, device=indices.device)
     yield "finish_reduce_gradient", "", {"token": token, **begun}
     yield "configure_gathers", "", {"group_name": "", "distance": 1, "in_graphs": False}
     for name in ("clear_gathers", "count_gathers"):

@@ -14,7 +14,7 @@
 
 #include "distributed/progress.h"
 
-namespace transformer_plugin::sharded {
+namespace transformer_plugin::distributed {
 
 // Events of one device, which are used again: to make and destroy one takes the host longer than to record it.
 class EventPool {
@@ -134,9 +134,9 @@ inline Place current_place(c10::Device device) {
   const c10::Stream stream = streams.getStream(device);
   place.stream = stream.id();
 #ifdef TRANSFORMER_PLUGIN_CUDA
-  place.capture = distributed::capture_of(streams.getStreamNativeHandle(stream));
+  place.capture = capture_of(streams.getStreamNativeHandle(stream));
 #endif
   return place;
 }
 
-}  // namespace transformer_plugin::sharded
+}  // namespace transformer_plugin::distributed

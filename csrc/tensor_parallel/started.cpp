@@ -1,0 +1,212 @@
+// start_all_gather and finish_all_gather, start_reduce_scatter and finish_reduce_scatter: the collectives in two steps. The first
+// begins one on a side stream and returns a token, the second gives the result, for which the current stream then waits. On a
+// CPU the first does it all. The gradient is that of the collective as a whole and belongs to the second step.
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <deque>
+#include <mutex>
+
+#include "common/register.h"
+#include "common/tensor.h"
+#include "distributed/side_stream.h"
+#include "tensor_parallel/exchange.h"
+
+namespace transformer_plugin::tensor_parallel {
+namespace {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// The collectives of a group that were begun and not finished.
+class Started {
+ public:
+  static Started& of(distributed::GroupState& state) {
+    std::call_once(state.started_once, [&] { state.started = std::make_shared<Started>(); });
+    return *static_cast<Started*>(state.started.get());
+  }
+
+  // Runs `exchange`, which reads `operand` and writes `out`. Returns the token.
+  template <typename Exchange>
+  Tensor begin(const Tensor& operand, const Tensor& out, Exchange&& exchange) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    drop_forgotten();
+    const Tensor token = at::zeros({1}, operand.options().dtype(at::kLong).requires_grad(false));
+    const distributed::Done done = stream_.run(operand.device(), std::forward<Exchange>(exchange));
+    running_.push_back({operand, out, token.storage().getWeakStorageImpl(), done});
+    return token;
+  }
+
+  // The result, for which the current stream waits; undefined if the token is of none.
+  Tensor finish(const Tensor& token) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = std::find_if(running_.begin(), running_.end(), [&](const Running& running) {
+      return running.token._unsafe_get_target() == token.storage().unsafeGetStorageImpl() &&
+             !running.token.expired();
+    });
+    if (found == running_.end()) return {};
+    found->done.wait();
+    const Tensor out = found->out;
+    running_.erase(found);
+    return out;
+  }
+
+ private:
+  struct Running {
+    Tensor operand, out;  // kept until the current stream has waited, as their memory belongs to it
+    c10::weak_intrusive_ptr<c10::StorageImpl> token;
+    distributed::Done done;
+  };
+
+  // Those whose token is gone, as after an error.
+  void drop_forgotten() {
+    std::erase_if(running_, [](const Running& running) {
+      if (!running.token.expired()) return false;
+      running.done.wait();
+      return true;
+    });
+  }
+
+  std::mutex mutex_;
+  std::deque<Running> running_;
+  distributed::SideStream stream_;
+};
+
+// What the two collectives differ in.
+struct AllGather {
+  static constexpr const char* kName = "finish_all_gather";
+  static constexpr const char *kStart = "start_all_gather", *kOperand = "part";
+  static constexpr Phase kPhase = phases::kStartAllGather;
+  static constexpr auto whole = call_all_gather;
+  static constexpr auto gradient = call_reduce_scatter;
+
+  static std::vector<c10::SymInt> sizes(const Argument& part, int64_t num_ranks, int64_t timeout_ms) {
+    check_exchange(part, num_ranks, timeout_ms);
+    std::vector<c10::SymInt> result(part.tensor.sym_sizes().begin(), part.tensor.sym_sizes().end());
+    result[0] = result[0] * num_ranks;
+    return result;
+  }
+  static void run(const RankGroup& group, const Tensor& part, const Tensor& out) {
+    group.all_gather_list({part}, {out}, kPhase);
+  }
+};
+
+struct ReduceScatter {
+  static constexpr const char* kName = "finish_reduce_scatter";
+  static constexpr const char *kStart = "start_reduce_scatter", *kOperand = "parts";
+  static constexpr Phase kPhase = phases::kStartReduceScatter;
+  static constexpr auto whole = call_reduce_scatter;
+  static constexpr auto gradient = call_all_gather;
+  static constexpr auto sizes = reduced_sizes;
+
+  static void run(const RankGroup& group, const Tensor& parts, const Tensor& out) {
+    sum_parts_into(group, parts, kPhase, out, false, 1);
+  }
+};
+
+template <typename Op>
+Tensor start(const Tensor& operand, int64_t num_ranks, std::string group_name, int64_t timeout_ms) {
+  const auto sizes = Op::sizes({Op::kStart, Op::kOperand, operand}, num_ranks, timeout_ms);
+  const BelowAutograd guard;
+  const auto group = std::make_shared<RankGroup>(Op::kStart, group_name, timeout_ms, operand);
+  check_ranks(Op::kStart, *group, num_ranks);
+  const Tensor values = operand.detach();
+  const Tensor out = empty(values, sizes, values.scalar_type());
+  return Started::of(group->state()).begin(values, out, [&] {
+    if (num_ranks == 1) {
+      out.copy_(values);
+      return;
+    }
+    group->begin_call(exchange_call(Op::kPhase, Op::kOperand, values, false), 1);
+    Op::run(*group, values, out);
+  });
+}
+
+template <typename Op>
+Tensor start_meta(const Tensor& operand, int64_t num_ranks, std::string, int64_t timeout_ms) {
+  Op::sizes({Op::kStart, Op::kOperand, operand}, num_ranks, timeout_ms);
+  return empty(operand, {1}, at::kLong);
+}
+
+void check_token(const char* op, const Tensor& token, const Argument& operand) {
+  check_dtype({op, "token", token}, {at::kLong});
+  check_same_device({op, "token", token}, operand);
+}
+
+// A token that is not known, as that of a copied one, is made up for by the collective as a whole, on all ranks alike.
+template <typename Op>
+Tensor finish(const Tensor& token, const Tensor& operand, int64_t num_ranks, std::string group_name,
+              int64_t timeout_ms, const std::optional<Tensor>&) {
+  const Argument argument{Op::kName, Op::kOperand, operand};
+  Op::sizes(argument, num_ranks, timeout_ms);
+  check_token(Op::kName, token, argument);
+  const BelowAutograd guard;
+  const RankGroup group(Op::kName, group_name, timeout_ms, operand);
+  check_ranks(Op::kName, group, num_ranks);
+  const Tensor out = Started::of(group.state()).finish(token);
+  return out.defined() ? out : Op::whole(operand, num_ranks, group_name, timeout_ms, -1);
+}
+
+template <typename Op>
+Tensor finish_meta(const Tensor& token, const Tensor& operand, int64_t num_ranks, std::string,
+                   int64_t timeout_ms, const std::optional<Tensor>&) {
+  const Argument argument{Op::kName, Op::kOperand, operand};
+  check_token(Op::kName, token, argument);
+  return empty(operand, Op::sizes(argument, num_ranks, timeout_ms), operand.scalar_type());
+}
+
+template <typename Op>
+Tensor call_finish(const Tensor& token, const Tensor& operand, int64_t num_ranks,
+                   const std::string& group_name, int64_t timeout_ms, const std::optional<Tensor>& after) {
+  using Signature =
+      Tensor(const Tensor&, const Tensor&, int64_t, std::string, int64_t, const std::optional<Tensor>&);
+  static const auto op = find_op<Signature>(Op::kName);
+  return op.call(token, operand, num_ranks, group_name, timeout_ms, after);
+}
+
+template <typename Op>
+class FinishFunction : public CheckedFunction<FinishFunction<Op>> {
+ public:
+  static constexpr const char* kName = Op::kName;
+  static constexpr bool is_traceable = true;
+
+  static Tensor forward(AutogradContext* ctx, const Tensor& token, const Tensor& operand, int64_t num_ranks,
+                        const std::string& group_name, int64_t timeout_ms,
+                        const std::optional<Tensor>& after) {
+    ctx->saved_data["num_ranks"] = num_ranks;
+    ctx->saved_data["group_name"] = group_name;
+    ctx->saved_data["timeout_ms"] = timeout_ms;
+    const BelowAutograd guard;
+    return call_finish<Op>(token, operand, num_ranks, group_name, timeout_ms, after);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    auto& saved = ctx->saved_data;
+    const Tensor grad = Op::gradient(grads[0], saved["num_ranks"].toInt(), saved["group_name"].toStringRef(),
+                                     saved["timeout_ms"].toInt(), -1);
+    variable_list result(6);
+    result[1] = grad;
+    return result;
+  }
+};
+
+template <typename Op>
+Tensor finish_autograd(const Tensor& token, const Tensor& operand, int64_t num_ranks, std::string group_name,
+                       int64_t timeout_ms, const std::optional<Tensor>& after) {
+  if (any_wants_grad(operand)) {
+    return FinishFunction<Op>::apply(token, operand, num_ranks, group_name, timeout_ms, after);
+  }
+  const BelowAutograd guard;
+  return call_finish<Op>(token, operand, num_ranks, group_name, timeout_ms, after);
+}
+
+}  // namespace
+
+TP_IMPL_NO_GRADIENT("start_all_gather", start<AllGather>, start_meta<AllGather>);
+TP_IMPL("finish_all_gather", finish<AllGather>, finish_meta<AllGather>, finish_autograd<AllGather>);
+TP_IMPL_NO_GRADIENT("start_reduce_scatter", start<ReduceScatter>, start_meta<ReduceScatter>);
+TP_IMPL("finish_reduce_scatter", finish<ReduceScatter>, finish_meta<ReduceScatter>,
+        finish_autograd<ReduceScatter>);
+
+}  // namespace transformer_plugin::tensor_parallel
