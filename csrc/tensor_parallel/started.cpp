@@ -130,6 +130,7 @@ Tensor start_meta(const Tensor& operand, int64_t num_ranks, std::string, int64_t
 }
 
 void check_token(const char* op, const Tensor& token, const Argument& operand) {
+  check_defined(operand);
   check_dtype({op, "token", token}, {at::kLong});
   check_same_device({op, "token", token}, operand);
 }
@@ -139,8 +140,8 @@ template <typename Op>
 Tensor finish(const Tensor& token, const Tensor& operand, int64_t num_ranks, std::string group_name,
               int64_t timeout_ms, const std::optional<Tensor>&) {
   const Argument argument{Op::kName, Op::kOperand, operand};
-  Op::sizes(argument, num_ranks, timeout_ms);
   check_token(Op::kName, token, argument);
+  Op::sizes(argument, num_ranks, timeout_ms);
   const BelowAutograd guard;
   const RankGroup group(Op::kName, group_name, timeout_ms, operand);
   check_ranks(Op::kName, group, num_ranks);

@@ -283,9 +283,7 @@ def start_reduce_scatter(
         parts, num_ranks, group_name, timeout_ms: as in :func:`reduce_scatter`. The parts are not written meanwhile.
 
     Returns:
-        A token for :func:`finish_reduce_scatter`, int64 ``[1]``.
-
-    Not differentiable.
+        A token for :func:`finish_reduce_scatter`, int64 ``[1]``, without a gradient.
 
     Raises:
         TypeError, ValueError: sizes or dtypes do not match, on this rank or between ranks.
@@ -318,8 +316,9 @@ def finish_reduce_scatter(
         TypeError, ValueError: sizes or dtypes do not match, on this rank or between ranks.
         PeerTimeoutError: a rank did not take part in time.
     """
-    arguments = (token, parts, num_ranks, group_name, timeout_ms, after)
-    return with_peers(_ops.finish_reduce_scatter.default, *arguments)
+    return with_peers(
+        _ops.finish_reduce_scatter.default, token, parts, num_ranks, group_name, timeout_ms, after
+    )
 
 
 def reduce_scatter_out(
