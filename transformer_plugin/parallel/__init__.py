@@ -1,5 +1,6 @@
 """Expert parallelism over a group of ranks, sharded weights, tensor parallelism, and data parallelism around them."""
 
+from transformer_plugin.parallel._gather_order import set_gather_order
 from transformer_plugin.parallel._quantized_gather import quantize_all_gather
 from transformer_plugin.parallel._weight_shard import WeightShard
 from transformer_plugin.parallel.clip import clip_grad_norm_
@@ -38,6 +39,7 @@ __all__ = [
     "fully_shard",
     "is_ep_bootstrapped",
     "quantize_all_gather",
+    "set_gather_order",
     "shard_",
     "whole_parameters",
     "whole_state_dict",

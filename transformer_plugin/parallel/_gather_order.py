@@ -1,0 +1,63 @@
+"""The order in which sharded weights will be used, told before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_plugin import ops
+from transformer_plugin.formats import Format
+from transformer_plugin.nn.embedding import Embedding
+from transformer_plugin.tensor._layout import message
+
+
+@torch.no_grad()
+def set_gather_order(layers: Iterable[torch.nn.Module]) -> None:
+    """Tells the groups of sharded weights in which order their weights will be used.
+
+    A group learns the order from the first step, in which no weight is gathered early. After this call the first step
+    is as fast as the others, and its allocations are theirs. Each weight is gathered once in the order of the forward
+    and once in the reverse order, for the backward. Another order in a step costs time, and is never wrong. Call it on
+    all ranks, after :func:`shard_` and before the model is captured or compiled.
+
+    Args:
+        layers: the layers in the order of a forward, for example ``model.modules()`` where that is the order of
+            registration. Those without sharded weights are skipped, and one may come several times.
+
+    Raises:
+        ValueError: none of them has a sharded weight.
+        PeerTimeoutError: a rank does not call this.
+    """
+    found = [layer for layer in layers if getattr(layer, "weight_shard", "")]
+    if not found:
+        advice = "Call shard_ first, and pass the layers of the model"
+        text = message("set_gather_order", "layers", "layers with sharded weights", "none", advice)
+        raise ValueError(text)
+    for layer in found:
+        _gather(layer, backward=False)
+    for layer in reversed(found):
+        if not isinstance(layer, Embedding):  # whose gradient needs no table
+            _gather(layer, backward=True)
+
+
+def _gather(layer: Any, backward: bool) -> None:
+    for tensors, format, columnwise in _operands(layer, backward):
+        given: list[Tensor | None] = [*tensors, None, None][:3]
+        ops.gather_weight(
+            given[0], given[1], given[2], format, columnwise, backward, layer.named_weight_shard
+        )  # type: ignore[arg-type]
+
+
+def _operands(layer: Any, backward: bool) -> Iterator[tuple[list[Tensor], str, bool]]:
+    """What the op of the layer gathers: the tensors of one direction, their format and whether they are columns."""
+    if not getattr(layer, "gathers_quantized", False):
+        yield [layer.weight.detach()], "none", False
+        return
+    key = layer._formats[1]
+    each = 3 if Format.parse(key).needs_amax else 2
+    tensors = layer._quantized_part().op_tensors()
+    columns = backward and len(tensors) > each
+    yield tensors[each:] if columns else tensors[:each], key, columns
