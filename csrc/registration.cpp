@@ -339,6 +339,7 @@ TORCH_LIBRARY(transformer_plugin, m) {
 
   // sharded: weights whose first dimension is cut over ranks. `shard`, and `weight_shard` of layers: the key of such a weight
   // (sharded/weight_shard.h). gather_weight: the tensors of one direction of the whole weight, from this rank's.
+  // gather_weight_list: a stack of whole matrices, from this rank's rows of each.
   // reduce_gradient_out: the sum over ranks of this rank's rows of gradients [ranks * n, ...] of the whole weight; the
   // other two begin it, and wait for it.
   // configure_gathers: how many weights ahead of their use a group gathers, and whether in CUDA graphs, too. count_gathers:
@@ -347,6 +348,7 @@ TORCH_LIBRARY(transformer_plugin, m) {
   m.def(
       "gather_weight(Tensor data, Tensor? scale_inv, Tensor? amax, str format, bool columnwise, bool backward, "
       "str shard) -> (Tensor whole_data, Tensor whole_scale_inv, Tensor whole_amax)");
+  m.def("gather_weight_list(Tensor[] parts, bool backward, str shard) -> Tensor");
   m.def("reduce_gradient_out(Tensor parts, Tensor weight, Tensor(a!) out, bool accumulate, str shard) -> ()");
   m.def("start_reduce_gradient(Tensor parts, Tensor weight, str shard) -> Tensor");
   m.def("finish_reduce_gradient(Tensor token, Tensor parts, Tensor weight, str shard) -> Tensor");

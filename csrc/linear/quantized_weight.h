@@ -37,6 +37,9 @@ QuantizedWeight gathered_operand(at::TensorList weight, const OptionalList& quan
 // In the backward: the operand of the data gradient, gathered again where the weight is cut over ranks.
 Quantized whole_in_backward(torch::autograd::AutogradContext* ctx, const Quantized& saved,
                             const OperandFormats& formats);
+// The same where several matrices may be cut: `matrices`, as saved, become those that the product reads.
+Quantized whole_in_backward(torch::autograd::AutogradContext* ctx, const Quantized& saved,
+                            const OperandFormats& formats, at::TensorList& matrices);
 // In a backward without a data gradient: still asks another runtime for its weight, so that it can prefetch in order.
 void pass_by_weight(torch::autograd::AutogradContext* ctx, const char* main_grad);
 

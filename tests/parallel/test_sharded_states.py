@@ -241,7 +241,7 @@ def check_uses(rank: Rank) -> None:
     batches = [torch.randn(8, 64).bfloat16().to(rank.device) for _ in range(2)]
     (cut(cut(batches[0])) + cut(batches[1])).float().square().sum().backward()
     mean = sum(whole_grads) / rank.size  # type: ignore[operator]
-    want = cut.weight_part.rows.cut(mean, rank.rank)
+    want = cut.weight_parts["weight"].rows.cut(mean, rank.rank)
     error = (cut.weight.grad.float() - want).norm() / want.norm()
     assert error < 2**-6, error  # each use is rounded to bfloat16 before they are added
     with torch.no_grad():
@@ -289,7 +289,7 @@ def check_main_grad(rank: Rank) -> None:
             total = total + (grad if dtype is None else grad.to(dtype).float())
             if other == rank.rank:
                 cut(input).float().square().sum().backward()
-        part = cut.weight_part
+        part = cut.weight_parts["weight"]
         want = part.rows.cut(total * (1 / rank.size), part.rank) + 1
         assert cut.weight.grad is None
         torch.testing.assert_close(cut.weight.main_grad, want, rtol=1e-6, atol=0)
@@ -311,7 +311,7 @@ def check_refusals(rank: Rank) -> None:
     tied[1].weight = tied[0].weight
     refused("share", tied)
     assert part_of(tied[0].weight) is None
-    refused("parameters='list'", tnn.GroupedLinear(2, 8, 8, parameters="list"))
+    refused("parameters='grouped'", tnn.GroupedLinear(2, 8, 8, parameters="grouped"))
     refused("delay_wgrad_compute", tnn.Linear(8, 8, delay_wgrad_compute=True))
     refused("expected 'mean' or 'sum'", tnn.Linear(8, 8), gradient="max")
     refused("argument 'format'", tnn.Linear(32, 32, recipe=RECIPES["mxfp8"]()), format="nvfp4")

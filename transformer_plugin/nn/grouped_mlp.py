@@ -380,6 +380,7 @@ class GroupedMLP(LaunchedModule):
             and not (fc1.return_bias or fc2.return_bias)
             and (fc1.tensor_parallel is None) == (fc2.tensor_parallel is None)
             and fc1.weight_shard == fc2.weight_shard
+            and not (fc1.weight_shard and fc1.parameter_layout == "list")
             and not (fc1.save_original_input or fc2.save_original_input)
             and fc1.fuse_wgrad_accumulation == fc2.fuse_wgrad_accumulation
         )
