@@ -199,12 +199,12 @@ TORCH_LIBRARY(transformer_plugin, m) {
   m.def(
       "linear_scaled(Tensor input, Tensor weight, Tensor scale, Tensor(a!)? amax=None, Tensor? bias=None, "
       "str input_format=\"fp8_tensor:e4m3\", str weight_format=\"fp8_tensor:e4m3\", "
-      "str grad_format=\"fp8_tensor:e5m2\") -> Tensor");
+      "str grad_format=\"fp8_tensor:e5m2\", str weight_shard=\"\") -> Tensor");
   m.def(
       "grouped_linear_scaled(Tensor input, Tensor weight, Tensor group_sizes, Tensor scale, Tensor(a!)? amax=None, "
       "Tensor? bias=None, Tensor? bias_scale=None, str input_format=\"fp8_tensor:e4m3\", "
       "str weight_format=\"fp8_tensor:e4m3\", str grad_format=\"fp8_tensor:e5m2\", int max_sms=0, "
-      "int expected_rows=-1) -> Tensor");
+      "int expected_rows=-1, str weight_shard=\"\") -> Tensor");
 
   // Autograd passes the gradient of "value", a new tensor, on to "source", which stands for the same numbers.
   m.def("connect_gradient(Tensor value, Tensor source) -> ()");

@@ -75,7 +75,8 @@ class QuantizedWeightMixin(ExpertShardMixin, ShardedWeightMixin):
 
     def _quantized_weight(self) -> list[Tensor] | None:
         """Returns the quantized weight for the ops of a forward, or None."""
-        kept = self._quantized_part() if self.gathers_quantized else self.quantized_weight
+        exchanges = self.gathers_quantized and not isinstance(self.recipe, DelayedScaling)
+        kept = self._quantized_part() if exchanges else self.quantized_weight
         if kept is None:
             weight = self._parameters.get("weight")
             if type(weight) is Parameter:  # the common case

@@ -18,6 +18,7 @@ from transformer_plugin import ops
 from transformer_plugin.formats import Format
 from transformer_plugin.parallel._part_states import handle_module, handle_optimizer
 from transformer_plugin.parallel._row_shard import RowShard
+from transformer_plugin.parallel._shard_formats import align_of, formats_of, sends_values
 from transformer_plugin.parallel._tensor_slices import slices_of
 from transformer_plugin.parallel._weight_part import REPLACED, WEIGHT_PART, WeightPart, part_of
 from transformer_plugin.parallel._weight_shard import WeightShard
@@ -210,9 +211,9 @@ def _check(target: _Target, ranks: tuple[int, ...], options: _Options) -> None:
         _refuse("group", "ranks with the same slices", got, "Pass a group across the tensor-parallel groups")
     if not hasattr(layer, "recipe"):
         return  # an embedding
-    if isinstance(layer.recipe, DelayedScaling):
+    if isinstance(layer.recipe, DelayedScaling) and target.is_of_list:
         advice = "Use another recipe, for example Float8CurrentScaling()"
-        _refuse("module", "recipes without delayed scaling", f"{layer.recipe} in '{target.name}'", advice)
+        _refuse("module", "packed experts with delayed scaling", f"a list in '{target.name}'", advice)
     if layer._delays_wgrad:
         advice = "Leave out delay_wgrad_compute: ranks add gradients in the backward"
         _refuse(
@@ -225,10 +226,9 @@ def _check_format(target: _Target, options: _Options) -> None:
     key, given = target.module._formats[1], options.format
     if given in (None, "none") and not (key != "none" and "tiled" in key):
         return
-    if target.is_of_list and given not in (None, "none"):
-        got = f"'{given}' for '{target.full_name}'"
-        advice = "Leave it out: ranks exchange the values of parameters in lists"
-        _refuse("format", "None or 'none' for parameters in lists", got, advice)
+    if sends_values(target.module, target.is_of_list) and given not in (None, "none"):
+        got, advice = f"'{given}' for '{target.full_name}'", "Leave it out: ranks exchange values there"
+        _refuse("format", "None or 'none' for parameters in lists and with delayed scaling", got, advice)
     wanted, own = Format.parse(given or "none"), Format.parse(key)
     if "tiled" in key or "row_scaled" in key:
         advice = "Use a recipe whose weights have plain scales"
@@ -240,7 +240,7 @@ def _check_format(target: _Target, options: _Options) -> None:
 
 def _compare_ranks(targets: list[_Target], group: ProcessGroup, options: _Options, prefetch: int) -> None:
     """Raises on all ranks if they do not cut the same weights in the same way."""
-    lines = [f"{t.full_name} {list(t.weight.shape)} {t.weight.dtype} {_formats_of(t)}" for t in targets]
+    lines = [f"{t.full_name} {list(t.weight.shape)} {t.weight.dtype} {formats_of(t.module)}" for t in targets]
     mine = "\n".join([f"{options._replace(set=0)} prefetch={prefetch}", *lines])
     every = torch.ops.transformer_plugin.all_gather_text.default(group.group_name, mine, -1)
     for rank, other in enumerate(every):
@@ -257,22 +257,6 @@ def _compare_ranks(targets: list[_Target], group: ProcessGroup, options: _Option
         )
 
 
-def _formats_of(target: _Target) -> tuple[str, str, str]:
-    formats: tuple[str, str, str] = getattr(target.module, "_formats", ("none", "none", "none"))
-    return formats
-
-
-def _align_of(target: _Target, quantizes: bool) -> int:
-    """The rows of a weight that must be on one rank."""
-    from transformer_plugin.nn._recipe import width_multiple
-
-    formats = _formats_of(target)
-    if target.is_of_list:  # the op takes no part that the formats would not divide
-        return max(width_multiple(key) for key in formats)
-    block = Format.parse(formats[1]).block
-    return max(block) if quantizes and block is not None and target.weight.dim() == 2 else 1
-
-
 def _cut(
     target: _Target,
     group: ProcessGroup,
@@ -281,9 +265,9 @@ def _cut(
     layers: tuple[weakref.ref[Any], ...],
 ) -> None:
     layer, whole = target.module, target.weight
-    has_format = Format.parse(_formats_of(target)[1]).is_quantized
-    quantizes = has_format and options.format != "none" and not target.is_of_list
-    rows = RowShard(whole.shape[0], len(ranks), _align_of(target, quantizes))
+    has_format = Format.parse(formats_of(layer)[1]).is_quantized and options.format != "none"
+    quantizes = has_format and not sends_values(layer, target.is_of_list)
+    rows = RowShard(whole.shape[0], len(ranks), align_of(layer, whole, target.is_of_list, quantizes))
     part = Parameter(rows.cut(whole, group.rank()), whole.requires_grad)
     for name, value in whole.__dict__.items():
         setattr(part, name, value)
