@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.utils.checkpoint
 
 from tests.parallel.sharded_models import (
     RECIPES,
@@ -106,6 +107,73 @@ def check_calls(rank: Rank) -> None:
             made = [now - then for now, then in zip(counts, before, strict=True)]
             assert made[:4] == [6, 5, 5, 0], made
         before = counts
+
+
+def check_sums(rank: Rank) -> None:
+    """Where nothing waits for a gradient it is not returned by the node, but added at the end of the backward."""
+    _, cut = twins(rank, lambda: Lists(None, rank.device))
+    for observed in (False, True):
+        if observed:
+            cut.last.weight1.register_hook(lambda grad: None)
+        with torch.profiler.profile() as profile:
+            computed(cut, batch_of(rank.rank, 0, rank.device))
+        calls = {event.key: event.count for event in profile.key_averages()}
+        assert calls.get("transformer_plugin::start_reduce_gradient", 0) == int(observed), calls
+        assert calls["transformer_plugin::reduce_scatter_out"] == 3
+
+
+def test_one_sum_for_all_experts(pair: RankPool) -> None:
+    pair.run(check_sums)
+
+
+def check_data_parallel(rank: Rank) -> None:
+    """Biases, which are whole, are averaged over the ranks; parts are left alone."""
+    _, cut = twins(rank, lambda: Lists(None, rank.device))
+    _, plain = twins(rank, lambda: Lists(None, rank.device))
+    wrapped = parallel.data_parallel(cut)
+    batch = batch_of(rank.rank, 0, rank.device)
+    want = computed(plain, batch).grads
+    got = computed(wrapped, batch).grads
+    for name, parameter in plain.named_parameters():
+        grad = want[name]
+        if part_of(parameter) is None:
+            dist.all_reduce(grad)
+            grad /= rank.size
+        own = next(value for key, value in got.items() if key.endswith(name))
+        error = (own.float() - grad.float()).norm()
+        assert error <= 2**-8 * grad.float().norm(), name
+
+
+def test_data_parallel(pair: RankPool) -> None:
+    pair.run(check_data_parallel)
+
+
+def check_recomputed(rank: Rank) -> None:
+    """Activation checkpointing gathers once more."""
+    _, cut = twins(rank, lambda: Lists(None, rank.device))
+    _, plain = twins(rank, lambda: Lists(None, rank.device))
+    batch = batch_of(rank.rank, 0, rank.device)
+    want = computed(plain, batch)
+
+    class Again(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = cut
+
+        def forward(self, *arguments: torch.Tensor) -> torch.Tensor:
+            output: torch.Tensor = torch.utils.checkpoint.checkpoint(
+                self.model, *arguments, use_reentrant=False
+            )
+            return output
+
+    got = computed(Again(), batch)
+    assert_same_bits(got.output, want.output)
+    for name, grad in want.grads.items():
+        assert_same_bits(got.grads[f"model.{name}"], grad, name)
+
+
+def test_activation_checkpointing(pair: RankPool) -> None:
+    pair.run(check_recomputed)
 
 
 def test_one_gather_for_all_experts(ranks: RankPool) -> None:

@@ -289,7 +289,7 @@ def _cut(
     )
     # A name in the constant of a compiled layer would compile each of many equal layers again.
     layer.weight_shard = str(shard)
-    name = f"{target.name}.weight*" if target.is_of_list else target.full_name
+    name = target.full_name.removesuffix(target.key) + ("weight*" if target.is_of_list else target.key)
     layer.named_weight_shard = str(replace(shard, name=name.replace(",", "_")))
     handle_module(layer)
     if hasattr(layer, "recipe"):
