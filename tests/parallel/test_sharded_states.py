@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.parallel.sharded_models import RECIPES, computed, dense, dense_batch, twins
 from transformer_plugin import nn as tnn
+from transformer_plugin import optim as tp_optim
 from transformer_plugin import parallel
 from transformer_plugin.parallel import shard_, whole_weight
 from transformer_plugin.parallel._part_tensor import PartTensor
@@ -351,3 +352,40 @@ def check_mesh(rank: Rank) -> None:
 
 def test_mesh(pair: RankPool) -> None:
     pair.run(check_mesh)
+
+
+def check_master_weights(rank: Rank, folder: str, save: bool) -> None:
+    """float32 copies of parts are saved and loaded as parts, with their moments."""
+    model = shard_(small(rank, 0 if save else 1), rank.group)
+    optimizer = tp_optim.MasterWeights(model.parameters(), lambda w: torch.optim.AdamW(w, lr=1e-2))
+    for step in range(2):
+        computed(model, dense_batch(rank.rank, step, rank.device))
+        average_others(rank, model)
+        optimizer.step()
+    state = {"optimizer": optimizer.state_dict()}
+    if save:
+        dcp.save(state, checkpoint_id=folder)
+    else:
+        dcp.load(state, checkpoint_id=folder)
+        optimizer.load_state_dict(state["optimizer"])
+    values = {}
+    for (name, parameter), master in zip(model.named_parameters(), optimizer.master_weights, strict=True):
+        assert_same_bits(parameter.detach(), master.detach().bfloat16(), name)
+        part, moment = part_of(parameter), optimizer.optimizer.state[master]["exp_avg"]
+        for key, value in ((name, master.detach()), (f"{name} moment", moment)):
+            if part is not None:
+                every = [torch.empty_like(value) for _ in range(rank.size)]
+                dist.all_gather(every, value)
+                value = part.rows.strip(torch.cat(every))
+            values[key] = value.cpu()
+    if save and rank.rank == 0:
+        torch.save(values, f"{folder}/expected.pt")
+    if not save:
+        for key, want in torch.load(f"{folder}/expected.pt").items():
+            assert_same_bits(values[key], want, key)
+
+
+def test_master_weights(make_pool: Any, tmp_path: Path) -> None:
+    make_pool(2).run(check_master_weights, str(tmp_path), True)
+    for size in (2, 3):
+        make_pool(size).run(check_master_weights, str(tmp_path), False)
