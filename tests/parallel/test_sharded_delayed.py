@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.parallel.sharded_models import (
     Batch,
@@ -171,3 +172,35 @@ def test_op_errors() -> None:
         ValueError, match="argument 'weight': expected a part of the 9 rows on each of 2 ranks"
     ):
         ops.linear_scaled(input, weight, scale, weight_shard="rows=9,ranks=2,group=")
+
+
+def check_slices(rank: Rank) -> None:
+    """Slices of tensor-parallel layers that are sharded further; all ranks have the scales of the whole layers."""
+    mesh = init_device_mesh(rank.device.type, (2, 2), mesh_dim_names=("data", "tp"))
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        recipe = DelayedScaling(amax_history_len=2, amax_group=rank.group)
+        options: dict[str, Any] = {"recipe": recipe, "device": rank.device, "dtype": torch.bfloat16}
+        options |= {"tp_group": mesh["tp"], "sequence_parallel": True}
+        models.append(
+            torch.nn.Sequential(
+                tnn.LayerNormLinear(128, 100, parallel_mode="column", **options),
+                tnn.Linear(100, 64, parallel_mode="row", **options),
+            )
+        )
+    plain, cut = models
+    shard_(cut, mesh["data"])
+    for step in range(3):
+        batch = batch_of(dense, rank.rank, step, rank.device)
+        want, got = computed(plain, batch), computed(cut, batch)
+        assert_same_bits(got.output, want.output)
+        assert_same_bits(got.grad_input, want.grad_input)
+        for one, other in zip(plain, cut, strict=True):
+            assert_same_bits(other.delayed_scale, one.delayed_scale)  # type: ignore[arg-type]
+            assert_same_bits(whole_weight(other.weight), whole_weight(one.weight))  # type: ignore[arg-type]
+        change(plain, cut, step)
+
+
+def test_slices(make_pool: Any) -> None:
+    make_pool(4).run(check_slices)
