@@ -199,12 +199,12 @@ TORCH_LIBRARY(transformer_plugin, m) {
   m.def(
       "linear_scaled(Tensor input, Tensor weight, Tensor scale, Tensor(a!)? amax=None, Tensor? bias=None, "
       "str input_format=\"fp8_tensor:e4m3\", str weight_format=\"fp8_tensor:e4m3\", "
-      "str grad_format=\"fp8_tensor:e5m2\") -> Tensor");
+      "str grad_format=\"fp8_tensor:e5m2\", str weight_shard=\"\") -> Tensor");
   m.def(
       "grouped_linear_scaled(Tensor input, Tensor weight, Tensor group_sizes, Tensor scale, Tensor(a!)? amax=None, "
       "Tensor? bias=None, Tensor? bias_scale=None, str input_format=\"fp8_tensor:e4m3\", "
       "str weight_format=\"fp8_tensor:e4m3\", str grad_format=\"fp8_tensor:e5m2\", int max_sms=0, "
-      "int expected_rows=-1) -> Tensor");
+      "int expected_rows=-1, str weight_shard=\"\") -> Tensor");
 
   // Autograd passes the gradient of "value", a new tensor, on to "source", which stands for the same numbers.
   m.def("connect_gradient(Tensor value, Tensor source) -> ()");
@@ -349,6 +349,7 @@ TORCH_LIBRARY(transformer_plugin, m) {
 
   // sharded: weights whose first dimension is sharded over ranks. `shard`, and `weight_shard` of layers: the key of such a weight
   // (sharded/weight_shard.h). gather_weight: the tensors of one direction of the whole weight, from this rank's.
+  // gather_weight_list: a stack of whole matrices, from this rank's rows of each.
   // reduce_gradient_out: the sum over ranks of this rank's rows of gradients [ranks * n, ...] of the whole weight; the
   // other two begin it, and wait for it, in a compiled graph not before `after` is computed.
   // configure_gathers: how many weights ahead of their use a group gathers, and whether in CUDA graphs, too. count_gathers:
@@ -357,6 +358,7 @@ TORCH_LIBRARY(transformer_plugin, m) {
   m.def(
       "gather_weight(Tensor data, Tensor? scale_inv, Tensor? amax, str format, bool columnwise, bool backward, "
       "str shard) -> (Tensor whole_data, Tensor whole_scale_inv, Tensor whole_amax)");
+  m.def("gather_weight_list(Tensor[] parts, bool backward, str shard) -> Tensor");
   m.def("reduce_gradient_out(Tensor parts, Tensor weight, Tensor(a!) out, bool accumulate, str shard) -> ()");
   m.def("start_reduce_gradient(Tensor parts, Tensor weight, str shard) -> Tensor");
   m.def("finish_reduce_gradient(Tensor token, Tensor parts, Tensor weight, str shard, Tensor? after=None) -> Tensor");

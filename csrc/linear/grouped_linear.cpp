@@ -71,10 +71,12 @@ OperandFormats check_grouped_linear(const Call& call) {
   check_grouped_weight(weight, input);
   check_weight_size(weight, 2, call.input.sym_size(1), "the columns of 'input'");
   check_layer_widths(input, weight, formats);
-  const c10::SymInt groups = weight.is_list() ? weight.groups() : whole_size(weight.first(), call.main_grad);
+  const bool has_all = weight.is_list() || is_cut_list(call.main_grad);
+  const c10::SymInt groups = has_all ? weight.groups() : whole_size(weight.first(), call.main_grad);
+  const c10::SymInt rows = whole_rows(weight, call.main_grad);
   check_groups({call.op, "group_sizes", *call.group_sizes}, input, weight.name, groups);
-  if (call.bias) check_bias({call.op, "bias", *call.bias}, input, groups, weight.rows());
-  check_weight_shard(weight, call.main_grad);
+  if (call.bias) check_bias({call.op, "bias", *call.bias}, input, groups, rows);
+  check_weight_shard(weight, call.main_grad, call.quantized_weight.has_value());
   if (call.bias_scale) {
     check_bias_scale({call.op, "bias_scale", *call.bias_scale}, call.bias.has_value(), input);
   }
@@ -83,14 +85,15 @@ OperandFormats check_grouped_linear(const Call& call) {
   check_quantized_weight("quantized_weight", call.quantized_weight, weight, formats);
   check_weight_gradient(call.main_grad, weight, true, call.input);
   check_save_original_input(call.op, call.save_original_input, formats);
-  check_caller_buffers(input, weight.rows(), call.buffers);
+  check_caller_buffers(input, rows, call.buffers);
   check_memory(call);
   return formats;
 }
 
 Tensor grouped_linear_meta(const Call& call) {
   check_grouped_linear(call);
-  return empty(call.input, {call.input.sym_size(0), call.weight[0].sym_size(-2)}, call.input.scalar_type());
+  const c10::SymInt rows = whole_rows({call.op, "weight", call.weight}, call.main_grad);
+  return empty(call.input, {call.input.sym_size(0), rows}, call.input.scalar_type());
 }
 
 Tensor native_product(const Call& call) {

@@ -95,6 +95,9 @@ OperandFormats check_grouped_mlp(const MlpArguments& mlp, std::string_view input
   check_quantized_weight("quantized_fc1_weight", mlp.quantized_fc1, fc1_weight, formats);
   check_quantized_weight("quantized_fc2_weight", mlp.quantized_fc2, fc2_weight, formats);
   check_main_grads(mlp, fc1_weight, fc2_weight);
+  TP_CHECK_VALUE(!is_cut_list(mlp.fc1_main_grad), mlp.op, "weight_shard",
+                 "no 'each': the matrices of both weights have different rows",
+                 "'" << mlp.fc1_main_grad.weight_shard << "'", "Call grouped_linear for each weight");
   check_weight_shard(fc1_weight, mlp.fc1_main_grad);
   check_weight_shard(fc2_weight, mlp.fc2_main_grad);
   check_caller_buffers(input, mlp.input.sym_size(1), mlp.buffers);

@@ -11,12 +11,14 @@
 #include "gemm/dispatch/quantized_gemm.h"
 #include "gemm/ops/calls.h"
 #include "gemm/ops/leading_dims.h"
+#include "linear/main_grad.h"
 #include "linear/nonfinite.h"
 #include "linear/products.h"
 #include "quantize/ops/calls.h"
 #include "quantize/ops/checks.h"
 #include "quantize/ops/group_tables.h"
 #include "quantize/ops/scaled.h"
+#include "sharded/gather_weight.h"
 
 namespace transformer_plugin::linear {
 
@@ -32,7 +34,8 @@ struct Keys {
   std::string_view input, weight, grad;
 };
 
-// input [M, K] and weight [N, K]; or, with group sizes, input [T, K] and weight [G, N, K].
+// input [M, K] and weight [N, K]; or, with group sizes, input [T, K] and weight [G, N, K]. The weight may be sharded over ranks:
+// its values are gathered and quantized then, so that all ranks collect the same amax of it.
 struct Layer {
   const char* op;
   const Tensor& input;
@@ -44,11 +47,29 @@ struct Layer {
   const OptionalTensor& amax;
   const Keys& keys;
   LaunchOptions options = {};  // of the grouped GEMMs
+  std::string_view weight_shard = {};
+
+  MainGrad gradient() const {
+    MainGrad result;
+    result.weight_shard = weight_shard;
+    return result;
+  }
+  // The first dimension of the whole weight, and its rows.
+  c10::SymInt size() const { return whole_size(weight, gradient()); }
+  c10::SymInt rows() const { return weight.dim() == 3 ? weight.sym_size(-2) : size(); }
+  // The index of a role's first scale; roles are 0 input, 1 weight, 2 gradient.
+  int64_t first_of(int64_t role) const {
+    return weight.dim() == 3 ? role * size().guard_int(__FILE__, __LINE__) : role;
+  }
 };
 
-// The index of a role's first scale; roles are 0 input, 1 weight, 2 gradient.
-int64_t first_of(int64_t role, const Tensor& weight) {
-  return weight.dim() == 3 ? role * weight.sym_size(0).guard_int(__FILE__, __LINE__) : role;
+void check_shard(const Layer& layer) {
+  if (layer.weight_shard.empty()) return;
+  const auto shard = sharded::parse_weight_shard(layer.op, layer.weight_shard);
+  TP_CHECK_VALUE(!shard.each && !shard.is_foreign(), layer.op, "weight_shard",
+                 "a key without 'each' and 'handle'", "'" << layer.weight_shard << "'",
+                 "Use linear or grouped_linear, which compute scales from the data");
+  check_weight_shard({layer.op, "weight", layer.weight}, layer.gradient());
 }
 
 void check_layer(const Layer& layer) {
@@ -63,10 +84,10 @@ void check_layer(const Layer& layer) {
   }
   check_pair(weight, input, grouped ? 3 : 2);
   check_size(weight, grouped ? 2 : 1, layer.input.sym_size(-1), "the last dimension of 'input'");
-  if (grouped) check_groups({layer.op, "group_sizes", *layer.group_sizes}, input, weight);
-  const std::optional<c10::SymInt> groups =
-      grouped ? std::optional<c10::SymInt>(layer.weight.sym_size(0)) : std::nullopt;
-  if (layer.bias) check_bias({layer.op, "bias", *layer.bias}, input, groups, layer.weight.sym_size(-2));
+  check_shard(layer);
+  const std::optional<c10::SymInt> groups = grouped ? std::optional<c10::SymInt>(layer.size()) : std::nullopt;
+  if (grouped) check_groups({layer.op, "group_sizes", *layer.group_sizes}, input, "weight", *groups);
+  if (layer.bias) check_bias({layer.op, "bias", *layer.bias}, input, groups, layer.rows());
   if (layer.bias_scale) {
     check_bias_scale({layer.op, "bias_scale", *layer.bias_scale}, layer.bias.has_value(), input);
   }
@@ -109,11 +130,17 @@ struct Operands {
   Quantized input, weight;
 };
 
+// The whole weight.
+Tensor gathered(const Tensor& weight, std::string_view weight_shard, bool backward) {
+  if (weight_shard.empty()) return weight;
+  return sharded::gather_weight({weight, Tensor(), Tensor()}, weight_shard, backward).data;
+}
+
 Operands quantize_operands(const Layer& layer) {
   const OptionalTensor collects = quantize::runs_in_backward() ? std::nullopt : layer.amax;
   return {quantize_role(layer.input, layer.group_sizes, layer.scale, layer.keys.input, collects, 0),
-          quantize_role(layer.weight, std::nullopt, layer.scale, layer.keys.weight, collects,
-                        first_of(1, layer.weight))};
+          quantize_role(gathered(layer.weight, layer.weight_shard, false), std::nullopt, layer.scale,
+                        layer.keys.weight, collects, layer.first_of(1))};
 }
 
 Tensor forward_of(const Layer& layer, const Operands& operands) {
@@ -130,21 +157,26 @@ class LinearScaledFunction : public DifferentiableOnce<LinearScaledFunction<is_g
  public:
   static constexpr const char* kName = is_grouped ? "grouped_linear_scaled" : "linear_scaled";
   static constexpr bool is_traceable = true;
+  static constexpr const char* kMainGrad = "main_grad";
 
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight,
                         const OptionalTensor& group_sizes, const OptionalTensor& bias,
                         const OptionalTensor& bias_scale, const Tensor& scale, const OptionalTensor& amax,
                         std::string_view input_key, std::string_view weight_key, std::string_view grad_key,
-                        int64_t max_sms, int64_t expected_rows) {
+                        int64_t max_sms, int64_t expected_rows, std::string_view weight_shard) {
     const bool wants_input = input.requires_grad(), wants_weight = weight.requires_grad();
     const BelowAutograd guard;
     const Keys keys{input_key, weight_key, grad_key};
     const LaunchOptions options{max_sms, expected_rows};
-    const Layer layer{"", input, weight, group_sizes, bias, bias_scale, scale, amax, keys, options};
+    const Layer layer{kName, input, weight, group_sizes, bias,        bias_scale,
+                      scale, amax,  keys,   options,     weight_shard};
     save_options(ctx, options);
     const SharedOffsets shared(or_undefined(group_sizes));
-    const Operands operands = quantize_operands(layer);
-    const Tensor none;
+    Operands operands = quantize_operands(layer);
+    const Tensor none, output = forward_of(layer, operands);
+    if (!weight_shard.empty()) operands.weight = {weight, Tensor(), Tensor()};  // gathered again
+    if (wants_weight) save_main_grad(ctx, kMainGrad, layer.gradient(), weight);
+    save_weight_shard(ctx, layer.gradient());
     ctx->save_for_backward(
         {wants_weight ? operands.input.data : none, wants_weight ? operands.input.scale : none,
          wants_input ? operands.weight.data : none, wants_input ? operands.weight.scale : none,
@@ -155,8 +187,9 @@ class LinearScaledFunction : public DifferentiableOnce<LinearScaledFunction<is_g
     ctx->saved_data["grad_format"] = std::string(grad_key);
     ctx->saved_data["weight_dtype"] = weight.scalar_type();
     ctx->saved_data["has_bias"] = bias.has_value();
-    ctx->saved_data["first"] = first_of(2, weight);
-    return forward_of(layer, operands);
+    ctx->saved_data["first_of_weight"] = layer.first_of(1);
+    ctx->saved_data["first"] = layer.first_of(2);
+    return output;
   }
 
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
@@ -168,27 +201,41 @@ class LinearScaledFunction : public DifferentiableOnce<LinearScaledFunction<is_g
     const SharedOffsets shared(saved[4]);
     const Tensor& grad = grads[0];
     const bool wants_input = ctx->needs_input_grad(0), wants_weight = ctx->needs_input_grad(1);
+    const WeightGradient weight_gradient(ctx, kMainGrad, 1, 1, is_grouped);
     Tensor grad_input, grad_weight;
     if (wants_input || wants_weight) {
       const Quantized g = quantize_role(grad, group_sizes, saved[7], grad_key, as_optional(saved[8]),
                                         ctx->saved_data["first"].toInt());
       const Quantized x{saved[0], saved[1], Tensor(), {}, input_key};
-      const Quantized w{saved[2], saved[3], Tensor(), {}, weight_key};
       const OptionalTensor none;
       const LaunchOptions options = saved_options(ctx);
+      const auto compute_weight = [&] {
+        grad_weight =
+            weight_gradient.compute(transposed_data(g, group_sizes), transposed_data(x, group_sizes),
+                                    group_sizes, ctx->saved_data["weight_dtype"].toScalarType(), options)[0];
+      };
+      // Of a weight that is sharded over ranks first: while it travels, the data gradient is computed.
+      if (wants_weight && weight_gradient.goes_first()) compute_weight();
       if (wants_input) {
+        const Quantized w = weight_of(ctx, saved, weight_key);
         const bool k_major = has_quantized_kernels(w.data);
         grad_input = gemm_of(g, k_major ? transposed_data(w, none) : w, group_sizes, none, none, k_major,
                              grad.scalar_type(), options);
       }
-      if (wants_weight) {
-        grad_weight = wgrad_of(transposed_data(g, group_sizes), transposed_data(x, group_sizes), group_sizes,
-                               ctx->saved_data["weight_dtype"].toScalarType(), options);
-      }
+      if (wants_weight && !weight_gradient.goes_first()) compute_weight();
+      weight_gradient.finish(grad_weight, grad_input);
     }
     const auto [grad_bias, grad_bias_scale] = bias_gradients_of(ctx, grad, group_sizes, saved[5], saved[6]);
-    return {grad_input, grad_weight, Tensor(), grad_bias, grad_bias_scale, Tensor(),
+    return {grad_input, grad_weight, Tensor(), grad_bias, grad_bias_scale, Tensor(), Tensor(),
             Tensor(),   Tensor(),    Tensor(), Tensor(),  Tensor(),        Tensor()};
+  }
+
+  // As the forward had it.
+  static Quantized weight_of(AutogradContext* ctx, const variable_list& saved, std::string_view key) {
+    const auto shard = ctx->saved_data.find("weight_shard");
+    if (shard == ctx->saved_data.end()) return {saved[2], saved[3], Tensor(), {}, key};
+    return quantize_role(gathered(saved[2], shard->second.toStringRef(), true), std::nullopt, saved[7], key,
+                         std::nullopt, ctx->saved_data["first_of_weight"].toInt());
   }
 
   // From the gradient before quantization.
@@ -226,14 +273,15 @@ Tensor run(const Layer& layer) {
   const SharedOffsets shared(or_undefined(layer.group_sizes));
   const Tensor x = as_matrix(layer.input);
   check_quantizable(layer, x);
-  const Layer flat{layer.op,         x,           layer.weight, layer.group_sizes, layer.bias,
-                   layer.bias_scale, layer.scale, layer.amax,   layer.keys,        layer.options};
+  const Layer flat{layer.op,          x,           layer.weight, layer.group_sizes, layer.bias,
+                   layer.bias_scale,  layer.scale, layer.amax,   layer.keys,        layer.options,
+                   layer.weight_shard};
   return from_matrix(forward_of(flat, quantize_operands(flat)), layer.input);
 }
 
 Tensor meta(const Layer& layer) {
   check_layer(layer);
-  return empty(layer.input, with_columns(layer.input, layer.weight.sym_size(-2)), layer.input.scalar_type());
+  return empty(layer.input, with_columns(layer.input, layer.rows()), layer.input.scalar_type());
 }
 
 template <bool is_grouped>
@@ -241,7 +289,7 @@ Tensor apply_scaled(const Layer& layer, const Tensor& x) {
   return LinearScaledFunction<is_grouped>::apply(x, layer.weight, layer.group_sizes, layer.bias,
                                                  layer.bias_scale, layer.scale, layer.amax, layer.keys.input,
                                                  layer.keys.weight, layer.keys.grad, layer.options.max_sms,
-                                                 layer.options.expected_rows);
+                                                 layer.options.expected_rows, layer.weight_shard);
 }
 
 Tensor differentiable(const Layer& layer) {
@@ -258,19 +306,29 @@ using Optional = const OptionalTensor&;
 
 template <Tensor (*run_op)(const Layer&)>
 Tensor linear_scaled(const Tensor& input, const Tensor& weight, const Tensor& scale, Optional amax,
-                     Optional bias, Key input_format, Key weight_format, Key grad_format) {
+                     Optional bias, Key input_format, Key weight_format, Key grad_format, Key weight_shard) {
   const Keys keys{input_format, weight_format, grad_format};
-  return run_op({"linear_scaled", input, weight, std::nullopt, bias, std::nullopt, scale, amax, keys});
+  return run_op({"linear_scaled",
+                 input,
+                 weight,
+                 std::nullopt,
+                 bias,
+                 std::nullopt,
+                 scale,
+                 amax,
+                 keys,
+                 {},
+                 weight_shard});
 }
 
 template <Tensor (*run_op)(const Layer&)>
 Tensor grouped_linear_scaled(const Tensor& input, const Tensor& weight, const Tensor& sizes,
                              const Tensor& scale, Optional amax, Optional bias, Optional bias_scale,
                              Key input_format, Key weight_format, Key grad_format, int64_t max_sms,
-                             int64_t expected_rows) {
+                             int64_t expected_rows, Key weight_shard) {
   const Keys keys{input_format, weight_format, grad_format};
   return run_op({"grouped_linear_scaled", input, weight, sizes, bias, bias_scale, scale, amax, keys,
-                 LaunchOptions{max_sms, expected_rows}});
+                 LaunchOptions{max_sms, expected_rows}, weight_shard});
 }
 
 }  // namespace

@@ -129,20 +129,45 @@ std::string queue_of(const char* name) { return std::string(name) + "_queue"; }
 
 }  // namespace
 
-void check_weight_shard(const WeightArgument& weight, const MainGrad& main_grad) {
+namespace {
+
+void check_cut_list(const WeightArgument& weight, const MainGrad& main_grad, bool is_quantized) {
+  const sharded::WeightShard shard = sharded::parse_weight_shard(weight.op, main_grad.weight_shard);
+  constexpr const char* name = "weight_shard";
+  const bool is_list = weight.is_list() || (weight.first().dim() == 3 && weight.groups() == 1);
+  const std::string_view given = main_grad.weight_shard;
+  TP_CHECK_VALUE(is_list && !shard.is_foreign(), weight.op, name,
+                 "no 'each' for a weight of one tensor or of another runtime", "'" << given << "'",
+                 "Pass a matrix for each group");
+  TP_CHECK_VALUE(!is_quantized, weight.op, name, "no 'each' with a quantized weight", "'" << given << "'",
+                 "Leave out the quantized weight: ranks exchange the values of a list");
+  TP_CHECK_VALUE(
+      weight.rows() * shard.ranks >= shard.rows, weight.op, weight.name,
+      "a part of the " << shard.rows << " rows of each matrix on each of " << shard.ranks << " ranks",
+      describe(weight.first()), "Cut the matrices as transformer_plugin.parallel.shard_ does");
+}
+
+}  // namespace
+
+void check_weight_shard(const WeightArgument& weight, const MainGrad& main_grad, bool is_quantized) {
   const sharded::WeightShard shard = sharded::parse_weight_shard(weight.op, main_grad.weight_shard);
   if (!shard.is_cut()) return;
   constexpr const char* name = "weight_shard";
-  TP_CHECK_VALUE(!weight.is_list(), weight.op, name, "'' for a weight of several tensors",
-                 "'" << main_grad.weight_shard << "'", "Pass the weight as one stack [G, N, K]");
-  const c10::SymInt held = weight.first().sym_size(0) * shard.ranks;
-  TP_CHECK_VALUE(held >= shard.rows, weight.op, weight.name,
-                 "a part of the " << shard.rows << " rows on each of " << shard.ranks << " ranks",
-                 describe(weight.first()), "Cut the weight as transformer_plugin.parallel.shard_ does");
+  if (shard.each) {
+    check_cut_list(weight, main_grad, is_quantized);
+  } else {
+    TP_CHECK_VALUE(!weight.is_list(), weight.op, name,
+                   "'' or a key with 'each' for a weight of several tensors",
+                   "'" << main_grad.weight_shard << "'", "Pass the weight as one stack [G, N, K]");
+    const c10::SymInt held = weight.first().sym_size(0) * shard.ranks;
+    TP_CHECK_VALUE(held >= shard.rows, weight.op, weight.name,
+                   "a part of the " << shard.rows << " rows on each of " << shard.ranks << " ranks",
+                   describe(weight.first()), "Cut the weight as transformer_plugin.parallel.shard_ does");
+  }
   TP_CHECK_VALUE(!main_grad.queue, weight.op, name, "'' with a queue of weight gradients",
                  "'" << main_grad.weight_shard << "'",
                  "Leave out the queue: ranks add gradients in the backward");
-  TP_CHECK_VALUE(!main_grad.buffers || main_grad.buffers->size() == 1, weight.op, "main_grad",
+  TP_CHECK_VALUE(!main_grad.buffers || main_grad.buffers->size() == 1 || shard.each, weight.op, "main_grad",
                  "one buffer of the sizes of the weight", main_grad.buffers->size(), "Pass one tensor");
 }
 
@@ -155,7 +180,13 @@ void save_weight_shard(AutogradContext* ctx, const MainGrad& main_grad) {
 void save_main_grad(AutogradContext* ctx, const char* name, const MainGrad& main_grad,
                     at::TensorList weight) {
   // Untracked: gradients of the part do not depend on its values.
-  if (!main_grad.weight_shard.empty()) ctx->saved_data[std::string(name) + "_weight"] = weight[0];
+  if (!main_grad.weight_shard.empty()) {
+    const std::string key = std::string(name) + "_weight";
+    ctx->saved_data[key] = weight[0];
+    for (size_t i = 0; is_cut_list(main_grad) && i < weight.size(); ++i) {
+      ctx->saved_data[entry(key.c_str(), i)] = weight[i];
+    }
+  }
   if (main_grad.queue) ctx->saved_data[queue_of(name)] = *main_grad.queue;
   if (!main_grad.buffers) return;
   const at::TensorList buffers = *main_grad.buffers;
@@ -181,6 +212,11 @@ WeightGradient::WeightGradient(AutogradContext* ctx, const char* name, size_t pl
   weight_ = weight->second.toTensor();
   shard_ = ctx->saved_data["weight_shard"].toStringRef();
   is_foreign_ = sharded::parse_weight_shard("linear", shard_).is_foreign();
+  const std::string key = std::string(name) + "_weight";
+  const auto matrix = [&] { return ctx->saved_data.find(entry(key.c_str(), list_.size())); };
+  for (auto next = matrix(); next != ctx->saved_data.end(); next = matrix()) {
+    list_.push_back(next->second.toTensor());
+  }
 }
 
 // Those of matrices that want no gradient stay.
@@ -259,6 +295,55 @@ Tensor WeightGradient::reduced(const Quantized& grad, const Quantized& input,
   return {};
 }
 
+// The matrices of a sharded list that want a gradient, and their buffers.
+sharded::ListTarget WeightGradient::list_target() const {
+  sharded::ListTarget target{list_};
+  for (size_t i = 0; i < count_; ++i) {
+    if (!wants(i)) target.matrices[i] = Tensor();
+  }
+  if (buffers_.empty()) return target;
+  target.main_grad = buffers_.size() == count_ ? buffers_ : buffers_[0].unbind(0);
+  target.accumulate = ctx_->saved_data.find("overwrites") == ctx_->saved_data.end();
+  return target;
+}
+
+// The gradients of the whole matrices of a list, which travel in one sum.
+Tensor WeightGradient::reduced_list(const Quantized& grad, const Quantized& input,
+                                    const std::optional<Tensor>& group_sizes, at::ScalarType dtype,
+                                    const gemm::LaunchOptions& options) const {
+  const sharded::WeightShard shard = sharded::parse_weight_shard("linear", shard_);
+  at::ScalarType part_dtype = buffers_.empty() ? dtype : buffers_[0].scalar_type();
+  if (shard.bfloat16_parts && part_dtype == at::kFloat) part_dtype = at::kBFloat16;
+  Tensor stack = sharded::gradient_stack(list_, shard, part_dtype);
+  const Tensor valid = stack.narrow(1, 0, shard.rows);
+  const bool is_whole = count_ == 1 || valid.is_contiguous();
+  wgrad_into(grad, input, group_sizes, is_whole ? std::vector<Tensor>{valid} : valid.unbind(0), false,
+             options);
+  parts_ = sharded::parts_of_stack(std::move(stack), shard);
+  if (!sharded::reduce_asynchronously(parts_, shard, list_target())) {
+    return sharded::reduce_gradient(parts_, shard_, {sharded::stack_like(list_)});
+  }
+  parts_ = Tensor();
+  return {};
+}
+
+void WeightGradient::finish(variable_list& computed, at::ScalarType dtype, const Tensor& after) const {
+  if (list_.empty()) return finish(computed[0], after);
+  if (!parts_.defined()) return;
+  const Tensor sums =
+      sharded::finish_gradient(computed[0], parts_, sharded::stack_like(list_), shard_, after);
+  parts_ = Tensor();
+  if (!buffers_.empty()) {
+    sharded::write_sums(sums, list_target());
+    computed = placeholders(dtype);
+    return;
+  }
+  computed = count_ == 1 ? variable_list{sums} : sums.unbind(0);
+  for (size_t i = 0; i < count_; ++i) {
+    if (!wants(i)) computed[i] = Tensor();
+  }
+}
+
 void WeightGradient::finish(Tensor& computed, const Tensor& after) const {
   if (!parts_.defined()) return;
   computed = sharded::finish_gradient(computed, parts_, weight_, shard_, after);
@@ -271,7 +356,8 @@ variable_list WeightGradient::compute(const Quantized& grad, const Quantized& in
   // The options of a node with two weights are those of the one that has buffers.
   const bool accumulates = buffers_.empty() || ctx_->saved_data.find("overwrites") == ctx_->saved_data.end();
   if (is_cut()) {
-    Tensor own = reduced(grad, input, group_sizes, dtype, options);
+    Tensor own = list_.empty() ? reduced(grad, input, group_sizes, dtype, options)
+                               : reduced_list(grad, input, group_sizes, dtype, options);
     if (own.defined()) return {std::move(own)};
     return placeholders(dtype);
   }

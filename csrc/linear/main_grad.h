@@ -9,6 +9,7 @@
 
 #include "linear/operands.h"
 #include "linear/weights.h"
+#include "sharded/reduce_gradient_list.h"
 
 namespace transformer_plugin::linear {
 
@@ -22,8 +23,8 @@ void check_main_grad(const char* name, const MainGrad& main_grad, const WeightAr
 void check_weight_gradient(const MainGrad& main_grad, const WeightArgument& weight, bool is_grouped,
                            const at::Tensor& data);
 
-// What a weight that is sharded over ranks may have: one tensor, whose part is large enough, one buffer and no queue.
-void check_weight_shard(const WeightArgument& weight, const MainGrad& main_grad);
+// What a weight that is sharded over ranks may have: a part that is large enough, a buffer for each tensor and no queue.
+void check_weight_shard(const WeightArgument& weight, const MainGrad& main_grad, bool is_quantized = false);
 
 // In the forward: keeps the buffers and the queue for the backward, untracked, because two forwards may come
 // before two backwards. `name`: of the argument. Nothing without either.
@@ -56,6 +57,7 @@ class WeightGradient {
   // What autograd gets, from what compute() returned. To be called last: the gradient of a sharded weight travels while the
   // node computes `after`.
   void finish(at::Tensor& computed, const at::Tensor& after) const;
+  void finish(torch::autograd::variable_list& computed, at::ScalarType dtype, const at::Tensor& after) const;
 
  private:
   bool wants(size_t i) const { return ctx_->needs_input_grad(place_ + i); }
@@ -65,6 +67,10 @@ class WeightGradient {
   at::Tensor reduced(const Quantized& grad, const Quantized& input,
                      const std::optional<at::Tensor>& group_sizes, at::ScalarType dtype,
                      const gemm::LaunchOptions& options) const;
+  sharded::ListTarget list_target() const;
+  at::Tensor reduced_list(const Quantized& grad, const Quantized& input,
+                          const std::optional<at::Tensor>& group_sizes, at::ScalarType dtype,
+                          const gemm::LaunchOptions& options) const;
 
   torch::autograd::AutogradContext* ctx_;
   size_t place_, count_;
@@ -73,8 +79,9 @@ class WeightGradient {
   std::optional<at::Tensor> queue_;
   std::string shard_;
   bool is_foreign_ = false;
-  at::Tensor weight_;         // of a sharded weight
-  mutable at::Tensor parts_;  // operand of the reduce-scatter that compute() has started
+  at::Tensor weight_;                  // of a sharded weight
+  std::vector<at::Tensor> list_ = {};  // or the matrices of a sharded list
+  mutable at::Tensor parts_;           // operand of the reduce-scatter that compute() has started
 };
 
 }  // namespace transformer_plugin::linear

@@ -54,7 +54,7 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
   static constexpr ptrdiff_t kSaved = 10;   // tensors saved before the matrices
   static constexpr size_t kArguments = 16;  // with the weight as one
 
-  // Saves what it always needs, then the matrices of a weight without scales.
+  // Saves what it always needs, then the matrices of a weight without scales, or the parts of them.
   static Tensor forward(AutogradContext* ctx, const Tensor& input, at::TensorList weight,
                         const OptionalTensor& group_sizes, const OptionalTensor& bias,
                         const OptionalTensor& bias_scale, std::string_view input_key,
@@ -92,7 +92,8 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
                         wants_grad(bias_scale) ? *bias : Tensor(),
                         or_undefined(bias_scale),
                         or_undefined(column_sizes)};
-    if (wants_input) saved.insert(saved.end(), w.matrices.begin(), w.matrices.end());
+    const std::vector<Tensor>& matrices = w.parts.empty() ? w.matrices : w.parts;
+    if (wants_input) saved.insert(saved.end(), matrices.begin(), matrices.end());
     ctx->save_for_backward(std::move(saved));
     ctx->saved_data["input_format"] = std::string(input_key);
     ctx->saved_data["weight_format"] = std::string(weight_key);
@@ -143,18 +144,18 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
       // Of a weight that is sharded over ranks first: while it travels, the data gradient is computed.
       if (wants_weight && weight_gradient.goes_first()) compute_weight();
       if (wants_input) {
-        const Quantized whole = whole_in_backward(ctx, weight, formats);
-        grad_input =
-            as_matrix(gemm_of(g.rowwise, whole, group_sizes, std::nullopt, std::nullopt, whole.transposed,
-                              grad.scalar_type(), options, at::TensorList(saved).slice(kSaved),
-                              saved_dgrad_out(ctx, QuantizedLinearFunction::kName, grad)));
+        at::TensorList kept = at::TensorList(saved).slice(kSaved);
+        const Quantized whole = whole_in_backward(ctx, weight, formats, kept);
+        grad_input = as_matrix(gemm_of(g.rowwise, whole, group_sizes, std::nullopt, std::nullopt,
+                                       whole.transposed, grad.scalar_type(), options, kept,
+                                       saved_dgrad_out(ctx, QuantizedLinearFunction::kName, grad)));
         const InputRanks ranks = saved_ranks(ctx);
         if (ranks.is_cut()) grad_input = divided_rows(grad_input, ranks);
       } else {
         announce_foreign_use(ctx, kMainGrad);
       }
       if (wants_weight && !weight_gradient.goes_first()) compute_weight();
-      weight_gradient.finish(grad_weight[0], grad_input);
+      weight_gradient.finish(grad_weight, grad.scalar_type(), grad_input);
       if (grad_bias.defined() && column_sizes && !group_sizes) grad_bias = grad_bias.squeeze(0);
     }
     if (!grad_bias.defined()) {

@@ -132,6 +132,12 @@ QuantizedWeight gathered_operand(at::TensorList weight, const OptionalList& quan
                                  const OperandFormats& formats, bool backward,
                                  std::string_view weight_shard) {
   if (weight_shard.empty()) return weight_operand(weight, quantized, formats, backward);
+  if (sharded::parse_weight_shard("linear", weight_shard).each) {
+    const Tensor whole = sharded::gather_weight_list(weight, weight_shard, false);
+    QuantizedWeight result = quantize_weight_operand(whole, formats, false);
+    if (backward) result.parts = weight.vec();
+    return result;
+  }
   if (quantized || !formats.weight.is_quantized()) {
     QuantizedWeight own = weight_operand(weight, quantized, formats, backward);
     own.forward = sharded::gather_weight(own.forward, weight_shard, false);
@@ -149,6 +155,17 @@ Quantized whole_in_backward(torch::autograd::AutogradContext* ctx, const Quantiz
   const Quantized whole = sharded::gather_weight(saved, shard->second.toStringRef(), true);
   if (whole.scale.defined() || !formats.weight.is_quantized()) return whole;
   return quantize_weight_operand(whole.data, formats, true).backward;
+}
+
+Quantized whole_in_backward(torch::autograd::AutogradContext* ctx, const Quantized& saved,
+                            const OperandFormats& formats, at::TensorList& matrices) {
+  const auto shard = ctx->saved_data.find("weight_shard");
+  if (shard == ctx->saved_data.end()) return saved;
+  const std::string& key = shard->second.toStringRef();
+  if (!sharded::parse_weight_shard("linear", key).each) return whole_in_backward(ctx, saved, formats);
+  const Tensor whole = sharded::gather_weight_list(matrices, key, true);
+  matrices = {};
+  return quantize_weight_operand(whole, formats, true).backward;
 }
 
 void announce_foreign_use(torch::autograd::AutogradContext* ctx, const char* main_grad) {

@@ -29,4 +29,12 @@ c10::SymInt whole_size(const at::Tensor& weight, const MainGrad& gradient) {
   return sharded::parse_weight_shard("linear", gradient.weight_shard).rows;
 }
 
+c10::SymInt whole_rows(const WeightArgument& weight, const MainGrad& gradient) {
+  return is_cut_list(gradient) ? whole_size(weight.first(), gradient) : weight.rows();
+}
+
+bool is_cut_list(const MainGrad& gradient) {
+  return !gradient.weight_shard.empty() && sharded::parse_weight_shard("linear", gradient.weight_shard).each;
+}
+
 }  // namespace transformer_plugin::linear

@@ -58,6 +58,9 @@ class GroupedWeight {
 
 // The first dimension of a weight; of the whole one where it is sharded over ranks.
 c10::SymInt whole_size(const at::Tensor& weight, const MainGrad& gradient);
+// Whether the rows of every matrix of a grouped weight are sharded over ranks, and the number of rows of a whole one.
+bool is_cut_list(const MainGrad& gradient);
+c10::SymInt whole_rows(const WeightArgument& weight, const MainGrad& gradient);
 
 // Dtype, dimensions and device; of several matrices, that all are like the first.
 void check_grouped_weight(const WeightArgument& weight, const Argument& input);

@@ -3,6 +3,7 @@
 
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
 #include <atomic>
 
 #include "common/autograd.h"
@@ -41,6 +42,16 @@ void let_collective_start(c10::Device device) {
 #endif
 }
 
+// Each matrix is received in its place of a stack, which is the whole if no rows are padding.
+Gathered prepare_list(const Gather& gather) {
+  const Tensor& part = gather.parts[0];
+  const auto count = static_cast<int64_t>(gather.parts.size());
+  const int64_t held = part.size(0) * gather.shard.ranks, rows = gather.shard.rows;
+  const Tensor stack = at::empty({count, held, part.size(1)}, part.options());
+  const Tensor whole = rows == held ? stack : at::empty({count, rows, part.size(1)}, part.options());
+  return {{whole}, stack.unbind(0), stack};
+}
+
 }  // namespace
 
 void note_weights_changed() { ++announced_changes; }
@@ -51,6 +62,11 @@ GatherCache::PartRef::PartRef(const Tensor& part)
       sizes(part.sizes().vec()),
       offset(part.storage_offset()),
       dtype(part.scalar_type()) {}
+
+bool GatherCache::PartRef::refers_to(const Tensor& part) const {
+  const auto memory = storage.lock();
+  return memory && memory.get() == part.storage().unsafeGetStorageImpl();
+}
 
 Tensor GatherCache::PartRef::lock(c10::Device device) const {
   const auto memory = storage.lock();
@@ -105,9 +121,9 @@ int64_t GatherCache::identify(const Gather& gather, const Place& place) {
   const auto found = ids_.find(key);
   if (found != ids_.end()) {
     const Source& known = sources_.at(found->second);
-    const auto memory = known.parts[0].storage.lock();
-    if (memory && memory.get() == first.storage().unsafeGetStorageImpl() &&
-        known.columnwise == gather.columnwise && known.parts.size() == gather.parts.size()) {
+    const auto same = [](const PartRef& part, const Tensor& given) { return part.refers_to(given); };
+    if (known.columnwise == gather.columnwise && known.is_list == gather.is_list &&
+        std::equal(known.parts.begin(), known.parts.end(), gather.parts.begin(), gather.parts.end(), same)) {
       return found->second;
     }
     drop(found->second, place);
@@ -118,8 +134,8 @@ int64_t GatherCache::identify(const Gather& gather, const Place& place) {
   if ((id & 255) == 255) forget_dead_sources();
   std::vector<PartRef> parts(gather.parts.begin(), gather.parts.end());
   ids_[key] = id;
-  sources_.emplace(id,
-                   Source{std::move(parts), gather.format, gather.columnwise, gather.backward, gather.shard});
+  sources_.emplace(id, Source{std::move(parts), gather.format, gather.columnwise, gather.backward,
+                              gather.shard, gather.is_list});
   return id;
 }
 
@@ -134,6 +150,7 @@ int64_t GatherCache::stamp_of(const Source& source) const {
 
 // Allocates, on the current stream.
 Gathered GatherCache::prepare(const Gather& gather, std::vector<Plane>& planes) const {
+  if (gather.is_list) return prepare_list(gather);
   const int64_t ranks = gather.shard.ranks;
   if (planes.empty())
     planes = planes_of(gather.parts[0], gather.parts.size(), gather.format, gather.columnwise,
@@ -164,8 +181,8 @@ Gathered GatherCache::prepare(const Gather& gather, std::vector<Plane>& planes) 
 void GatherCache::collect(const Gather& gather, const std::vector<Plane>& planes, Gathered& into) {
   const WeightShard& shard = gather.shard;
   std::vector<Tensor> parts, received;
-  for (size_t i = 0; i < planes.size(); ++i) {
-    if (!planes[i].is_gathered()) continue;
+  for (size_t i = 0; i < into.received.size(); ++i) {
+    if (!into.received[i].defined()) continue;
     parts.push_back(gather.parts[i]);
     received.push_back(into.received[i]);
     counts_.bytes_sent += static_cast<int64_t>(gather.parts[i].nbytes()) * (shard.ranks - 1);
@@ -177,6 +194,9 @@ void GatherCache::collect(const Gather& gather, const std::vector<Plane>& planes
     group.begin_call(call_of(gather, parts), 1);
     group.all_gather_list(parts, received, phases::kGatherWeight);
   });
+  if (gather.is_list && into.whole[0].size(1) != into.stack.size(1)) {
+    into.whole[0].copy_(into.stack.narrow(1, 0, shard.rows));
+  }
   for (size_t i = 0; i < planes.size(); ++i) {
     if (planes[i].is_gathered() && !planes[i].is_joined()) {
       assemble(planes[i], into.received[i], shard.ranks, into.whole[i]);
@@ -289,7 +309,7 @@ void GatherCache::gather_ahead(int64_t id, c10::Device device, const Place& plac
     pair = Pair(pair.second, next);
     last = next;
     if (early_.count(next) > 0) continue;
-    Gather gather{{}, source.format, source.columnwise, source.backward, source.shard};
+    Gather gather{{}, source.format, source.columnwise, source.backward, source.shard, source.is_list};
     for (const PartRef& part : source.parts) {
       if (!part.version.enabled()) return;
       gather.parts.push_back(part.lock(device));

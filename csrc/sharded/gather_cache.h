@@ -38,12 +38,14 @@ struct Gather {
   bool columnwise;
   bool backward;  // what for
   WeightShard shard;
+  bool is_list = false;  // the parts are those of several matrices, of values without a format
 };
 
 // The whole tensors; memory that is freed only after the work that writes it.
 struct Gathered {
-  std::vector<at::Tensor> whole;
-  std::vector<at::Tensor> received;
+  std::vector<at::Tensor> whole;     // of a list one stack of its matrices
+  std::vector<at::Tensor> received;  // undefined where a part is not gathered
+  at::Tensor stack = {};             // of a list: in which `received` lie
 };
 
 struct GatherCounts {
@@ -82,6 +84,7 @@ class GatherCache {
     at::ScalarType dtype;
 
     explicit PartRef(const at::Tensor& part);
+    bool refers_to(const at::Tensor& part) const;
     at::Tensor lock(c10::Device device) const;  // undefined if the memory is gone
   };
   struct Source {
@@ -89,6 +92,7 @@ class GatherCache {
     Format format;
     bool columnwise, backward;
     WeightShard shard;
+    bool is_list;
     std::vector<Plane> planes = {};  // once they were needed
   };
   struct Early {

@@ -42,6 +42,8 @@ Gather checked(const Tensor& data, const OptionalTensor& scale_inv, const Option
   const size_t count = tensors_of(gather.format);
   TP_CHECK_VALUE(gather.shard.is_cut(), kOp, "shard", "the key of a weight that is sharded over ranks", "''",
                  "Read a whole weight as it is");
+  TP_CHECK_VALUE(!gather.shard.each, kOp, "shard", "a key without 'each'", "'" << shard_key << "'",
+                 "Gather several matrices with gather_weight_list");
   TP_CHECK_VALUE(scale_inv.has_value() == (count > 1), kOp, "scale_inv",
                  (count > 1 ? "the scales" : "None") << " of '" << format_key << "'",
                  describe(or_undefined(scale_inv)), "Pass what quantizing this rank's part gave");

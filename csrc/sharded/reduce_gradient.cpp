@@ -38,7 +38,8 @@ void call_reduce_scatter_out(const Tensor& parts, const Tensor& out, bool accumu
       [&] { op.call(parts, out, accumulate, shard.ranks, shard.group, shard.timeout_ms, factor_of(shard)); });
 }
 
-// Whether a hook observes the gradient, or torch.autograd.grad requested it: then the node must return it.
+}  // namespace
+
 bool is_observed(const Tensor& weight) {
   namespace impl = torch::autograd::impl;
   if (!weight.is_leaf() || !weight.requires_grad()) return true;
@@ -51,9 +52,8 @@ bool is_observed(const Tensor& weight) {
          !accumulator->tensor_pre_hooks().empty();
 }
 
-// On the side stream of the group.
 void submit(const Tensor& parts, const Tensor& out, bool accumulate, const WeightShard& shard,
-            std::function<void()> deliver = {}, const Tensor& token = {}) {
+            std::function<void()> deliver, const Tensor& token) {
   distributed::RankGroup group(kOp, shard.group, shard.timeout_ms, parts);
   GroupWeights::of(group.state())
       .reductions.submit(
@@ -61,31 +61,38 @@ void submit(const Tensor& parts, const Tensor& out, bool accumulate, const Weigh
           token);
 }
 
-// The dtype of a sum: that of the weight, where the sum over ranks can have it.
 at::ScalarType sum_dtype(const Tensor& parts, const Tensor& weight) {
   return weight.scalar_type() == at::kFloat && parts.scalar_type() != at::kDouble ? at::kFloat
                                                                                   : parts.scalar_type();
 }
 
-// Into `weight.grad`, as autograd would, and on the stream on which autograd does so: others may add to it in this backward.
+void add_to_gradient(const Tensor& weight, const Tensor& sum) {
+  const at::AutoGradMode mode(false);
+  Tensor& grad = const_cast<Tensor&>(weight).mutable_grad();
+  if (grad.defined()) {
+    grad.add_(sum);
+  } else {
+    grad = sum;
+  }
+}
+
+bool takes_sums(const Tensor& weight) {
+  const Tensor& grad = weight.grad();
+  return !grad.defined() || (grad.layout() == at::kStrided && !grad.requires_grad());
+}
+
+namespace {
+
+// Into `weight.grad`.
 void accumulate_asynchronously(const Tensor& parts, const WeightShard& shard, const Tensor& weight) {
   const Tensor out =
       at::empty(weight.sizes(), weight.options().dtype(sum_dtype(parts, weight)).requires_grad(false));
-  submit(parts, out, false, shard, [weight, out] {
-    const at::AutoGradMode mode(false);
-    Tensor& grad = const_cast<Tensor&>(weight).mutable_grad();
-    if (grad.defined()) {
-      grad.add_(out);
-    } else {
-      grad = out;
-    }
-  });
+  submit(parts, out, false, shard, [weight, out] { add_to_gradient(weight, out); });
 }
 
 bool can_be_asynchronous(const WeightShard& shard, const Tensor& parts, const GradientTarget& target) {
   if (!shard.asynchronous || is_traced(parts) || is_observed(target.weight)) return false;
-  const Tensor& grad = target.weight.grad();
-  return target.main_grad || !grad.defined() || (grad.layout() == at::kStrided && !grad.requires_grad());
+  return target.main_grad || takes_sums(target.weight);
 }
 
 WeightShard checked(const char* op, const Tensor& parts, const Tensor& weight, std::string_view key) {

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <optional>
 #include <string_view>
 
@@ -28,5 +29,18 @@ at::Tensor reduce_gradient(const at::Tensor& parts, std::string_view shard_key, 
 // `after`: what the node computes meanwhile, or undefined. A compiler that orders ops by their operands would wait at once.
 at::Tensor finish_gradient(const at::Tensor& token, const at::Tensor& parts, const at::Tensor& weight,
                            std::string_view shard_key, const at::Tensor& after);
+
+// Helpers, also of reduce_gradient_list.h.
+// Whether a hook observes the gradient, or torch.autograd.grad requested it: then the node must return it.
+bool is_observed(const at::Tensor& weight);
+// The dtype of a sum: that of the weight, where the sum over ranks can have it.
+at::ScalarType sum_dtype(const at::Tensor& parts, const at::Tensor& weight);
+// The reduce-scatter of `parts` into `out`, on the side stream of the group; see Reductions::submit.
+void submit(const at::Tensor& parts, const at::Tensor& out, bool accumulate, const WeightShard& shard,
+            std::function<void()> deliver = {}, const at::Tensor& token = {});
+// Into `weight.grad`, as autograd would, and on the stream on which autograd does so: others may add to it in this backward.
+void add_to_gradient(const at::Tensor& weight, const at::Tensor& sum);
+// Whether `weight.grad` is one that this can add to.
+bool takes_sums(const at::Tensor& weight);
 
 }  // namespace transformer_plugin::sharded

@@ -45,6 +45,7 @@ class Reader {
 bool parse(std::string_view key, WeightShard& shard) {
   Reader reader(key);
   if (!reader.take_number("rows=", shard.rows) || !reader.take_number("ranks=", shard.ranks)) return false;
+  shard.each = reader.take("each,");
   shard.mean = reader.take("mean,");
   shard.bfloat16_parts = reader.take("parts=bf16,");
   shard.asynchronous = reader.take("async,");
@@ -65,7 +66,7 @@ WeightShard parse_weight_shard(const char* op, std::string_view key) {
   if (key.empty()) return shard;
   TP_CHECK_VALUE(
       parse(key, shard), op, "weight_shard",
-      "'', or a key such as 'rows=1024,ranks=4,mean,group=0' with options in the order rows, ranks, mean, "
+      "'', or a key such as 'rows=1024,ranks=4,mean,group=0' with options in the order rows, ranks, each, mean, "
       "parts=bf16, async, timeout_ms, set, handle, name, group",
       "'" << key << "'", "Make it with transformer_plugin.parallel.WeightShard");
   return shard;

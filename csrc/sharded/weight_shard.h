@@ -3,6 +3,7 @@
 //
 //   rows=<n>        rows of the whole weight [n, K]; of a stack [n, N, K] its matrices
 //   ranks=<n>       size of the group
+//   each            of every matrix [n, K] of a grouped weight the rows are sharded, and the parts are a list
 //   mean            the gradient is the mean over the ranks; otherwise their sum
 //   parts=bf16      gradients travel in bfloat16 also where they are added to float32; the sums are in float32
 //   async           gradients are in `weight.grad` or in `main_grad` at the end of the backward, and not before
@@ -30,6 +31,7 @@ namespace transformer_plugin::sharded {
 struct WeightShard {
   int64_t rows = 0;
   int64_t ranks = 0;  // 0: the weight is whole
+  bool each = false;
   bool mean = false;
   bool bfloat16_parts = false;
   bool asynchronous = false;

@@ -17,11 +17,23 @@ from transformer_plugin.testing.distributed import Rank, RankPool
 VICTIM = 1
 
 
-def lose(rank: Rank, phase: str, how: str) -> tuple[Any, ...]:
+class Experts(torch.nn.Module):
+    """Experts in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = tnn.GroupedLinear(2, 8, 6, parameters="list")
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.layer(input, [1, 3])
+        return output
+
+
+def lose(rank: Rank, phase: str, how: str, experts: bool = False) -> tuple[Any, ...]:
     import time
 
     torch.manual_seed(0)
-    model = torch.nn.Sequential(tnn.Linear(8, 12), tnn.Linear(12, 6))
+    model = Experts() if experts else torch.nn.Sequential(tnn.Linear(8, 12), tnn.Linear(12, 6))
     shard_(model, rank.group, timeout_ms=int(TIMEOUT * 1000))
     input = torch.randn(4, 8, requires_grad=True)
     output = model(input).sum() if phase == "backward" else None
@@ -39,10 +51,12 @@ def lose(rank: Rank, phase: str, how: str) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("how", ["dies", "stops"])
 @pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_lost_rank_and_weight_are_named(phase: str, how: str) -> None:
+@pytest.mark.parametrize("experts", [False, True])
+def test_lost_rank_and_weight_are_named(phase: str, how: str, experts: bool) -> None:
     name, op = ("0.weight", "gather_weight") if phase == "forward" else ("1.weight", "reduce_scatter_out")
+    name = "layer.weight*" if experts else name
     with RankPool(3) as pool:
-        pool.start(lose, phase, how)
+        pool.start(lose, phase, how, experts)
         for survivor in (0, 2):
             rank, of, text, seconds = pool.result(survivor)
             assert rank == VICTIM, text

@@ -1,4 +1,4 @@
-"""Matrices and stacks of experts that are cut over ranks in every way, and torch's Muon on the whole ones."""
+"""Matrices and stacks of experts that are sharded over ranks in every way, and torch's Muon on the whole ones."""
 
 from __future__ import annotations
 

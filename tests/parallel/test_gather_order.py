@@ -49,6 +49,29 @@ def check_experts(rank: Rank, key: str) -> None:
     assert (early, hits, dropped) == (gathers - 1, gathers - 1, 0)
 
 
+def check_lists(rank: Rank) -> None:
+    """Experts in lists, of which one collective gathers all."""
+
+    class Both(torch.nn.Sequential):
+        def forward(self, input: torch.Tensor, sizes: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+            output: torch.Tensor = self[1](self[0](input, sizes), sizes)
+            return output
+
+    def layer() -> torch.nn.Module:
+        options = {"parameters": "list", "device": rank.device, "dtype": torch.bfloat16}
+        return tnn.GroupedLinear(3, 128, 128, bias=False, **options)
+
+    _, told = twins(rank, lambda: Both(layer(), layer()))
+    set_gather_order(told.modules())
+    before = ops.count_gathers(rank.group_name)
+    computed(told, expert_batch(rank.rank, 0, rank.device, 3))
+    assert counted(rank, before) == [4, 3, 3, 0]
+
+
+def test_lists(pair: RankPool) -> None:
+    pair.run(check_lists)
+
+
 @pytest.mark.parametrize("key", ["bf16", "fp8_block"])
 def test_experts(pair: RankPool, key: str) -> None:
     pair.run(check_experts, key)

@@ -1,4 +1,4 @@
-"""Muon on whole matrices, stacks of experts, and matrices that are cut over ranks, beside torch's on whole matrices."""
+"""Muon on whole matrices, stacks of experts, and sharded matrices, beside torch's on whole matrices."""
 
 from __future__ import annotations
 

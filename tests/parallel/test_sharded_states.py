@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.parallel.sharded_models import RECIPES, computed, dense, dense_batch, twins
 from transformer_plugin import nn as tnn
+from transformer_plugin import optim as tp_optim
 from transformer_plugin import parallel
 from transformer_plugin.parallel import shard_, whole_weight
 from transformer_plugin.parallel._part_tensor import PartTensor
@@ -241,7 +242,7 @@ def check_uses(rank: Rank) -> None:
     batches = [torch.randn(8, 64).bfloat16().to(rank.device) for _ in range(2)]
     (cut(cut(batches[0])) + cut(batches[1])).float().square().sum().backward()
     mean = sum(whole_grads) / rank.size  # type: ignore[operator]
-    want = cut.weight_part.rows.cut(mean, rank.rank)
+    want = cut.weight_parts["weight"].rows.cut(mean, rank.rank)
     error = (cut.weight.grad.float() - want).norm() / want.norm()
     assert error < 2**-6, error  # each use is rounded to bfloat16 before they are added
     with torch.no_grad():
@@ -289,7 +290,7 @@ def check_main_grad(rank: Rank) -> None:
             total = total + (grad if dtype is None else grad.to(dtype).float())
             if other == rank.rank:
                 cut(input).float().square().sum().backward()
-        part = cut.weight_part
+        part = cut.weight_parts["weight"]
         want = part.rows.cut(total * (1 / rank.size), part.rank) + 1
         assert cut.weight.grad is None
         torch.testing.assert_close(cut.weight.main_grad, want, rtol=1e-6, atol=0)
@@ -311,7 +312,7 @@ def check_refusals(rank: Rank) -> None:
     tied[1].weight = tied[0].weight
     refused("share", tied)
     assert part_of(tied[0].weight) is None
-    refused("parameters='list'", tnn.GroupedLinear(2, 8, 8, parameters="list"))
+    refused("parameters='grouped'", tnn.GroupedLinear(2, 8, 8, parameters="grouped"))
     refused("delay_wgrad_compute", tnn.Linear(8, 8, delay_wgrad_compute=True))
     refused("expected 'mean' or 'sum'", tnn.Linear(8, 8), gradient="max")
     refused("argument 'format'", tnn.Linear(32, 32, recipe=RECIPES["mxfp8"]()), format="nvfp4")
@@ -351,3 +352,40 @@ def check_mesh(rank: Rank) -> None:
 
 def test_mesh(pair: RankPool) -> None:
     pair.run(check_mesh)
+
+
+def check_master_weights(rank: Rank, folder: str, save: bool) -> None:
+    """float32 copies of parts are saved and loaded as parts, with their moments."""
+    model = shard_(small(rank, 0 if save else 1), rank.group)
+    optimizer = tp_optim.MasterWeights(model.parameters(), lambda w: torch.optim.AdamW(w, lr=1e-2))
+    for step in range(2):
+        computed(model, dense_batch(rank.rank, step, rank.device))
+        average_others(rank, model)
+        optimizer.step()
+    state = {"optimizer": optimizer.state_dict()}
+    if save:
+        dcp.save(state, checkpoint_id=folder)
+    else:
+        dcp.load(state, checkpoint_id=folder)
+        optimizer.load_state_dict(state["optimizer"])
+    values = {}
+    for (name, parameter), master in zip(model.named_parameters(), optimizer.master_weights, strict=True):
+        assert_same_bits(parameter.detach(), master.detach().bfloat16(), name)
+        part, moment = part_of(parameter), optimizer.optimizer.state[master]["exp_avg"]
+        for key, value in ((name, master.detach()), (f"{name} moment", moment)):
+            if part is not None:
+                every = [torch.empty_like(value) for _ in range(rank.size)]
+                dist.all_gather(every, value)
+                value = part.rows.strip(torch.cat(every))
+            values[key] = value.cpu()
+    if save and rank.rank == 0:
+        torch.save(values, f"{folder}/expected.pt")
+    if not save:
+        for key, want in torch.load(f"{folder}/expected.pt").items():
+            assert_same_bits(values[key], want, key)
+
+
+def test_master_weights(make_pool: Any, tmp_path: Path) -> None:
+    make_pool(2).run(check_master_weights, str(tmp_path), True)
+    for size in (2, 3):
+        make_pool(size).run(check_master_weights, str(tmp_path), False)

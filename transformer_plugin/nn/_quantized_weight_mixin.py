@@ -75,7 +75,8 @@ class QuantizedWeightMixin(ExpertShardMixin, ShardedWeightMixin):
 
     def _quantized_weight(self) -> list[Tensor] | None:
         """Returns the quantized weight for the ops of a forward, or None."""
-        kept = self._quantized_part() if self.gathers_quantized else self.quantized_weight
+        exchanges = self.gathers_quantized and not isinstance(self.recipe, DelayedScaling)
+        kept = self._quantized_part() if exchanges else self.quantized_weight
         if kept is None:
             weight = self._parameters.get("weight")
             if type(weight) is Parameter:  # the common case
@@ -91,8 +92,8 @@ class QuantizedWeightMixin(ExpertShardMixin, ShardedWeightMixin):
         if not self.gathers_quantized:
             raise ValueError(
                 f"transformer_plugin::{type(self).__name__}: argument 'weight': expected a weight whose ranks exchange "
-                "quantized parts, got one of shard_(..., format='none'), which is quantized after each gather. Leave "
-                "out quantize_weights(), or shard_ without 'format'."
+                "quantized parts, got one of shard_(..., format='none'), or a list, which is quantized after each "
+                "gather. Leave out quantize_weights(), or shard_ a packed weight without 'format'."
             )
         if self.quantized_weight is None and torch.compiler.is_compiling():
             raise ValueError(
@@ -102,7 +103,7 @@ class QuantizedWeightMixin(ExpertShardMixin, ShardedWeightMixin):
         if self.quantized_weight is None:
             from transformer_plugin.parallel._quantized_part import QuantizedPart
 
-            part = self.weight_part
+            part = self.weight_parts["weight"]
             self.quantized_weight = QuantizedPart(self.weight, self._formats, part.group, part.layers)
         return self.quantized_weight
 

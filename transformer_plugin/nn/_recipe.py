@@ -217,7 +217,8 @@ class RecipeModule(QuantizedWeightMixin, DelayedWgradMixin):
 
     def _register_state(self, recipe: DelayedScaling) -> None:
         weight = self._local(self._any_weight().detach())
-        tensors = 3 * (weight.shape[0] if weight.dim() == 3 else 1)
+        part = self.weight_parts.get("weight")
+        tensors = 3 * ((weight.shape[0] if part is None else part.rows.rows) if weight.dim() == 3 else 1)
         sizes = ((recipe.amax_history_len, tensors), (tensors,), (tensors,))
         for name, size in zip(STATE, sizes, strict=True):
             self.register_buffer(name, torch.empty(size, dtype=torch.float32, device=weight.device))
@@ -236,13 +237,12 @@ class RecipeModule(QuantizedWeightMixin, DelayedWgradMixin):
         """The tensor in which the ops collect amaxes."""
         return self.delayed_amax if self._rank_amax is None else self._rank_amax
 
-    @staticmethod
-    def _op_accepts(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    def _op_accepts(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         """Whether the op will accept the input and the parameters. If not, the op raises the error."""
+        part = self.weight_parts.get("weight")
+        rows = weight.shape[:-1] if part is None else (part.rows.rows, *weight.shape[1:-1])
         if bias is not None and (
-            bias.shape != weight.shape[:-1]
-            or bias.device != weight.device
-            or bias.dtype not in (*DTYPES, torch.float64)
+            bias.shape != rows or bias.device != weight.device or bias.dtype not in (*DTYPES, torch.float64)
         ):
             return False
         fits = input.dim() > 0 and input.shape[-1] == weight.shape[-1] and weight.dtype in DTYPES

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from transformer_plugin.nn._module import PluginModule
 from transformer_plugin.parallel._tensor_slices import TensorSlices
-from transformer_plugin.parallel._weight_part import as_copy, mark
+from transformer_plugin.parallel._weight_part import WeightPart, as_copy, mark
 
 
 class ShardedWeightMixin(PluginModule):
@@ -24,8 +24,8 @@ class ShardedWeightMixin(PluginModule):
     named_weight_shard: str = ""
     #: Whether another runtime gathers the weight, see :func:`~transformer_plugin.parallel.attach_distributed_weights`.
     is_gathered_elsewhere: bool = False
-    #: What the weight is a part of, a ``WeightPart``; None if it is whole.
-    weight_part: Any = None
+    #: Of the weights that are parts, by the names of the parameters.
+    weight_parts: Mapping[str, WeightPart] = MappingProxyType({})
     #: Of the parameters that are slices, by their names.
     tensor_slices: Mapping[str, TensorSlices] = MappingProxyType({})
 
@@ -35,7 +35,7 @@ class ShardedWeightMixin(PluginModule):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if self.weight_part is not None or self.tensor_slices:
+        if self.weight_parts or self.tensor_slices:
             as_copy(self)
         if self.tensor_parallel is not None:
             from transformer_plugin.nn._tensor_parallel import check_group
@@ -44,6 +44,6 @@ class ShardedWeightMixin(PluginModule):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         applied = super()._apply(fn, recurse)
-        if self.weight_part is not None or self.tensor_slices:
+        if self.weight_parts or self.tensor_slices:
             mark(self)
         return applied

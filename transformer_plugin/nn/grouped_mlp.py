@@ -145,16 +145,26 @@ class GroupedMLP(LaunchedModule):
         of_layers["launch_options"] = launch_options
         of_layers.update(parameters=parameters, fuse_wgrad_accumulation=fuse_wgrad_accumulation)
         of_layers["delay_wgrad_compute"] = delay_wgrad_compute
-        self.fc1 = GroupedLinear(num_groups, hidden, 2 * ffn_hidden, bias, **of_layers)
-        self.fc2 = GroupedLinear(num_groups, ffn_hidden, hidden, bias, scale_bias=bias, **of_layers)
+        column: dict[str, Any] = {}
+        row: dict[str, Any] = {}
         if parallel is not None:
-            self._divide(parallel)
+            column = {"parallel_mode": "column", "tp_group": tp_group, "sections": self._gate_and_linear()}
+            row = {"parallel_mode": "row", "tp_group": tp_group}
+        self.fc1 = GroupedLinear(num_groups, hidden, 2 * ffn_hidden, bias, **of_layers, **column)
+        self.fc2 = GroupedLinear(num_groups, ffn_hidden, hidden, bias, scale_bias=bias, **of_layers, **row)
+        if parallel is not None:
+            self._have_slices(parallel)
+
+    def _gate_and_linear(self) -> tuple[int, ...]:
+        return () if self.glu_interleave else (self.ffn_hidden, self.ffn_hidden)
 
     def _divide(self, parallel: TensorParallel) -> None:
         """Keeps this rank's slices of both layers."""
-        gate_and_linear = () if self.glu_interleave else (self.ffn_hidden, self.ffn_hidden)
-        self.fc1._divide(with_mode(parallel, "column"), gate_and_linear)
+        self.fc1._divide(with_mode(parallel, "column"), self._gate_and_linear())
         self.fc2._divide(with_mode(parallel, "row"))
+        self._have_slices(parallel)
+
+    def _have_slices(self, parallel: TensorParallel) -> None:
         self._ffn_hidden, self.tensor_parallel = self.fc2.in_features, parallel
         _check_interleave(self.glu_interleave, self.ffn_hidden)
 
@@ -380,6 +390,7 @@ class GroupedMLP(LaunchedModule):
             and not (fc1.return_bias or fc2.return_bias)
             and (fc1.tensor_parallel is None) == (fc2.tensor_parallel is None)
             and fc1.weight_shard == fc2.weight_shard
+            and not (fc1.weight_shard and fc1.parameter_layout == "list")
             and not (fc1.save_original_input or fc2.save_original_input)
             and fc1.fuse_wgrad_accumulation == fc2.fuse_wgrad_accumulation
         )

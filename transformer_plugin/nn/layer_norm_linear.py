@@ -240,7 +240,8 @@ class LayerNormLinear(RecipeModule):
         if isinstance(self.recipe, DelayedScaling):
             scale = self._delayed_scales(self.recipe, self._op_accepts(normalized, weight, bias))
             amax = self._current_amax if self.training else None
-            return ops.linear_scaled(normalized, weight, scale, amax, bias, *self._formats)
+            formats = (*self._formats, self._shard_key())
+            return ops.linear_scaled(normalized, weight, scale, amax, bias, *formats)
         options: dict[str, Any] = {**into, "quantized_weight": quantized_weight}
         if out is None:
             return ops.linear(normalized, weight, bias, *self._formats, **options)

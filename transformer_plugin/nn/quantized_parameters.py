@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from transformer_plugin.formats import Format
 from transformer_plugin.functional._values import is_quantized
 from transformer_plugin.functional.quantize import quantize
+from transformer_plugin.parallel._weight_part import mark
 from transformer_plugin.parallel._wrapping import install_wrapper_checks
 from transformer_plugin.recipes import DelayedScaling, Recipe
 from transformer_plugin.tensor import GroupedTensor
@@ -36,7 +37,8 @@ def quantized_init(recipe: Recipe, *, preserve_high_precision_init_val: bool = F
     :class:`~transformer_plugin.tensor.GroupedTensor` s, in the recipe's weight format, quantized in both directions;
     their nominal dtype is the one that the layer was made with. Forward and backward read them as they are. A gradient
     has the nominal dtype. ``weight.copy_(values)`` quantizes new values into the same memory;
-    :class:`transformer_plugin.optim.MasterWeights` trains them.
+    :class:`transformer_plugin.optim.MasterWeights` trains them. With ``parallel_mode`` each rank quantizes its slices,
+    and the ``state_dict`` has their values.
 
     Args:
         recipe: whose weight format has scales; not ``DelayedScaling``.
@@ -77,13 +79,12 @@ def quantize_parameter(module: torch.nn.Module, name: str, key: str) -> None:
     weight = module._parameters[name]
     if choice is None or weight is None:
         return
-    if getattr(module, "tensor_parallel", None) is not None:
-        expected = "layers without parallel_mode, whose checkpoints have slices of plain tensors"
-        raise ValueError(_error(expected, type(module).__name__, "Make the layer outside of quantized_init"))
     quantized = Parameter(quantize(weight.detach(), key, columnwise=True), weight.requires_grad)
     if choice.keeps_values:
         quantized.high_precision_init_val = _kept(weight)  # type: ignore[attr-defined]
     setattr(module, name, quantized)
+    if getattr(module, "tensor_slices", None):
+        mark(module)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         install_wrapper_checks()
 

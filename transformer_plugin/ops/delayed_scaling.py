@@ -28,6 +28,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from transformer_plugin.errors import with_peers
 from transformer_plugin.formats import Format
 from transformer_plugin.ops._operands import key_of, layer_keys
 
@@ -152,6 +153,7 @@ def linear_scaled(
     input_format: str | Format = "fp8_tensor:e4m3",
     weight_format: str | Format = "fp8_tensor:e4m3",
     grad_format: str | Format = "fp8_tensor:e5m2",
+    weight_shard: str = "",
 ) -> Tensor:
     """:func:`~transformer_plugin.ops.linear` in ``fp8_tensor`` with the scales that are passed.
 
@@ -165,6 +167,9 @@ def linear_scaled(
             it between forward and backward are no error.
         bias: ``[N]``, any float dtype.
         input_format, weight_format, grad_format: ``fp8_tensor:e4m3`` or ``fp8_tensor:e5m2``.
+        weight_shard: the key of a weight that is sharded over ranks (:mod:`transformer_plugin.ops.sharded`);
+            ``weight`` is then this rank's part. Its values are gathered, and quantized with the scale, which is the same on all ranks
+            if their states are.
 
     Returns:
         ``[..., N]`` in the dtype of ``input``. Differentiable in ``input``, ``weight`` and ``bias``. The backward reads
@@ -174,14 +179,11 @@ def linear_scaled(
         TypeError: another dtype. ValueError: sizes or devices that do not agree, a state that is not contiguous,
         another format. Nothing is written then.
     """
-    return _ops.linear_scaled.default(
-        input,
-        weight,
-        scale,
-        amax,
-        bias,
-        *layer_keys("linear_scaled", input_format, weight_format, grad_format),
-    )
+    formats = layer_keys("linear_scaled", input_format, weight_format, grad_format)
+    arguments = (input, weight, scale, amax, bias, *formats)
+    if not weight_shard:
+        return _ops.linear_scaled.default(*arguments)
+    return with_peers(_ops.linear_scaled.default, *arguments, weight_shard)
 
 
 def grouped_linear_scaled(
@@ -197,6 +199,7 @@ def grouped_linear_scaled(
     grad_format: str | Format = "fp8_tensor:e5m2",
     max_sms: int = 0,
     expected_rows: int = -1,
+    weight_shard: str = "",
 ) -> Tensor:
     """:func:`~transformer_plugin.ops.grouped_linear` in ``fp8_tensor`` with the scales that are passed.
 
@@ -211,6 +214,7 @@ def grouped_linear_scaled(
         input_format, weight_format, grad_format: as for :func:`linear_scaled`.
         max_sms, expected_rows: as for :func:`~transformer_plugin.ops.grouped_gemm`, for all products of forward and
             backward.
+        weight_shard: as for :func:`linear_scaled`.
 
     Returns:
         ``[T, N]`` in the dtype of ``input``, tail rows zero. Differentiable in ``input``, ``weight``, ``bias`` and
@@ -220,6 +224,7 @@ def grouped_linear_scaled(
         TypeError, ValueError: as :func:`linear_scaled` and :func:`~transformer_plugin.ops.grouped_linear`.
     """
     formats = layer_keys("grouped_linear_scaled", input_format, weight_format, grad_format)
-    return _ops.grouped_linear_scaled.default(
-        input, weight, group_sizes, scale, amax, bias, bias_scale, *formats, max_sms, expected_rows
-    )
+    arguments = (input, weight, group_sizes, scale, amax, bias, bias_scale, *formats, max_sms, expected_rows)
+    if not weight_shard:
+        return _ops.grouped_linear_scaled.default(*arguments)
+    return with_peers(_ops.grouped_linear_scaled.default, *arguments, weight_shard)

@@ -155,7 +155,7 @@ def grouped_linear(
         wgrad_queue, save_original_input, dgrad_out: as for :func:`linear`; rows of ``dgrad_out`` past the last group
             become zero.
         weight_shard: the key of a weight that is sharded over ranks (:mod:`transformer_plugin.ops.sharded`); ``weight``
-            is then this rank's part ``[n, N, K]`` of the stack.
+            is then this rank's part ``[n, N, K]`` of the stack, or with ``each`` a list of parts ``[n, K]``.
 
     On Hopper pass :func:`transformer_plugin.formats.resolve` of the formats of input and gradient: weight gradients of
     groups that begin at any row then need no copy.

@@ -8,6 +8,8 @@ key, a constant under ``torch.compile``: ``"rows=1000,ranks=4,mean,group=0"``, o
 - ``rows``: rows of the whole weight ``[rows, K]``; of a stack ``[rows, N, K]`` its matrices.
 - ``ranks``: the size of the group. Every rank has equally many rows, at least ``rows / ranks``; those past the last row
   of the whole weight are zeros.
+- ``each``: the weight is a list of matrices ``[rows, K]``, of each of which the rows are sharded; only of
+  :func:`~transformer_plugin.ops.grouped_linear`, whose ``weight`` is then a list of parts.
 - ``mean``: the gradient is the mean over the ranks, in place of the sum. Both are made in float32 in ascending order of
   ranks, and rounded once.
 - ``parts=bf16``: gradients travel in bfloat16 also where the buffer they are added to is float32.
@@ -48,6 +50,7 @@ __all__ = [
     "enter_gather_region",
     "finish_reduce_gradient",
     "gather_weight",
+    "gather_weight_list",
     "leave_gather_region",
     "note_weights_changed",
     "reduce_gradient_out",
@@ -108,6 +111,27 @@ def gather_weight(
     arguments = (data, scale_inv, amax, key, columnwise, backward, shard)
     result: tuple[Tensor, Tensor, Tensor] = with_peers(_ops.gather_weight.default, *arguments)
     return result
+
+
+def gather_weight_list(parts: list[Tensor], backward: bool, shard: str) -> Tensor:
+    """Return several whole matrices as one stack, from this rank's rows of each, in one collective.
+
+    Args:
+        parts: ``[n, K]`` for each matrix, of one dtype. Contiguous.
+        backward: what they are needed for, as in :func:`gather_weight`.
+        shard: the key, with ``each``: ``rows`` are those of a whole matrix.
+
+    Returns:
+        ``[G, rows, K]``, without the rows of padding. Fresh.
+
+    Not differentiable: layers have the gradient.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit each other, or differ between ranks.
+        PeerTimeoutError: a rank did not take part in time.
+    """
+    whole: Tensor = with_peers(_ops.gather_weight_list.default, parts, backward, shard)
+    return whole
 
 
 def reduce_gradient_out(parts: Tensor, weight: Tensor, out: Tensor, accumulate: bool, shard: str) -> None:

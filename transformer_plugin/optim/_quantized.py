@@ -11,8 +11,9 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from transformer_plugin.nn.quantized_weight import copies_of
+from transformer_plugin.parallel._part_tensor import PartTensor, part_for
 from transformer_plugin.parallel._tensor_slices import TENSOR_SLICES
-from transformer_plugin.parallel._weight_part import WEIGHT_PART
+from transformer_plugin.parallel._weight_part import WEIGHT_PART, layout_of
 from transformer_plugin.parallel.clip import gradient_of
 from transformer_plugin.tensor._base import FormatTensor
 
@@ -116,10 +117,14 @@ class MasterWeights:
                 parameter.grad.zero_()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the optimizer and the master weights."""
+        """The state of the optimizer and the master weights. Of parts of weights both are parts, as in the model's."""
+        layouts = [layout_of(master) for master in self.master_weights]
+        masters = [master.detach() for master in self.master_weights]
         return {
             "optimizer": self.optimizer.state_dict(),
-            "master_weights": [m.detach() for m in self.master_weights],
+            "master_weights": [
+                m if at is None else PartTensor(m, at) for m, at in zip(masters, layouts, strict=True)
+            ],
         }
 
     @torch.no_grad()
@@ -131,6 +136,8 @@ class MasterWeights:
             changed then.
         """
         optimizer, saved = state["optimizer"], list(state["master_weights"])
+        if len(saved) == len(self.master_weights):
+            saved = [_part_of(weight, self.master_weights[i], i) for i, weight in enumerate(saved)]
         shapes = [list(weight.shape) for weight in saved]
         expected = [list(weight.shape) for weight in self.master_weights]
         if shapes != expected:
@@ -142,6 +149,12 @@ class MasterWeights:
         for parameter, master, weight in zip(self.parameters, self.master_weights, saved, strict=True):
             master.copy_(weight)
             parameter.copy_(master.detach())
+
+
+def _part_of(saved: Tensor, master: Tensor, i: int) -> Tensor:
+    """This rank's part of a saved master weight."""
+    layout = layout_of(master)
+    return saved if layout is None else part_for(saved, layout, f"master_weights.{i}")
 
 
 def _master_of(parameter: Tensor) -> Tensor:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from transformer_plugin import ops
 from transformer_plugin.formats import Format
@@ -44,20 +43,16 @@ def set_gather_order(layers: Iterable[torch.nn.Module]) -> None:
 
 
 def _gather(layer: Any, backward: bool) -> None:
-    for tensors, format, columnwise in _operands(layer, backward):
-        given: list[Tensor | None] = [*tensors, None, None][:3]
-        ops.gather_weight(
-            given[0], given[1], given[2], format, columnwise, backward, layer.named_weight_shard
-        )  # type: ignore[arg-type]
-
-
-def _operands(layer: Any, backward: bool) -> Iterator[tuple[list[Tensor], str, bool]]:
-    """What the op of the layer gathers: the tensors of one direction, their format and whether they are columns."""
-    if not getattr(layer, "gathers_quantized", False):
-        yield [layer.weight.detach()], "none", False
-        return
-    key = layer._formats[1]
-    each = 3 if Format.parse(key).needs_amax else 2
-    tensors = layer._quantized_part().op_tensors()
-    columns = backward and len(tensors) > each
-    yield tensors[each:] if columns else tensors[:each], key, columns
+    """What the op of the layer gathers in a forward or a backward."""
+    shard = layer.named_weight_shard
+    if "weight" not in layer.weight_parts:  # of experts in a list
+        ops.gather_weight_list([weight.detach() for weight in layer._source_weight()], backward, shard)
+    elif not getattr(layer, "gathers_quantized", False):
+        ops.gather_weight(layer.weight.detach(), None, None, "none", False, backward, shard)
+    else:
+        key = layer._formats[1]
+        each = 3 if Format.parse(key).needs_amax else 2
+        tensors = layer._quantized_part().op_tensors()
+        columns = backward and len(tensors) > each
+        own: list[Any] = [*(tensors[each:] if columns else tensors[:each]), None][:3]
+        ops.gather_weight(own[0], own[1], own[2], key, columns, backward, shard)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_plugin.parallel._part_tensor import PartTensor, part_for
+from transformer_plugin.parallel._part_tensor import PartTensor, part_for, values_of
 from transformer_plugin.parallel._tensor_slices import PartLayout
 from transformer_plugin.parallel._weight_part import layout_of, mark
 from transformer_plugin.tensor._layout import message
@@ -30,7 +30,7 @@ def _save_module(layer: Any, state: dict[str, Any], prefix: str, *_: Any) -> Non
     for name, layout in _layouts(layer).items():
         value = state.get(prefix + name)
         if isinstance(value, Tensor) and not isinstance(value, torch.nn.Parameter):  # not with keep_vars
-            state[prefix + name] = PartTensor(value, layout)
+            state[prefix + name] = PartTensor(values_of(value), layout)
 
 
 def _layouts(layer: torch.nn.Module) -> dict[str, PartLayout]:

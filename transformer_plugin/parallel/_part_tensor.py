@@ -10,6 +10,7 @@ from torch import Tensor
 
 from transformer_plugin.parallel._row_shard import RowShard
 from transformer_plugin.parallel._tensor_slices import Chunk, PartLayout, TensorSlices
+from transformer_plugin.tensor._base import FormatTensor
 from transformer_plugin.tensor._layout import message
 
 _aten = torch.ops.aten
@@ -141,7 +142,12 @@ def part_for(value: Any, layout: PartLayout, name: str) -> Tensor:
         advice = "Load a checkpoint of this model, not one of a part of it"
         expected = f"the whole weight, of sizes {list(layout.shape)}"
         raise ValueError(message("load_state_dict", name, expected, got, advice))
-    return layout.cut(value)
+    return layout.cut(values_of(value))
+
+
+def values_of(tensor: Any) -> Any:
+    """The numbers of a quantized tensor, of which a part has no bytes of the whole; any other one unchanged."""
+    return tensor.dequantize() if isinstance(tensor, FormatTensor) and tensor.format.is_quantized else tensor
 
 
 def _same(one: PartLayout, other: PartLayout) -> bool:

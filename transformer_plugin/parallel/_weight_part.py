@@ -54,13 +54,11 @@ class WeightPart:
 
 def mark(layer: Any) -> None:
     """Says again what the parameters of a layer are parts of, where other parameters have taken their place."""
-    weight = layer._parameters.get("weight")
-    if layer.weight_part is not None and weight is not None and WEIGHT_PART not in weight.__dict__:
-        setattr(weight, WEIGHT_PART, layer.weight_part)
-    for name, slices in layer.tensor_slices.items():
-        parameter = layer._parameters.get(name)
-        if parameter is not None and TENSOR_SLICES not in parameter.__dict__:
-            setattr(parameter, TENSOR_SLICES, slices)
+    for attribute, known in ((WEIGHT_PART, layer.weight_parts), (TENSOR_SLICES, layer.tensor_slices)):
+        for name, value in known.items():
+            parameter = layer._parameters.get(name)
+            if parameter is not None and attribute not in parameter.__dict__:
+                setattr(parameter, attribute, value)
 
 
 def as_copy(layer: Any) -> None:

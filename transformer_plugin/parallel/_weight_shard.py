@@ -13,7 +13,7 @@ class WeightShard:
     :func:`~transformer_plugin.ops.gather_weight`.
     """
 
-    #: Rows of the whole weight, or matrices of a stack.
+    #: Rows of the whole weight, or matrices of a stack; with ``each`` rows of every matrix of a list.
     rows: int
     #: Size of the group.
     ranks: int
@@ -32,9 +32,12 @@ class WeightShard:
     set: int = 0
     #: Of the parameter, for errors; "" for none.
     name: str = ""
+    #: Whether the weight is a list of matrices, of each of which the rows are sharded.
+    each: bool = False
 
     def __str__(self) -> str:
-        options = ["mean"] if self.mean else []
+        options = ["each"] if self.each else []
+        options += ["mean"] if self.mean else []
         options += ["parts=bf16"] if self.bfloat16_parts else []
         options += ["async"] if self.asynchronous else []
         options += [] if self.timeout_ms is None else [f"timeout_ms={self.timeout_ms}"]

@@ -18,6 +18,7 @@ from transformer_plugin import ops
 from transformer_plugin.formats import Format
 from transformer_plugin.parallel._part_states import handle_module, handle_optimizer
 from transformer_plugin.parallel._row_shard import RowShard
+from transformer_plugin.parallel._shard_formats import align_of, formats_of, sends_values
 from transformer_plugin.parallel._tensor_slices import slices_of
 from transformer_plugin.parallel._weight_part import REPLACED, WEIGHT_PART, WeightPart, part_of
 from transformer_plugin.parallel._weight_shard import WeightShard
@@ -37,11 +38,17 @@ _SETS = itertools.count(1)
 class _Target(NamedTuple):
     name: str
     module: Any
+    #: The parameter's name in the module: "weight", or of a list "weight0" and so on.
+    key: str
     weight: Parameter
 
     @property
+    def is_of_list(self) -> bool:
+        return self.key != "weight"
+
+    @property
     def full_name(self) -> str:
-        return f"{self.name}.weight" if self.name else "weight"
+        return f"{self.name}.{self.key}" if self.name else self.key
 
 
 class _Options(NamedTuple):
@@ -67,16 +74,17 @@ def shard_(
     """Cuts the weights of a module's layers over the ranks of a group, in place; see :doc:`/sharded-weights`.
 
     A weight ``[N, K]`` becomes a parameter ``[S, K]``, this rank's rows, and ``[G, N, K]`` becomes ``[S, N, K]``, this
-    rank's experts, with zeros after the last. Biases and norms stay whole. Make the optimizer afterwards.
+    rank's experts, with zeros after the last. Of experts in a list each ``[N, K]`` becomes ``[S, K]``. Biases and norms
+    stay whole. Make the optimizer afterwards.
 
     Args:
-        module: with :class:`~transformer_plugin.nn.Linear`, :class:`~transformer_plugin.nn.LayerNormLinear`, packed
+        module: with :class:`~transformer_plugin.nn.Linear`, :class:`~transformer_plugin.nn.LayerNormLinear`,
             :class:`~transformer_plugin.nn.GroupedLinear` and :class:`~transformer_plugin.nn.Embedding`, at any depth.
             All ranks have the same model.
         group: the ranks, which compute on different inputs: a process group, or a mesh of one dimension. None, or a
             group of one, changes nothing.
         format: what travels. None: quantized weights where recipes quantize them, otherwise the values. ``"none"``: the
-            values, which are quantized after each gather. Or the format of the recipes.
+            values, which are quantized after each gather, as those of lists always are. Or the format of the recipes.
         gradient: whether the gradient of a part is the mean over the ranks or their sum.
         gradient_dtype: ``torch.bfloat16``: gradients travel in it also where ``main_grad`` is float32.
         prefetch: how many weights are gathered ahead of their use.
@@ -100,7 +108,7 @@ def shard_(
     for target in targets:
         _check(target, ranks, options)
     _compare_ranks(targets, group, options, prefetch)
-    layers = tuple(weakref.ref(target.module) for target in targets)
+    layers = tuple(weakref.ref(module) for module in dict.fromkeys(target.module for target in targets))
     for target in targets:
         _cut(target, group, ranks, options, layers)
     for target in targets:
@@ -153,14 +161,16 @@ def _targets(
             filter is not None and not filter(name, layer)
         ):
             continue
-        if isinstance(layer, GroupedLinear) and layer.parameter_layout != "packed":
+        if isinstance(layer, GroupedLinear) and layer.parameter_layout == "grouped":
             got = f"parameters={layer.parameter_layout!r} in '{name}'"
-            _refuse("module", "layers with parameters='packed'", got, "Make the layer with packed parameters")
-        weight = layer._parameters.get("weight")
-        if weight is None:
-            advice = "Remove the parametrization, or leave the layer out with 'filter'"
-            _refuse("module", "weights that are parameters", f"'{name}.weight', which is computed", advice)
-        yield _Target(name, layer, weight)
+            expected = "layers with parameters='packed' or 'list'"
+            _refuse("module", expected, got, "Make the layer with packed parameters")
+        for key in layer._weight_names if isinstance(layer, GroupedLinear) else ("weight",):
+            weight = layer._parameters.get(key)
+            if weight is None:
+                advice = "Remove the parametrization, or leave the layer out with 'filter'"
+                _refuse("module", "weights that are parameters", f"'{name}.{key}', which is computed", advice)
+            yield _Target(name, layer, key, weight)
 
 
 def _check_shared(module: torch.nn.Module, targets: list[_Target]) -> None:
@@ -201,9 +211,9 @@ def _check(target: _Target, ranks: tuple[int, ...], options: _Options) -> None:
         _refuse("group", "ranks with the same slices", got, "Pass a group across the tensor-parallel groups")
     if not hasattr(layer, "recipe"):
         return  # an embedding
-    if isinstance(layer.recipe, DelayedScaling):
+    if isinstance(layer.recipe, DelayedScaling) and target.is_of_list:
         advice = "Use another recipe, for example Float8CurrentScaling()"
-        _refuse("module", "recipes without delayed scaling", f"{layer.recipe} in '{target.name}'", advice)
+        _refuse("module", "packed experts with delayed scaling", f"a list in '{target.name}'", advice)
     if layer._delays_wgrad:
         advice = "Leave out delay_wgrad_compute: ranks add gradients in the backward"
         _refuse(
@@ -216,6 +226,9 @@ def _check_format(target: _Target, options: _Options) -> None:
     key, given = target.module._formats[1], options.format
     if given in (None, "none") and not (key != "none" and "tiled" in key):
         return
+    if sends_values(target.module, target.is_of_list) and given not in (None, "none"):
+        got, advice = f"'{given}' for '{target.full_name}'", "Leave it out: ranks exchange values there"
+        _refuse("format", "None or 'none' for parameters in lists and with delayed scaling", got, advice)
     wanted, own = Format.parse(given or "none"), Format.parse(key)
     if "tiled" in key or "row_scaled" in key:
         advice = "Use a recipe whose weights have plain scales"
@@ -227,7 +240,7 @@ def _check_format(target: _Target, options: _Options) -> None:
 
 def _compare_ranks(targets: list[_Target], group: ProcessGroup, options: _Options, prefetch: int) -> None:
     """Raises on all ranks if they do not shard the same weights in the same way."""
-    lines = [f"{t.full_name} {list(t.weight.shape)} {t.weight.dtype} {_formats_of(t)}" for t in targets]
+    lines = [f"{t.full_name} {list(t.weight.shape)} {t.weight.dtype} {formats_of(t.module)}" for t in targets]
     mine = "\n".join([f"{options._replace(set=0)} prefetch={prefetch}", *lines])
     every = torch.ops.transformer_plugin.all_gather_text.default(group.group_name, mine, -1)
     for rank, other in enumerate(every):
@@ -244,17 +257,6 @@ def _compare_ranks(targets: list[_Target], group: ProcessGroup, options: _Option
         )
 
 
-def _formats_of(target: _Target) -> tuple[str, str, str]:
-    formats: tuple[str, str, str] = getattr(target.module, "_formats", ("none", "none", "none"))
-    return formats
-
-
-def _align_of(key: str) -> int:
-    """The rows of a weight in a format that must be on one rank."""
-    block = Format.parse(key).block
-    return 1 if block is None else max(block)
-
-
 def _cut(
     target: _Target,
     group: ProcessGroup,
@@ -263,17 +265,17 @@ def _cut(
     layers: tuple[weakref.ref[Any], ...],
 ) -> None:
     layer, whole = target.module, target.weight
-    key = _formats_of(target)[1]
-    quantizes = options.format != "none" and Format.parse(key).is_quantized
-    align = _align_of(key) if quantizes and whole.dim() == 2 else 1
-    rows = RowShard(whole.shape[0], len(ranks), align)
+    has_format = Format.parse(formats_of(layer)[1]).is_quantized and options.format != "none"
+    quantizes = has_format and not sends_values(layer, target.is_of_list)
+    rows = RowShard(whole.shape[0], len(ranks), align_of(layer, whole, target.is_of_list, quantizes))
     part = Parameter(rows.cut(whole, group.rank()), whole.requires_grad)
     for name, value in whole.__dict__.items():
         setattr(part, name, value)
-    layer.weight_part = WeightPart(target.full_name, rows, group.rank(), ranks, group, options.mean, layers)
-    setattr(part, WEIGHT_PART, layer.weight_part)
+    weight_part = WeightPart(target.full_name, rows, group.rank(), ranks, group, options.mean, layers)
+    layer.weight_parts = {**layer.weight_parts, target.key: weight_part}
+    setattr(part, WEIGHT_PART, weight_part)
     setattr(whole, REPLACED, (target.full_name, _OP))
-    layer.register_parameter("weight", part)
+    layer.register_parameter(target.key, part)
     shard = WeightShard(
         rows=rows.rows,
         ranks=rows.ranks,
@@ -283,10 +285,12 @@ def _cut(
         asynchronous=True,
         timeout_ms=options.timeout_ms,
         set=options.set,
+        each=target.is_of_list,
     )
     # A name in the constant of a compiled layer would compile each of many equal layers again.
     layer.weight_shard = str(shard)
-    layer.named_weight_shard = str(replace(shard, name=target.full_name.replace(",", "_")))
+    name = target.full_name.removesuffix(target.key) + ("weight*" if target.is_of_list else target.key)
+    layer.named_weight_shard = str(replace(shard, name=name.replace(",", "_")))
     handle_module(layer)
     if hasattr(layer, "recipe"):
         layer.forget_quantized_weights()

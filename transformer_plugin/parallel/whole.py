@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from transformer_plugin import ops
+from transformer_plugin.parallel._part_tensor import values_of
 from transformer_plugin.parallel._tensor_slices import slices_of
 from transformer_plugin.parallel._weight_part import part_of
 
@@ -17,11 +18,11 @@ from transformer_plugin.parallel._weight_part import part_of
 def whole_weight(parameter: Tensor) -> Tensor:
     """The whole weight ``[N, ...]`` of a part, without padding, on every rank: a copy without a gradient.
 
-    Of sharded weights and of tensor-parallel ones. All ranks that have parts call it. A parameter that is not a part is
-    returned as a copy.
+    Of sharded weights and of tensor-parallel ones, of quantized ones the values. All ranks that have parts call it. A
+    parameter that is not a part is returned as a copy.
     """
     part, slices = part_of(parameter), slices_of(parameter)
-    whole = parameter.detach()
+    whole = values_of(parameter.detach())
     if part is not None:
         whole = part.rows.strip(ops.all_gather(whole, part.rows.ranks, part.group.group_name))
     if slices is not None:

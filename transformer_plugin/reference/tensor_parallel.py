@@ -118,6 +118,12 @@ def gather_weight(values: list[Tensor], format: str, columnwise: bool, rows: int
     return [tuple(tensor for tensor in made if tensor.numel()) for _ in values]
 
 
+def gather_weight_list(parts: list[list[Tensor]], rows: int) -> list[Tensor]:
+    """Returns on every rank the stack of whole matrices, from the ranks' lists of parts."""
+    whole = torch.stack([torch.cat(each)[:rows] for each in zip(*parts, strict=True)])
+    return [whole.clone() for _ in parts]
+
+
 def reduce_gradient_out(parts: list[Tensor], out: list[Tensor], accumulate: bool, mean: bool = False) -> None:
     """Writes each rank's part of the sum or mean of the ranks' gradients, or adds it."""
     reduce_scatter_out(parts, out, accumulate, 1 / len(parts) if mean else 1.0)
