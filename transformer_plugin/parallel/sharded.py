@@ -76,6 +76,7 @@ def shard_(
     A weight ``[N, K]`` becomes a parameter ``[S, K]``, this rank's rows, and ``[G, N, K]`` becomes ``[S, N, K]``, this
     rank's experts, with zeros after the last. Of experts in a list each ``[N, K]`` becomes ``[S, K]``. Biases and norms
     stay whole. Make the optimizer afterwards.
+    Call it once for a model: weights of different calls are not gathered after each other ahead of use.
 
     Args:
         module: with :class:`~transformer_plugin.nn.Linear`, :class:`~transformer_plugin.nn.LayerNormLinear`,
