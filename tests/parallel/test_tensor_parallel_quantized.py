@@ -179,7 +179,7 @@ def test_training(ranks: RankPool, tmp_path: Any) -> None:
 
 def check_refused(rank: Rank) -> None:
     model = made(rank, "fp8_block", True)
-    with pytest.raises(ValueError, match="quantized_init makes parameters that cannot be cut"):
+    with pytest.raises(ValueError, match="quantized_init makes parameters that cannot be sharded"):
         shard_(model, rank.group)
     text = "expected one that supports in_features=48"
     with pytest.raises(ValueError, match=text), tp.quantized_init(RECIPES["mxfp8"]()):
