@@ -30,8 +30,16 @@ class ShardedWeightMixin(PluginModule):
     tensor_slices: Mapping[str, TensorSlices] = MappingProxyType({})
 
     def _shard_key(self) -> str:
-        """The argument of the ops. Compiled code has no name in it, so that one graph serves equal layers."""
-        return self.weight_shard if torch.compiler.is_compiling() else self.named_weight_shard
+        """The argument of the ops. Compiled code has no name in it, so that one graph serves equal layers.
+
+        Nor has it 'async' with ``main_grad``: compiled code may pass a copy of the buffer, and read it before an
+        asynchronous sum has arrived.
+        """
+        if not torch.compiler.is_compiling():
+            return self.named_weight_shard
+        if getattr(self, "fuse_wgrad_accumulation", False):
+            return self.weight_shard.replace("async,", "", 1)
+        return self.weight_shard
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
