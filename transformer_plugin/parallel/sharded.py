@@ -270,7 +270,8 @@ def _cut(
     part = Parameter(rows.cut(whole, group.rank()), whole.requires_grad)
     for name, value in whole.__dict__.items():
         setattr(part, name, value)
-    layer.weight_part = WeightPart(target.full_name, rows, group.rank(), ranks, group, options.mean, layers)
+    place = (target.full_name, rows, group.rank(), ranks, group)
+    layer.weight_part = WeightPart(*place, options.mean, options.timeout_ms, layers)
     setattr(part, WEIGHT_PART, layer.weight_part)
     setattr(whole, REPLACED, (target.full_name, _OP))
     layer.register_parameter("weight", part)
