@@ -150,10 +150,8 @@ def run_backward(pair: Pair, use: Use, rank: Rank, output: Tensor, first: Tensor
             raise AssertionError("the backward was not stopped")
         except StopError:
             pair.forget()
-            with torch.no_grad():
-                forward(
-                    pair.cut, use, rank.rank, until=0
-                )  # outside of a backward what it has begun is dropped
+            with torch.no_grad():  # what it has begun is dropped at a gather outside of a backward
+                forward(pair.cut, use, rank.rank, until=0)
         return
     times = 2 if use.kind == "twice" else 1
     for i in range(times):
@@ -204,6 +202,16 @@ def change_weights(pair: Pair, how: str, seed: int) -> None:
             parameter.grad = kept[name]
 
 
+def change_weights_in_flight(pair: Pair, choose: random.Random, rank: Rank, seed: int) -> None:
+    """While the next weight is gathered early, in an order of use that is known."""
+    use = Use("no_grad", [choose.randrange(4) for _ in range(3)], seed, 0)
+    for _ in range(2):
+        run_use(pair, use, rank)
+    run_use(pair, Use("stop_forward", use.chain, seed, choose.randrange(2)), rank)
+    change_weights(pair, choose.choice(["none", "step", "add", "data"]), seed)
+    run_use(pair, use, rank)
+
+
 def draw_use(choose: random.Random) -> Use:
     chain = [choose.randrange(4) for _ in range(choose.randint(1, 4))]
     return Use(choose.choice(KINDS), chain, choose.randrange(10**6), choose.randrange(4))
@@ -231,9 +239,8 @@ def run_program(rank: Rank, seed: int) -> None:
                 backward()
             compare_gradients(pair, f"program {seed}, step {step}")
         for pair in pairs:
-            if choose.random() < 0.3:  # with what it has gathered early
-                run_use(pair, Use("stop_forward", draw_use(choose).chain, step, choose.randrange(3)), rank)
-            change_weights(pair, choose.choice(["none", "step", "add", "data"]), seed + step)
+            if choose.random() < 0.6:
+                change_weights_in_flight(pair, choose, rank, seed + step)
             if choose.random() < 0.7:
                 pair.forget(choose.random() < 0.7)
         if choose.random() < 0.2:
