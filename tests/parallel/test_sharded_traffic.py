@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint_sequential
 
-from tests.parallel.sharded_models import RECIPES
+from tests.parallel.sharded_models import RECIPES, Experts, expert_batch
 from transformer_plugin import nn as tnn
 from transformer_plugin import ops
 from transformer_plugin.parallel import WeightShard, shard_
@@ -98,6 +99,25 @@ def check_sums(rank: Rank) -> None:
 
 def test_sums_of_gradients(make_pool: Any) -> None:
     make_pool(2).run(check_sums)
+
+
+def check_sets(rank: Rank) -> None:
+    """A stack of experts is one gather, and one reduction finds the largest magnitudes of all weights of a model."""
+    model = shard_(Experts(RECIPES["fp8_block"](), rank.device, 5), rank.group)
+    before = ops.count_gathers(rank.group_name)
+    x, sizes, probs = expert_batch(rank.rank, 0, rank.device, 5).arguments
+    model(x.requires_grad_(), sizes, probs).float().sum().backward()
+    assert counted(rank, before)[0] == 2 * 3
+    model = shard_(layers("fp8_tensor", 32), rank.group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(32, 32, dtype=torch.bfloat16)).float().sum().backward()
+    with mock.patch.object(ops, "all_gather", wraps=ops.all_gather) as gathers:
+        optimizer.step()
+    assert gathers.call_count == 1 and gathers.call_args.args[0].numel() == LAYERS
+
+
+def test_sets_of_weights(make_pool: Any) -> None:
+    make_pool(2).run(check_sets)
 
 
 def check_stamps(rank: Rank, distance: int) -> None:

@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from tests.parallel.sharded_model import Block, one_step, wanted_gradients, whole_block
 from tests.parallel.sharded_models import RECIPES, dense, dense_batch
@@ -221,3 +222,32 @@ def check_experts(rank: Rank) -> None:
 
 def test_experts_and_parts_of_experts(make_pool: Any) -> None:
     make_pool(4).run(check_experts)
+
+
+def check_fsdp2(rank: Rank) -> None:
+    """FSDP2 around a model leaves parts alone, which it is told to ignore; the norm counts both."""
+    mesh = init_device_mesh("cpu", (rank.size,))
+
+    def made() -> Any:
+        model = torch.nn.Sequential(torch.nn.Linear(6, 6), tnn.Linear(6, 7, bias=False))
+        with torch.no_grad():
+            for i, parameter in enumerate(model.parameters()):
+                parameter.copy_(integers(*parameter.shape, seed=i))
+        return model
+
+    whole, model = made(), shard_(made(), rank.group)
+    fully_shard(model, mesh=mesh, ignored_params={model[1].weight})
+    for other in range(rank.size):
+        (whole(integers(5, 6, seed=other)) / rank.size).backward(integers(5, 7, seed=50 + other))
+    model(integers(5, 6, seed=rank.rank)).backward(integers(5, 7, seed=50 + rank.rank))
+    assert_same_bits(model[1].weight.grad, own(model[1].weight, whole[1].weight.grad))
+    for name in ("weight", "bias"):
+        got = getattr(model[0], name).grad.full_tensor()
+        torch.testing.assert_close(got, getattr(whole[0], name).grad, rtol=1e-6, atol=0)
+    want = torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
+    torch.testing.assert_close(parallel.clip_grad_norm_(model, 1.0), want, rtol=1e-6, atol=0)
+    assert_same_bits(whole_weight(model[1].weight), made()[1].weight.detach())
+
+
+def test_fsdp2_beside_parts(make_pool: Any) -> None:
+    make_pool(2).run(check_fsdp2)
