@@ -264,8 +264,8 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
     linear.rowwise = {};
     if (quantized_in_forward(ctx, kept.fc1, "fc1_given")) release(kept.fc1.data);
     if (fc1_is_late) compute_fc1_wgrad();
-    fc2_gradient.finish(grad_fc2[0], grad_input);
-    fc1_gradient.finish(grad_fc1[0], grad_input);
+    fc2_gradient.finish(grad_fc2[0], dtype, grad_input);
+    fc1_gradient.finish(grad_fc1[0], dtype, grad_input);
     variable_list result{grad_input};
     result.insert(result.end(), grad_fc1.begin(), grad_fc1.end());
     result.insert(result.end(), grad_fc2.begin(), grad_fc2.end());

@@ -223,7 +223,7 @@ class LinearScaledFunction : public DifferentiableOnce<LinearScaledFunction<is_g
                              grad.scalar_type(), options);
       }
       if (wants_weight && !weight_gradient.goes_first()) compute_weight();
-      weight_gradient.finish(grad_weight, grad_input);
+      weight_gradient.finish(grad_weight, grad.scalar_type(), grad_input);
     }
     const auto [grad_bias, grad_bias_scale] = bias_gradients_of(ctx, grad, group_sizes, saved[5], saved[6]);
     return {grad_input, grad_weight, Tensor(), grad_bias, grad_bias_scale, Tensor(), Tensor(),

@@ -282,17 +282,25 @@ Tensor WeightGradient::reduced(const Quantized& grad, const Quantized& input,
   Tensor valid = parts.narrow(0, 0, shard.rows);
   if (!is_grouped_ && group_sizes) valid = valid.unsqueeze(0);
   wgrad_into(grad, input, group_sizes, valid, false, options);
-  if (buffers_.empty()) {
-    Tensor token = sharded::reduce_gradient(parts, shard_, {weight_});
+  if (buffers_.empty() || is_returned(parts)) {
+    Tensor token = sharded::reduce_gradient(parts, shard_, {like_the_sum()});
     if (token.defined()) parts_ = parts;
     return token;
   }
-  Tensor buffer = buffers_[0];
-  const bool is_copied = needs_temporaries(buffers_);
-  const Tensor written = is_copied ? buffer.clone(at::MemoryFormat::Contiguous) : buffer;
-  sharded::reduce_gradient(parts, shard_, {weight_, written, accumulates});
-  if (is_copied) buffer.copy_(written);
+  sharded::reduce_gradient(parts, shard_, {weight_, buffers_[0], accumulates});
   return {};
+}
+
+// Compiled code may pass copies of buffers, and write them back before an asynchronous sum has arrived. So there the node waits for
+// the sum, and adds it.
+bool WeightGradient::is_returned(const Tensor& parts) const { return is_traced(parts) && !is_foreign_; }
+
+// What the sum is like: the weight; for a buffer, in float32, in which it is added.
+Tensor WeightGradient::like_the_sum() const {
+  if (buffers_.empty()) return list_.empty() ? weight_ : sharded::stack_like(list_);
+  const Tensor like = list_.empty() ? buffers_[0] : sharded::stack_like(list_target().main_grad);
+  if (like.scalar_type() == at::kFloat || like.scalar_type() == at::kDouble) return like;
+  return at::empty_symint(like.sym_sizes(), like.options().dtype(at::kFloat));
 }
 
 // The matrices of a sharded list that want a gradient, and their buffers.
@@ -321,17 +329,16 @@ Tensor WeightGradient::reduced_list(const Quantized& grad, const Quantized& inpu
              options);
   parts_ = sharded::parts_of_stack(std::move(stack), shard);
   if (!sharded::reduce_asynchronously(parts_, shard, list_target())) {
-    return sharded::reduce_gradient(parts_, shard_, {sharded::stack_like(list_)});
+    return sharded::reduce_gradient(parts_, shard_, {like_the_sum()});
   }
   parts_ = Tensor();
   return {};
 }
 
 void WeightGradient::finish(variable_list& computed, at::ScalarType dtype, const Tensor& after) const {
-  if (list_.empty()) return finish(computed[0], after);
+  if (list_.empty()) return finish(computed[0], dtype, after);
   if (!parts_.defined()) return;
-  const Tensor sums =
-      sharded::finish_gradient(computed[0], parts_, sharded::stack_like(list_), shard_, after);
+  const Tensor sums = sharded::finish_gradient(computed[0], parts_, like_the_sum(), shard_, after);
   parts_ = Tensor();
   if (!buffers_.empty()) {
     sharded::write_sums(sums, list_target());
@@ -344,10 +351,15 @@ void WeightGradient::finish(variable_list& computed, at::ScalarType dtype, const
   }
 }
 
-void WeightGradient::finish(Tensor& computed, const Tensor& after) const {
+void WeightGradient::finish(Tensor& computed, at::ScalarType dtype, const Tensor& after) const {
   if (!parts_.defined()) return;
-  computed = sharded::finish_gradient(computed, parts_, weight_, shard_, after);
+  computed = sharded::finish_gradient(computed, parts_, like_the_sum(), shard_, after);
   parts_ = Tensor();
+  if (buffers_.empty()) return;
+  Tensor buffer = buffers_[0];
+  const bool accumulates = ctx_->saved_data.find("overwrites") == ctx_->saved_data.end();
+  buffer.copy_(accumulates ? at::add(buffer, computed) : computed);
+  computed = placeholders(dtype)[0];
 }
 
 variable_list WeightGradient::compute(const Quantized& grad, const Quantized& input,

@@ -56,7 +56,7 @@ class WeightGradient {
                                          const gemm::LaunchOptions& options = {}) const;
   // What autograd gets, from what compute() returned. To be called last: the gradient of a sharded weight travels while the
   // node computes `after`.
-  void finish(at::Tensor& computed, const at::Tensor& after) const;
+  void finish(at::Tensor& computed, at::ScalarType dtype, const at::Tensor& after) const;
   void finish(torch::autograd::variable_list& computed, at::ScalarType dtype, const at::Tensor& after) const;
 
  private:
@@ -67,6 +67,8 @@ class WeightGradient {
   at::Tensor reduced(const Quantized& grad, const Quantized& input,
                      const std::optional<at::Tensor>& group_sizes, at::ScalarType dtype,
                      const gemm::LaunchOptions& options) const;
+  bool is_returned(const at::Tensor& parts) const;
+  at::Tensor like_the_sum() const;
   sharded::ListTarget list_target() const;
   at::Tensor reduced_list(const Quantized& grad, const Quantized& input,
                           const std::optional<at::Tensor>& group_sizes, at::ScalarType dtype,

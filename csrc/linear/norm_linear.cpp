@@ -288,7 +288,7 @@ class NormLinearFunction : public DifferentiableOnce<NormLinearFunction> {
       const WeightGradient weight(ctx, "main_grad", wanted.place_of_weight, 1, false);
       LayerGradients layer =
           gradients_of_layer(ctx, grads[0], norm, saved, {wanted.normalized(), weight, wanted.bias});
-      weight.finish(layer.weight, layer.input);
+      weight.finish(layer.weight, grads[0].scalar_type(), layer.input);
       std::tie(result[3], result[4]) = std::pair(std::move(layer.weight), std::move(layer.bias));
       if (layer.input.defined()) {
         grad_normalized =

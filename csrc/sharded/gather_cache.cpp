@@ -287,7 +287,7 @@ void GatherCache::leave_region(const Place& place) {
 void GatherCache::gather_ahead(int64_t id, c10::Device device, const Place& place) {
   std::vector<int64_t> outdated;
   for (const auto& [other, early] : early_) {
-    if (early.issued_at + distance_ + 1 < uses_) outdated.push_back(other);
+    if (early.due < uses_) outdated.push_back(other);
   }
   for (const int64_t other : outdated) drop(other, place);
   const bool in_region = place.capture != 0 && region_ == place.capture;
@@ -316,7 +316,7 @@ void GatherCache::gather_ahead(int64_t id, c10::Device device, const Place& plac
       if (!gather.parts.back().defined()) return;
     }
     std::vector<Plane>& planes = known->second.planes;  // the same as before
-    Early early{prepare(gather, planes), {}, stamp_of(source), place, uses_};
+    Early early{prepare(gather, planes), {}, stamp_of(source), place, uses_ + step + 1};
     early.done = stream_.run(device, [&] { collect(gather, planes, early.gathered); });
     let_collective_start(device);
     // What is not gathered is the part itself.

@@ -100,7 +100,7 @@ class GatherCache {
     Done done;
     int64_t stamp;
     Place place;
-    int64_t issued_at;  // in numbers of uses
+    int64_t due;  // the number of the use for which it was gathered
   };
   using Pair = std::pair<int64_t, int64_t>;
 

@@ -19,26 +19,33 @@ constexpr size_t kMostRunning = 2;
 void Reductions::submit(const at::Tensor& parts, const at::Tensor& out, std::function<void()> sum,
                         std::function<void()> deliver, const at::Tensor& token) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  drop_left_over();
   enqueue_locked();
   while (running_.size() >= kMostRunning) finish_oldest();
-  const int backward = torch::autograd::get_current_graph_task_id();
+  const int number = torch::autograd::get_current_graph_task_id();
+  std::shared_ptr<int> backward = number < 0 ? outside_ : backward_.lock();
+  if (number >= 0 && (!backward || *backward != number)) {
+    backward = std::make_shared<int>(number);
+    backward_ = backward;
+    torch::autograd::Engine::get_default_engine().queue_callback([this, backward] { finish_all(); });
+  }
   running_.push_back(
       {parts, out, token, std::move(sum), std::move(deliver), backward, stream_.here(parts.device()), {}});
   if (token.defined()) enqueue_locked();
-  if (backward == backward_ || backward < 0) return;
-  backward_ = backward;
-  torch::autograd::Engine::get_default_engine().queue_callback([this] { finish_all(); });
+}
+
+// Of a backward that an error has ended: torch frees its callbacks without a call.
+void Reductions::drop_left_over() {
+  std::erase_if(running_, [](const Running& running) {
+    if (!running.backward.expired()) return false;
+    if (!running.sum) running.done.wait();
+    return true;
+  });
 }
 
 void Reductions::enqueue() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (torch::autograd::get_current_graph_task_id() < 0) {
-    std::erase_if(running_, [](const Running& running) {
-      if (running.backward < 0) return false;  // begun outside of a backward
-      if (!running.sum) running.done.wait();
-      return true;
-    });
-  }
+  drop_left_over();
   enqueue_locked();
 }
 

@@ -3,6 +3,7 @@
 
 #include <deque>
 #include <functional>
+#include <memory>
 #include <mutex>
 
 #include "distributed/side_stream.h"
@@ -30,12 +31,13 @@ class Reductions {
     at::Tensor parts, out, token;
     std::function<void()> sum;  // empty: it is enqueued
     std::function<void()> deliver;
-    int backward;  // torch's number of the backward that submitted it; -1: none
+    std::weak_ptr<int> backward;  // gone when the backward that submitted it has ended; of none that is never
     distributed::Ready ready;
     distributed::Done done;
   };
 
   void enqueue_locked();
+  void drop_left_over();
   void finish_oldest();
   void finish_all();
 
@@ -43,7 +45,9 @@ class Reductions {
   std::deque<Running> running_;
   std::deque<Running> finished_;  // with a token that has not come yet
   distributed::SideStream stream_;
-  int backward_ = -1;  // torch's number of the backward whose end is waited for
+  std::shared_ptr<int> outside_ = std::make_shared<int>(-1);
+  std::weak_ptr<int>
+      backward_;  // whose end is waited for: torch's number, which the callback at the end holds
 };
 
 }  // namespace transformer_plugin::sharded

@@ -222,3 +222,56 @@ def test_errors() -> None:
     delayed.register_parameter("weight", Whole(torch.ones(4, 8)))
     with pytest.raises(ValueError, match="expected recipes without delayed scaling"):
         attach_distributed_weights(delayed)
+
+
+class Scaled(Parameter):
+    """Twice the weight for a forward, four times for a backward, and gradients that are 100 too large."""
+
+    is_distributed_weight = True
+
+    def materialize_group_for_forward(self) -> Tensor:
+        return 2 * self.detach()
+
+    def materialize_group_for_backward(self) -> Tensor:
+        return 4 * self.detach()
+
+    def grad_buffer(self) -> Tensor:
+        return torch.empty_like(self)
+
+    def finalize_group_grads(self, wgrads: list[Tensor]) -> list[Tensor]:
+        return [wgrad + 100 for wgrad in wgrads]
+
+
+@pytest.mark.parametrize("kind", ["linear", "norm", "experts"])
+def test_what_each_method_is_for(kind: str) -> None:
+    """Which product read which weight, shown by integers that are exact."""
+    generator = torch.Generator().manual_seed(0)
+    made: dict[str, Any] = {
+        "linear": lambda: tnn.Linear(6, 5, bias=False),
+        "norm": lambda: tnn.LayerNormLinear(6, 5, bias=False),
+        "experts": lambda: tnn.GroupedLinear(2, 6, 5, False),
+    }
+    layer = made[kind]()
+    values = torch.randint(-2, 3, layer.weight.shape, generator=generator).float()
+    layer.register_parameter("weight", Scaled(values))
+    assert attach_distributed_weights(layer) == ["weight"]
+    x = torch.randint(-2, 3, (8, 6), generator=generator).float().requires_grad_()
+    grad = torch.randint(-2, 3, (8, 5), generator=generator).float()
+    arguments = (x, torch.tensor([3, 5])) if kind == "experts" else (x,)
+    output = layer(*arguments)
+    output.backward(grad)
+    hidden = torch.nn.functional.layer_norm(x, (6,)) if kind == "norm" else x
+    each = [(0, slice(0, 3)), (1, slice(3, 8))] if kind == "experts" else [(..., slice(0, 8))]
+    want = torch.cat([hidden[rows] @ (2 * values[i]).mT for i, rows in each])
+    to_hidden = torch.cat([grad[rows] @ (4 * values[i]) for i, rows in each])
+    torch.testing.assert_close(output, want, rtol=1e-5, atol=1e-5)
+    (to_input,) = torch.autograd.grad(hidden, x, to_hidden) if kind == "norm" else (to_hidden,)
+    torch.testing.assert_close(x.grad, to_input, rtol=1e-5, atol=1e-5)
+    of_weight = torch.stack([grad[rows].mT @ hidden[rows] for _, rows in each]).view_as(values) + 100
+    torch.testing.assert_close(layer.weight.grad, of_weight.detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_plain_weights_are_left_alone() -> None:
+    layer = tnn.Linear(4, 4)
+    weight = layer.weight
+    assert attach_distributed_weights(layer) == [] and layer.weight is weight and layer.weight_shard == ""

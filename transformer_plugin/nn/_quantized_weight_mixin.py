@@ -103,8 +103,7 @@ class QuantizedWeightMixin(ExpertShardMixin, ShardedWeightMixin):
         if self.quantized_weight is None:
             from transformer_plugin.parallel._quantized_part import QuantizedPart
 
-            part = self.weight_parts["weight"]
-            self.quantized_weight = QuantizedPart(self.weight, self._formats, part.group, part.layers)
+            self.quantized_weight = QuantizedPart(self.weight, self._formats, self.weight_parts["weight"])
         return self.quantized_weight
 
     def _check_recipe(self) -> None:

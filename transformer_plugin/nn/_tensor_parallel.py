@@ -253,22 +253,23 @@ def plan_of(
 
 @contextmanager
 def whole_parameters(layer: ShardedWeightMixin) -> Iterator[None]:
-    """Context in which a layer has whole parameters, of which it keeps this rank's slices.
+    """Context in which a layer has whole parameters, of which it keeps this rank's slices and rows.
 
     For initial values: they depend on the sizes of the whole, and are its values if all ranks have the same random
     state.
     """
-    parts: dict[str, Any] = {name: layer._parameters.get(name) for name in layer.tensor_slices}
+    found = {name: layout_of(p) for name, p in layer._parameters.items() if p is not None}
+    layouts = {name: layout for name, layout in found.items() if layout is not None}
+    parts: dict[str, Any] = {name: layer._parameters[name] for name in layouts}
     for name, part in parts.items():
-        shape, slices = list(part.shape), layer.tensor_slices[name]
-        shape[slices.dim] = slices.size
-        layer._parameters[name] = Parameter(part.detach().new_empty(shape), part.requires_grad)
+        whole = part.detach().new_empty(layouts[name].shape)
+        layer._parameters[name] = Parameter(whole, part.requires_grad)
     try:
         yield
         with torch.no_grad():
             for name, part in parts.items():
                 made: Any = layer._parameters[name]
-                part.copy_(layer.tensor_slices[name].cut(made.detach()))
+                part.copy_(layouts[name].cut(made))
     finally:
         layer._parameters.update(parts)
     if parts:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
@@ -175,16 +175,22 @@ def columns_of(formats: tuple[str, str, str], device: torch.device) -> Columns:
     return "gathered" if format.needs_amax else "transposed"
 
 
-def quantize_shard(shards: Shards, rows: Tensor, group: Any) -> dict[str, Tensor]:
-    """The buffers of this rank's rows, bit for bit those that the whole weight has there."""
+def quantize_shard(
+    shards: Shards, rows: Tensor, group: Any, largest: Callable[[Tensor], Tensor] | None = None
+) -> dict[str, Tensor]:
+    """The buffers of this rank's rows, bit for bit those that the whole weight has there.
+
+    ``largest`` returns the largest of each number over the ranks; by default an all-reduce over the group.
+    """
+    largest = largest or partial(_all_reduce_max, group=group)
     columns = shards.columns == "gathered"
     if shards.has_scale_per_row and columns and not shards.is_stack:
-        return _quantize_rows_and_columns(shards, rows, group)
+        return _quantize_rows_and_columns(shards, rows, largest)
     amaxes: tuple[Tensor | None, Tensor | None] = (None, None)
     if shards.format.needs_amax or (shards.format.family == "fp8_tensor" and not shards.is_stack):
         amax: Any = ops.amax(rows, shards.key)
         if not shards.is_stack:
-            dist.all_reduce(amax, dist.ReduceOp.MAX, group)
+            amax = largest(amax)
         amaxes = (amax, amax if columns and shards.format.needs_amax else None)
     outputs = ops.quantize(rows, shards.key, None, *amaxes, None, True, columns)
     names = ("rowwise_data", "scale_inv", "columnwise_data", "columnwise_scale_inv")
@@ -195,16 +201,23 @@ def quantize_shard(shards: Shards, rows: Tensor, group: Any) -> dict[str, Tensor
     return buffers
 
 
-def _quantize_rows_and_columns(shards: Shards, rows: Tensor, group: Any) -> dict[str, Tensor]:
+def _all_reduce_max(values: Tensor, group: Any) -> Tensor:
+    dist.all_reduce(values, dist.ReduceOp.MAX, group)
+    return values
+
+
+def _quantize_rows_and_columns(
+    shards: Shards, rows: Tensor, largest: Callable[[Tensor], Tensor]
+) -> dict[str, Tensor]:
     """Of a format with a scale per row: its columns have scales of the rows of all ranks.
 
     The op finds them itself, because one more row holds the magnitudes of the other ranks.
     """
-    largest = rows.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(0, keepdim=True)
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+    magnitudes = rows.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(0, keepdim=True)
+    magnitudes = largest(magnitudes)
     data, scale = ops.quantize(rows, shards.key)
     columns, columns_scale = ops.quantize(
-        torch.cat([rows, largest]), shards.key, rowwise=False, columnwise=True
+        torch.cat([rows, magnitudes]), shards.key, rowwise=False, columnwise=True
     )
     columns = plain(columns)[:, :-1].contiguous().view(columns.dtype)
     return {

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from transformer_plugin import ops
+from transformer_plugin.errors import PeerTimeoutError
 from transformer_plugin.formats import Format
 from transformer_plugin.nn.quantized_weight import Formats, QuantizedWeight
 from transformer_plugin.parallel._gather_layout import Shards, columns_of, plain, quantize_shard
+from transformer_plugin.parallel._weight_part import WeightPart
 
 _NAMES = ("rowwise_data", "scale_inv", "amax", "columnwise_data", "columnwise_scale_inv", "columnwise_amax")
 
@@ -29,20 +29,17 @@ class QuantizedPart(QuantizedWeight):
     Args:
         part: this rank's part.
         formats: as for the base class.
-        group: the ranks.
-        siblings: the layers whose parts are quantized together, this one's included.
+        place: what this is a part of.
     """
 
     refreshes_itself = True
 
-    def __init__(
-        self, part: Tensor, formats: Formats, group: Any, siblings: Sequence[weakref.ref[Any]] = ()
-    ) -> None:
+    def __init__(self, part: Tensor, formats: Formats, place: WeightPart) -> None:
         format = Format.parse(formats[1])
         #: the scale of the whole matrix is that of its largest element, on any rank.
         self.reduces_amax = part.dim() == 2 and (format.needs_amax or format.family == "fp8_tensor")
         self._reduces_rows = part.dim() == 2 and format.block is None and not self.reduces_amax
-        self._group, self._siblings = group, siblings
+        self.place = place
         super().__init__(part, formats)
 
     def refresh(self, first_micro_batch: bool | Tensor = True) -> None:
@@ -58,7 +55,7 @@ class QuantizedPart(QuantizedWeight):
             return
         outdated = {id(self): self}
         self._take(present[0])
-        for ref in self._siblings:
+        for ref in self.place.layers:
             layer = ref()
             copy: Any = getattr(layer, "quantized_weight", None)
             if layer is not None and isinstance(copy, QuantizedPart) and copy._is_outdated(layer.weight):
@@ -76,10 +73,21 @@ class QuantizedPart(QuantizedWeight):
             return super()._quantize()
         part, key = self._sources[0].detach(), self.formats[1]
         columns: Any = "none" if columns_of(self.formats, part.device) == "none" else "gathered"
-        ranks = self._group.size()
+        ranks = len(self.place.ranks)
         shards = Shards(key, (part.shape[0] * ranks, part.shape[1]), ranks, columns)
-        made = quantize_shard(shards, part, self._group)
+        made = quantize_shard(shards, part, None, self.largest)
         return [made[name].contiguous() for name in _NAMES if name in made]
+
+    def largest(self, values: Tensor) -> Tensor:
+        """The largest of each number over the ranks; a missing one is an error that names the weight."""
+        place = self.place
+        timeout = -1 if place.timeout_ms is None else place.timeout_ms
+        try:
+            every = ops.all_gather(values.unsqueeze(0), len(place.ranks), place.group.group_name, timeout)
+        except PeerTimeoutError as error:
+            message = f"{error.message} (The largest magnitudes of '{place.name}' and others were compared.)"
+            raise PeerTimeoutError(error.rank, error.op, error.phase, message, error.ranks) from None
+        return every.amax(0)
 
     def _quantize_into(self, out: list[Tensor], noop: Tensor | None) -> None:
         if not self._reduces_rows:
@@ -120,7 +128,9 @@ def refresh_together(parts: Iterable[QuantizedPart], noop: Tensor | None) -> Non
         kinds: dict[Any, list[QuantizedPart]] = {}
         for part in parts:
             if part.reduces_amax:
-                kinds.setdefault((id(part._group), part.formats[1], part._sources[0].dtype), []).append(part)
+                kinds.setdefault((id(part.place.group), part.formats[1], part._sources[0].dtype), []).append(
+                    part
+                )
             else:
                 part._quantize_into(part.op_tensors(), noop)
             part.note_refreshed()
@@ -128,7 +138,7 @@ def refresh_together(parts: Iterable[QuantizedPart], noop: Tensor | None) -> Non
             device = some[0]._sources[0].device
             amaxes = torch.zeros(len(some), dtype=torch.float32, device=device)
             ops.amax_list_out([part._sources[0].detach() for part in some], key, amaxes)
-            dist.all_reduce(amaxes, dist.ReduceOp.MAX, some[0]._group)
+            amaxes = some[0].largest(amaxes)
             for i, part in enumerate(some):
                 part._quantize_with(amaxes[i : i + 1], noop)
 

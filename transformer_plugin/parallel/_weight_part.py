@@ -35,6 +35,8 @@ class WeightPart:
     group: ProcessGroup
     #: Whether gradients are means over the ranks, or sums.
     mean: bool = True
+    #: For waits on other ranks; None: the timeout of the group.
+    timeout_ms: int | None = None
     #: The layers that were sharded together.
     layers: tuple[weakref.ref[Any], ...] = ()
 

@@ -79,16 +79,28 @@ def data_parallel(
         for parameter in module.parameters(recurse=False):
             if part_of(parameter) is None:
                 _average(wrapped, parameter, copies[ranks.ranks], divide_by=ranks.losses)
-    same: dict[Any, ProcessGroup | None] = {}
-    for parameter in {id(p): p for p in parts.values()}.values():
-        part, slices = part_of(parameter), slices_of(parameter)
-        key = (None if slices is None else slices.ranks, None if part is None else part.ranks)
-        if key not in same:
-            place = (None if slices is None else slices.rank, None if part is None else part.rank)
-            same[key] = _group_of_same(everyone, place)
-        divide_by = 1 if part is None or part.mean else len(part.ranks)
-        _average(wrapped, parameter, same[key], divide_by)
+    _average_parts(wrapped, everyone, {id(p): p for p in parts.values()}, mine)
     return wrapped
+
+
+def _average_parts(
+    wrapped: ExpertDataParallel,
+    everyone: ProcessGroup,
+    parts: dict[int, Tensor],
+    experts: dict[str, tuple[torch.nn.Module, Ranks]],
+) -> None:
+    """Averages parts and slices over the ranks that have the same, of experts the same of the same experts."""
+    owners = {id(p): ranks for module, ranks in experts.values() for p in module.parameters(recurse=False)}
+    same: dict[Any, ProcessGroup | None] = {}
+    for key, parameter in parts.items():
+        part, slices, ranks = part_of(parameter), slices_of(parameter), owners.get(key)
+        over = tuple(None if each is None else each.ranks for each in (slices, part, ranks))
+        if over not in same:
+            own = None if ranks is None else ranks.ranks.index(dist.get_rank())
+            place = (None if slices is None else slices.rank, None if part is None else part.rank, own)
+            same[over] = _group_of_same(everyone, place)
+        divide_by = 1 if part is None or part.mean else len(part.ranks)
+        _average(wrapped, parameter, same[over], divide_by * (1 if ranks is None else ranks.losses))
 
 
 def _group_of_same(everyone: ProcessGroup, place: Any) -> ProcessGroup | None:

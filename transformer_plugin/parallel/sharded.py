@@ -272,7 +272,8 @@ def _cut(
     part = Parameter(rows.cut(whole, group.rank()), whole.requires_grad)
     for name, value in whole.__dict__.items():
         setattr(part, name, value)
-    weight_part = WeightPart(target.full_name, rows, group.rank(), ranks, group, options.mean, layers)
+    place = (target.full_name, rows, group.rank(), ranks, group)
+    weight_part = WeightPart(*place, options.mean, options.timeout_ms, layers)
     layer.weight_parts = {**layer.weight_parts, target.key: weight_part}
     setattr(part, WEIGHT_PART, weight_part)
     setattr(whole, REPLACED, (target.full_name, _OP))

@@ -45,7 +45,7 @@ def whole_state_dict(module: torch.nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def whole_parameters(module: torch.nn.Module) -> Iterator[None]:
-    """Context in which tensor-parallel layers have whole, uninitialized parameters, of which they keep slices.
+    """Context in which layers have whole, uninitialized parameters, of which they keep slices and rows.
 
     For initial values of your own, which must be those of one model and not the same for each rank::
 
@@ -53,14 +53,14 @@ def whole_parameters(module: torch.nn.Module) -> Iterator[None]:
         with parallel.whole_parameters(model):
             model.apply(initialize)
 
-    What ``initialize`` does not set is undefined afterwards, in the layers that have slices. Parameters that all ranks
-    have get the values of the first rank. All ranks call it, before :func:`~transformer_plugin.parallel.shard_` and
-    before the optimizer has a state.
+    What ``initialize`` does not set is undefined afterwards, in the layers that have slices or parts of weights.
+    Parameters that all tensor-parallel ranks have get the values of the first of them. All ranks call it, before the
+    optimizer has a state.
     """
     from transformer_plugin.nn._tensor_parallel import whole_parameters as of_layer
 
     with ExitStack() as stack:
         for layer in module.modules():
-            if getattr(layer, "tensor_slices", None):
+            if getattr(layer, "tensor_slices", None) or getattr(layer, "weight_parts", None):
                 stack.enter_context(of_layer(layer))  # type: ignore[arg-type]
         yield
