@@ -131,6 +131,8 @@ def in_high_precision(module: torch.nn.Module, *names: str) -> Iterator[None]:
     for name, parameter in quantized.items():
         values = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
         module._parameters[name] = Parameter(values)
+    if quantized:
+        mark(module)  # slices are slices inside, too
     drawn: dict[str, Tensor] = {}
     try:
         yield
