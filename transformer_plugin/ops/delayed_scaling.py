@@ -168,8 +168,8 @@ def linear_scaled(
         bias: ``[N]``, any float dtype.
         input_format, weight_format, grad_format: ``fp8_tensor:e4m3`` or ``fp8_tensor:e5m2``.
         weight_shard: the key of a weight that is sharded over ranks (:mod:`transformer_plugin.ops.sharded`);
-            ``weight`` is then this rank's part. Its values are gathered, and quantized with the scale, which is the same on all ranks
-            if their states are.
+            ``weight`` is then this rank's part. Its values are gathered, and quantized with the scale, which is the
+            same on all ranks if their states are.
 
     Returns:
         ``[..., N]`` in the dtype of ``input``. Differentiable in ``input``, ``weight`` and ``bias``. The backward reads
