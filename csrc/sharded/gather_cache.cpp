@@ -248,7 +248,7 @@ std::vector<Tensor> GatherCache::take(Gather gather) {
     collect(gather, planes, into);
     whole = std::move(into.whole);
   }
-  note_use(id);
+  note_use(gather.shard.set == 0 ? -1 : id);  // without a set it may be gone on some ranks, and is never next
   gather_ahead(id, device, place);
   return whole;
 }
