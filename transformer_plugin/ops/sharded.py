@@ -227,7 +227,8 @@ def enter_gather_region(input: Tensor, group_name: str) -> Tensor:
         A tensor with the same values, strides and dtype.
 
     Raises:
-        ValueError: no such group, or a sparse tensor.
+        TypeError: a sparse tensor.
+        ValueError: no such group.
     """
     result: Tensor = _ops.enter_gather_region.default(input, group_name)
     return result
@@ -247,14 +248,19 @@ def leave_gather_region(output: Tensor, group_name: str) -> Tensor:
         A tensor with the same values, strides and dtype.
 
     Raises:
-        ValueError: no such group, or a sparse tensor.
+        TypeError: a sparse tensor.
+        ValueError: no such group.
     """
     result: Tensor = _ops.leave_gather_region.default(output, group_name)
     return result
 
 
 def clear_gathers(group_name: str) -> None:
-    """Free what a group has gathered early, and forget the order of use."""
+    """Free what a group has gathered early, and forget the order of use.
+
+    Call it on all ranks after weights were given other memory. It is not among the changes that a group notices on all
+    ranks alike: the old memory may exist on some of them.
+    """
     _ops.clear_gathers.default(group_name)
 
 
