@@ -324,11 +324,15 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "group_name=\"\", int timeout_ms=-1, float factor=1.0) -> ()");
   // start_all_gather, start_reduce_scatter: the same begun on a side stream, and a token for finish_all_gather and
   // finish_reduce_scatter, which give the result. after: computed meanwhile, for compilers that order ops by operands.
-  m.def("start_all_gather(Tensor part, int num_ranks=1, str group_name=\"\", int timeout_ms=-1) -> Tensor");
+  m.def(
+      "start_all_gather(Tensor part, int num_ranks=1, str group_name=\"\", int timeout_ms=-1, int wanted=-1) -> "
+      "Tensor");
   m.def(
       "finish_all_gather(Tensor token, Tensor part, int num_ranks=1, str group_name=\"\", int timeout_ms=-1, "
       "Tensor? after=None) -> Tensor");
-  m.def("start_reduce_scatter(Tensor parts, int num_ranks=1, str group_name=\"\", int timeout_ms=-1) -> Tensor");
+  m.def(
+      "start_reduce_scatter(Tensor parts, int num_ranks=1, str group_name=\"\", int timeout_ms=-1, int wanted=-1) "
+      "-> Tensor");
   m.def(
       "finish_reduce_scatter(Tensor token, Tensor parts, int num_ranks=1, str group_name=\"\", int timeout_ms=-1, "
       "Tensor? after=None) -> Tensor");
@@ -361,7 +365,8 @@ TORCH_LIBRARY(transformer_plugin, m) {
   m.def("gather_weight_list(Tensor[] parts, bool backward, str shard) -> Tensor");
   m.def("reduce_gradient_out(Tensor parts, Tensor weight, Tensor(a!) out, bool accumulate, str shard) -> ()");
   m.def("start_reduce_gradient(Tensor parts, Tensor weight, str shard) -> Tensor");
-  m.def("finish_reduce_gradient(Tensor token, Tensor parts, Tensor weight, str shard, Tensor? after=None) -> Tensor");
+  m.def(
+      "finish_reduce_gradient(Tensor token, Tensor parts, Tensor weight, str shard, Tensor? after=None) -> Tensor");
   m.def("configure_gathers(str group_name, int distance, bool in_graphs=False) -> ()");
   m.def("clear_gathers(str group_name) -> ()");
   m.def("count_gathers(str group_name) -> int[]");

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <utility>
 
 #include "common/autograd.h"
 #include "tensor_parallel/exchange.h"
@@ -94,6 +95,7 @@ void GatherCache::clear() {
   }
   ids_.clear();
   sources_.clear();
+  named_.clear();
   next_.clear();
   last_ = last_but_one_ = -1;
   region_ = 0;
@@ -112,9 +114,19 @@ void GatherCache::forget_dead_sources() {
     std::erase_if(next_, [&](const auto& pair) { return pair.second == item.second; });
     return true;
   });
+  std::erase_if(named_, [&](const auto& item) { return sources_.count(item.second) == 0; });
 }
 
-// Numbers are given in the order of first use, which is that of the program, and never again.
+void GatherCache::forget(int64_t id, const Place& here) {
+  if (sources_.count(id) == 0) return;
+  drop(id, here);
+  sources_.erase(id);
+  std::erase_if(ids_, [&](const auto& item) { return item.second == id; });
+  std::erase_if(next_, [&](const auto& pair) { return pair.second == id; });
+}
+
+// Numbers are given in the order of first use, which is that of the program, and never again. Where a weight of this name had
+// other memory, that is forgotten: only some ranks may still have it.
 int64_t GatherCache::identify(const Gather& gather, const Place& place) {
   const Tensor& first = gather.parts[0];
   const std::pair<const void*, bool> key(first.const_data_ptr(), gather.backward);
@@ -130,7 +142,12 @@ int64_t GatherCache::identify(const Gather& gather, const Place& place) {
     sources_.erase(found->second);
     ids_.erase(found);
   }
+  const WeightShard& shard = gather.shard;
   const int64_t id = sources_made_++;
+  if (!shard.name.empty()) {
+    const auto [named, is_new] = named_.try_emplace({shard.set, shard.name, gather.backward}, id);
+    if (!is_new) forget(std::exchange(named->second, id), place);
+  }
   if ((id & 255) == 255) forget_dead_sources();
   std::vector<PartRef> parts(gather.parts.begin(), gather.parts.end());
   ids_[key] = id;
@@ -248,7 +265,7 @@ std::vector<Tensor> GatherCache::take(Gather gather) {
     collect(gather, planes, into);
     whole = std::move(into.whole);
   }
-  note_use(id);
+  note_use(gather.shard.set == 0 ? -1 : id);  // without a set it may be gone on some ranks, and is never next
   gather_ahead(id, device, place);
   return whole;
 }

@@ -17,6 +17,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "common/format.h"
@@ -109,6 +110,7 @@ class GatherCache {
   Gathered prepare(const Gather& gather, std::vector<Plane>& planes) const;
   void collect(const Gather& gather, const std::vector<Plane>& planes, Gathered& into);
   void drop(int64_t id, const Place& here);
+  void forget(int64_t id, const Place& here);
   void free_left_over(const Place& here);
   void note_use(int64_t id);
   int64_t after(const Pair& pair) const;  // what was used after the two; -1: nothing is known
@@ -120,6 +122,8 @@ class GatherCache {
   bool in_graphs_ = false;
   std::map<std::pair<const void*, bool>, int64_t> ids_;  // of the data of a part, and of its direction
   std::map<int64_t, Source> sources_;
+  std::map<std::tuple<int64_t, std::string, bool>, int64_t>
+      named_;  // by set, name and direction, where there is a name
   std::map<int64_t, Early> early_;
   std::vector<Early>
       left_over_;  // dropped in a capture that they are not part of, where nothing can wait for them

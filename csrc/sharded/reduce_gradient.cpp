@@ -175,7 +175,12 @@ Tensor finish_reduce_gradient(const Tensor& token, const Tensor& parts, const Te
   distributed::RankGroup group(kFinishOp, shard.group, shard.timeout_ms, parts);
   Tensor out;
   shard.run([&] { out = GroupWeights::of(group.state()).reductions.finish(token); });
-  if (out.defined()) return out;
+  if (out.defined()) {
+    TP_CHECK_VALUE(out.sizes() == weight.sizes() && out.scalar_type() == sum_dtype(parts, weight), kFinishOp,
+                   "weight", "the weight that the token was made for, whose sum is " << describe(out),
+                   describe(weight), "Pass the arguments of start_reduce_gradient");
+    return out;
+  }
   out = empty(parts, weight.sym_sizes(), sum_dtype(parts, weight));
   call_reduce_scatter_out(parts, out, false, shard);
   return out;

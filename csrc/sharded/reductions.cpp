@@ -69,9 +69,12 @@ at::Tensor Reductions::finish(const at::Tensor& token) {
 void Reductions::enqueue_locked() {
   if (running_.empty() || !running_.back().sum) return;
   const BelowAutograd guard;
-  Running& next = running_.back();
+  // A sum that raises is gone: the group stays usable, and nobody tries it again.
+  Running next = std::move(running_.back());
+  running_.pop_back();
   next.done = stream_.run_after(next.ready, [&] { next.sum(); });
   next.sum = nullptr;
+  running_.push_back(std::move(next));
 }
 
 void Reductions::finish_oldest() {

@@ -27,25 +27,33 @@ class Started {
     return *static_cast<Started*>(state.started.get());
   }
 
-  // Runs `exchange`, which reads `operand` and writes `out`. Returns the token.
+  // Runs `exchange`, which reads `operand` and writes `out`, for the op `start`. Returns the token.
   template <typename Exchange>
-  Tensor begin(const Tensor& operand, const Tensor& out, Exchange&& exchange) {
+  Tensor begin(const char* start, const Tensor& operand, const Tensor& out, Exchange&& exchange) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    drop_forgotten();
+    const uint64_t capture = distributed::current_place(operand.device()).capture;
+    drop_forgotten(capture);
     const Tensor token = at::zeros({1}, operand.options().dtype(at::kLong).requires_grad(false));
     const distributed::Done done = stream_.run(operand.device(), std::forward<Exchange>(exchange));
-    running_.push_back({operand, out, token.storage().getWeakStorageImpl(), done});
+    running_.push_back({start, operand, out, token.storage().getWeakStorageImpl(), done, capture});
     return token;
   }
 
-  // The result, for which the current stream waits; undefined if the token is of none.
-  Tensor finish(const Tensor& token) {
+  // The result of `operand`, for which the current stream waits; undefined if the token is of none. Raises for the token of
+  // another op, or of an operand of other sizes or dtype, which is still running then.
+  Tensor finish(const char* op, const char* start, const Tensor& token, const Argument& operand) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = std::find_if(running_.begin(), running_.end(), [&](const Running& running) {
       return running.token._unsafe_get_target() == token.storage().unsafeGetStorageImpl() &&
              !running.token.expired();
     });
     if (found == running_.end()) return {};
+    TP_CHECK_VALUE(found->start == start, op, "token", "a token of " << start, "one of " << found->start,
+                   "Finish each collective with the op that belongs to its start");
+    TP_CHECK_VALUE(found->operand.sizes() == operand.tensor.sizes() &&
+                       found->operand.scalar_type() == operand.tensor.scalar_type(),
+                   op, operand.name, "what " << start << " took, " << describe(found->operand),
+                   describe(operand.tensor), "Pass the arguments that the token was made from");
     found->done.wait();
     const Tensor out = found->out;
     running_.erase(found);
@@ -54,16 +62,18 @@ class Started {
 
  private:
   struct Running {
+    const char* start;    // one of two constants
     Tensor operand, out;  // kept until the current stream has waited, as their memory belongs to it
     c10::weak_intrusive_ptr<c10::StorageImpl> token;
     distributed::Done done;
+    uint64_t capture;  // in which it was begun; 0: none
   };
 
-  // Those whose token is gone, as after an error.
-  void drop_forgotten() {
-    std::erase_if(running_, [](const Running& running) {
-      if (!running.token.expired()) return false;
-      running.done.wait();
+  // Those whose token is gone, as after an error. No stream can wait for one of another capture.
+  void drop_forgotten(uint64_t capture) {
+    std::erase_if(running_, [&](const Running& running) {
+      if (!running.token.expired() || (running.capture == 0 && capture != 0)) return false;
+      if (running.capture == capture) running.done.wait();
       return true;
     });
   }
@@ -106,27 +116,40 @@ struct ReduceScatter {
 };
 
 template <typename Op>
-Tensor start(const Tensor& operand, int64_t num_ranks, std::string group_name, int64_t timeout_ms) {
+Tensor start(const Tensor& operand, int64_t num_ranks, std::string group_name, int64_t timeout_ms,
+             int64_t wanted) {
   const auto sizes = Op::sizes({Op::kStart, Op::kOperand, operand}, num_ranks, timeout_ms);
   const BelowAutograd guard;
   const auto group = std::make_shared<RankGroup>(Op::kStart, group_name, timeout_ms, operand);
   check_ranks(Op::kStart, *group, num_ranks);
   const Tensor values = operand.detach();
   const Tensor out = empty(values, sizes, values.scalar_type());
-  return Started::of(group->state()).begin(values, out, [&] {
+  return Started::of(group->state()).begin(Op::kStart, values, out, [&] {
     if (num_ranks == 1) {
       out.copy_(values);
       return;
     }
-    group->begin_call(exchange_call(Op::kPhase, Op::kOperand, values, false), 1);
+    group->begin_call(exchange_call(Op::kPhase, Op::kOperand, values, wanted > 0), 1);
     Op::run(*group, values, out);
   });
 }
 
 template <typename Op>
-Tensor start_meta(const Tensor& operand, int64_t num_ranks, std::string, int64_t timeout_ms) {
+Tensor start_meta(const Tensor& operand, int64_t num_ranks, std::string, int64_t timeout_ms, int64_t) {
   Op::sizes({Op::kStart, Op::kOperand, operand}, num_ranks, timeout_ms);
   return empty(operand, {1}, at::kLong);
+}
+
+// The token has no gradient. The ranks compare whether the second step will have one.
+template <typename Op>
+Tensor start_autograd(const Tensor& operand, int64_t num_ranks, std::string group_name, int64_t timeout_ms,
+                      int64_t wanted) {
+  using Signature = Tensor(const Tensor&, int64_t, std::string, int64_t, int64_t);
+  static const auto op = find_op<Signature>(Op::kStart);
+  // In a compiled graph `wanted` holds the value from the time of tracing.
+  if (any_wants_grad(operand)) wanted = 1;
+  const BelowAutograd guard;
+  return op.call(operand, num_ranks, group_name, timeout_ms, wanted);
 }
 
 void check_token(const char* op, const Tensor& token, const Argument& operand) {
@@ -145,7 +168,7 @@ Tensor finish(const Tensor& token, const Tensor& operand, int64_t num_ranks, std
   const BelowAutograd guard;
   const RankGroup group(Op::kName, group_name, timeout_ms, operand);
   check_ranks(Op::kName, group, num_ranks);
-  const Tensor out = Started::of(group.state()).finish(token);
+  const Tensor out = Started::of(group.state()).finish(Op::kName, Op::kStart, token, argument);
   return out.defined() ? out : Op::whole(operand, num_ranks, group_name, timeout_ms, -1);
 }
 
@@ -204,9 +227,10 @@ Tensor finish_autograd(const Tensor& token, const Tensor& operand, int64_t num_r
 
 }  // namespace
 
-TP_IMPL_NO_GRADIENT("start_all_gather", start<AllGather>, start_meta<AllGather>);
+TP_IMPL("start_all_gather", start<AllGather>, start_meta<AllGather>, start_autograd<AllGather>);
 TP_IMPL("finish_all_gather", finish<AllGather>, finish_meta<AllGather>, finish_autograd<AllGather>);
-TP_IMPL_NO_GRADIENT("start_reduce_scatter", start<ReduceScatter>, start_meta<ReduceScatter>);
+TP_IMPL("start_reduce_scatter", start<ReduceScatter>, start_meta<ReduceScatter>,
+        start_autograd<ReduceScatter>);
 TP_IMPL("finish_reduce_scatter", finish<ReduceScatter>, finish_meta<ReduceScatter>,
         finish_autograd<ReduceScatter>);
 

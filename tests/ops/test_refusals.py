@@ -18,6 +18,8 @@ from transformer_plugin.testing.every_op import Call, calls, registered
 
 #: Calls that are not repeated.
 ONCE = ("all_gather_text", "release_group", "release_wgrad_queue")
+#: One rank agrees with itself, and the borders of a region take any tensor.
+REFUSE_LITTLE = ("compare_call", "enter_gather_region", "leave_gather_region")
 CALLS = [call for call in calls() if call.arguments and call.op not in ONCE]
 IDS = [f"{call.op}-{call.name}" for call in CALLS]
 #: What an op writes, or its backward.
@@ -60,8 +62,8 @@ def test_refused_call_names_its_op_and_writes_nothing(call: Call) -> None:
                 re.DOTALL,
             ), f"{change}: {error}"
             assert_same_bytes(arguments, before, change)
-    # some changes are valid calls; compare_call has no tensors, and one rank agrees with itself
-    assert 4 * refused >= tried or call.op == "compare_call"
+    # Some changes are valid calls.
+    assert 4 * refused >= tried or call.op in REFUSE_LITTLE
 
 
 @pytest.mark.parametrize("call", CALLS, ids=IDS)

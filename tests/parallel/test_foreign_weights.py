@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from tests.parallel.sharded_models import RECIPES, TOKENS, dense, dense_batch
 from transformer_plugin import nn as tnn
 from transformer_plugin import ops, recipes
-from transformer_plugin.parallel import attach_distributed_weights, shard_
+from transformer_plugin.parallel import attach_distributed_weights, set_gather_order, shard_
 from transformer_plugin.testing.distributed import Rank, RankPool
 from transformer_plugin.testing.numerics import assert_same_bits
 
@@ -208,6 +208,8 @@ def test_errors() -> None:
     layer.register_parameter("weight", Whole(torch.ones(4, 8)))
     assert attach_distributed_weights(layer) == ["weight"]
     assert layer(torch.ones(2, 8)).shape == (2, 8)
+    with pytest.raises(ValueError, match="set_gather_order: argument 'layers': expected layers with sharded"):
+        set_gather_order([layer])  # whose runtime has an order of its own
     for result, text in (
         (torch.ones(10, 8), "expected 8 rows, of the layer, got [10, 8]. Strip the padding"),
         (torch.ones(8, 7), "expected whole weights [N, 8] of torch.float32, got [8, 7]"),

@@ -132,7 +132,13 @@ def check_master_weights(rank: Rank) -> None:
             if not (master.is_cuda and name in reference.stacks):
                 assert_same_bits(whole_weight(master), reference.weight(name), name)
             assert_same_bits(weights[name].detach(), master.detach().bfloat16(), name)
-        masters.load_state_dict(copy.deepcopy(masters.state_dict()))
+        state = copy.deepcopy(masters.state_dict())
+        masters.load_state_dict(state)
+    others = optim.MasterWeights(weights_of(whole).values(), lambda w: optim.Muon(w, lr=0.05))
+    before = copy.deepcopy(others.state_dict())
+    with pytest.raises(ValueError, match=r"argument 'master_weights.0': expected whole master weights"):
+        others.load_state_dict(state)
+    assert str(others.state_dict()) == str(before)
 
 
 def test_master_weights(pair: RankPool) -> None:

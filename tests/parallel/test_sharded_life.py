@@ -338,7 +338,11 @@ def check_refusals(rank: Rank) -> None:
         return name == "1"
 
     cases: list[tuple[torch.nn.Module, dict[str, Any], str]] = [
-        (wrapped, {}, "expected plain parameters, got '1.weight', a DTensor, which another wrapper has sharded"),
+        (
+            wrapped,
+            {},
+            "expected plain parameters, got '1.weight', a DTensor, which another wrapper has sharded",
+        ),
         (dtensors, {}, "a ShardedParameter, which another wrapper"),
         (
             experts,

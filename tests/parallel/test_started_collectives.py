@@ -182,6 +182,11 @@ def check_errors(rank: Rank) -> None:
     if rank.device.type == "cpu":  # rows differ between ranks: all raise, and the group stays usable
         with pytest.raises(ValueError, match=r"start_all_gather.*rows"):
             start("all_gather", rank, value[: value.shape[0] - rank.rank])
+        for name in NAMES:
+            with pytest.raises(
+                ValueError, match=f"start_{name}.*the gradient is wanted on rank 0, not wanted"
+            ):
+                start(name, rank, value.clone().requires_grad_(rank.rank == 0))
         assert_same_bits(
             finish("all_gather", rank, start("all_gather", rank, value), value),
             whole("all_gather", rank, value),
@@ -190,3 +195,25 @@ def check_errors(rank: Rank) -> None:
 
 def test_errors(pair: RankPool) -> None:
     pair.run(check_errors)
+
+
+def check_other_tokens(rank: Rank) -> None:
+    """A token of another op or operand is refused, and its collective is finished afterwards."""
+    value = operand(rank, 0)
+    tokens = {name: start(name, rank, value) for name in NAMES}
+    for name, other in zip(NAMES, reversed(NAMES), strict=True):
+        with pytest.raises(
+            ValueError, match=f"'token': expected a token of start_{name}, got one of start_{other}"
+        ):
+            finish(name, rank, tokens[other], value)
+        for wrong in (value[: rank.size], value.float()):
+            with pytest.raises(
+                ValueError, match=f"finish_{name}: argument 'parts?': expected what start_{name} took"
+            ):
+                finish(name, rank, tokens[name], wrong)
+    for name, token in tokens.items():
+        assert_same_bits(finish(name, rank, token, value), whole(name, rank, value))
+
+
+def test_other_tokens(pair: RankPool) -> None:
+    pair.run(check_other_tokens)

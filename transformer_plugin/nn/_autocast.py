@@ -23,6 +23,12 @@ def operand(input: Tensor) -> Tensor:
     return input if dtype is None else _cast(input, input, dtype)
 
 
+def is_cast(weight: Tensor) -> bool:
+    """Whether :func:`operands` makes another tensor of a weight, for an input on its device."""
+    dtype = _dtype(weight)
+    return dtype is not None and weight.dtype not in (dtype, torch.float64) and weight.is_floating_point()
+
+
 def as_weight(input: Tensor, weight: Tensor | None) -> Tensor:
     """Casts the input of a norm to the dtype of its weight. Outside of autocast, returns it unchanged.
 

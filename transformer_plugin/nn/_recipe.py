@@ -13,6 +13,7 @@ from torch import Tensor
 from transformer_plugin import ops
 from transformer_plugin.formats import Format, resolve
 from transformer_plugin.nn import _tracing
+from transformer_plugin.nn._autocast import is_cast
 from transformer_plugin.nn._delayed_wgrad import DelayedWgradMixin
 from transformer_plugin.nn._main_grad import main_grads, mark_added
 from transformer_plugin.nn._parameter_types import (
@@ -25,6 +26,7 @@ from transformer_plugin.nn._parameter_types import (
 from transformer_plugin.nn._quantized_weight_mixin import QuantizedWeightMixin
 from transformer_plugin.nn.checkpoint import scales_of
 from transformer_plugin.nn.quantized_parameters import refused_recipe
+from transformer_plugin.parallel._weight_part import without_set
 from transformer_plugin.recipes import DelayedScaling, Recipe
 
 #: The state's buffers, in the order of the ops' arguments.
@@ -146,6 +148,13 @@ class RecipeModule(QuantizedWeightMixin, DelayedWgradMixin):
         if self.weight_shard:
             arguments["weight_shard"] = self._shard_key()
         return arguments if queue is None else {**arguments, "wgrad_queue": queue}
+
+    def _shard_key(self) -> str:
+        """Of what autocast makes of a weight, it is without the set of the weights: such a copy exists for as long as
+        something on this rank needs it, and not as long as on other ranks, so none is gathered early."""
+        key = super()._shard_key()
+        values_travel = not self.gathers_quantized or isinstance(self._recipe, DelayedScaling)
+        return without_set(key) if key and values_travel and is_cast(self._any_weight()) else key
 
     def _saves_original_input(self) -> bool:
         if not isinstance(self._recipe, DelayedScaling):

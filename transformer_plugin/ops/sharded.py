@@ -158,7 +158,7 @@ def reduce_gradient_out(parts: Tensor, weight: Tensor, out: Tensor, accumulate: 
 def start_reduce_gradient(parts: Tensor, weight: Tensor, shard: str) -> Tensor:
     """Begin to add the ranks' gradients of a weight on a side stream.
 
-    The sum is enqueued after the next gather of the group.
+    The sum is enqueued at once. On a CPU it is complete.
 
     Args:
         parts, weight, shard: as in :func:`reduce_gradient_out`. ``parts`` is not written until the sum is finished.
@@ -167,10 +167,10 @@ def start_reduce_gradient(parts: Tensor, weight: Tensor, shard: str) -> Tensor:
         A token for :func:`finish_reduce_gradient`, int64 ``[1]``.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit each other. What differs between ranks, and lost ranks, are
-        raised when the sum is enqueued.
+        TypeError, ValueError: arguments that do not fit each other, or differ between ranks.
+        PeerTimeoutError: a rank did not take part in time.
     """
-    token: Tensor = _ops.start_reduce_gradient.default(parts, weight, shard)
+    token: Tensor = with_peers(_ops.start_reduce_gradient.default, parts, weight, shard)
     return token
 
 
@@ -180,13 +180,14 @@ def finish_reduce_gradient(
     """Return what :func:`start_reduce_gradient` has begun: on CUDA the current stream waits for it, and not the host.
 
     Args:
-        token: what that returned, once.
+        token: what that returned, once. Of a copy, or a second time, the ranks add their gradients again.
         parts, weight, shard: its arguments.
         after: any tensor that is computed while the sum is on its way. Its values are not read: a compiler that orders
             ops by their operands would wait at once without it.
 
     Returns:
-        This rank's part of the sum, like ``weight``, in the dtype of ``parts``.
+        This rank's part of the sum, like ``weight``: float32 where ``weight`` is float32, otherwise of the dtype of
+        ``parts``; float64 of float64 ``parts``.
 
     Raises:
         TypeError, ValueError: arguments that do not fit each other, or differ between ranks.
@@ -226,7 +227,8 @@ def enter_gather_region(input: Tensor, group_name: str) -> Tensor:
         A tensor with the same values, strides and dtype.
 
     Raises:
-        ValueError: no such group, or a sparse tensor.
+        TypeError: a sparse tensor.
+        ValueError: no such group.
     """
     result: Tensor = _ops.enter_gather_region.default(input, group_name)
     return result
@@ -246,14 +248,19 @@ def leave_gather_region(output: Tensor, group_name: str) -> Tensor:
         A tensor with the same values, strides and dtype.
 
     Raises:
-        ValueError: no such group, or a sparse tensor.
+        TypeError: a sparse tensor.
+        ValueError: no such group.
     """
     result: Tensor = _ops.leave_gather_region.default(output, group_name)
     return result
 
 
 def clear_gathers(group_name: str) -> None:
-    """Free what a group has gathered early, and forget the order of use."""
+    """Free what a group has gathered early, and forget the order of use.
+
+    Call it on all ranks after weights were given other memory. It is not among the changes that a group notices on all
+    ranks alike: the old memory may exist on some of them.
+    """
     _ops.clear_gathers.default(group_name)
 
 

@@ -96,25 +96,26 @@ def all_gather_list_out(
     with_peers(_ops.all_gather_list_out.default, parts, out, num_ranks, group_name, timeout_ms)
 
 
-def start_all_gather(part: Tensor, num_ranks: int = 1, group_name: str = "", timeout_ms: int = -1) -> Tensor:
+def start_all_gather(
+    part: Tensor, num_ranks: int = 1, group_name: str = "", timeout_ms: int = -1, wanted: int = -1
+) -> Tensor:
     """Begin :func:`all_gather` on a side stream.
 
     Until :func:`finish_all_gather` the part must not be written. All ranks begin and finish the same collectives in the
     same order; any number may be in flight. In a CUDA graph both steps belong to the same capture.
 
     Args:
-        part, num_ranks, group_name, timeout_ms: as in :func:`all_gather`.
+        part, num_ranks, group_name, timeout_ms, wanted: as in :func:`all_gather`.
 
     Returns:
-        A token, int64 ``[1]``, to be kept until it is finished. On a CPU the collective is complete.
-
-    Not differentiable: the gradient belongs to the second step.
+        A token, int64 ``[1]``, to be kept until it is finished. On a CPU the collective is complete. It has no
+        gradient: that belongs to the second step.
 
     Raises:
         TypeError, ValueError: sizes or dtypes do not match, on this rank or between ranks.
         PeerTimeoutError: a rank did not take part in time.
     """
-    return with_peers(_ops.start_all_gather.default, part, num_ranks, group_name, timeout_ms)
+    return with_peers(_ops.start_all_gather.default, part, num_ranks, group_name, timeout_ms, wanted)
 
 
 def finish_all_gather(
@@ -128,8 +129,8 @@ def finish_all_gather(
     """Return what :func:`start_all_gather` has begun: on CUDA the current stream waits for it, and not the host.
 
     Args:
-        token: what that returned, once.
-        part, num_ranks, group_name, timeout_ms: its arguments.
+        token: what that returned, once. Of a copy, or a second time, this is :func:`all_gather`, on all ranks alike.
+        part, num_ranks, group_name, timeout_ms: those of the start.
         after: a tensor that is computed while the parts travel. Its values are not read: a compiler that orders ops by
             their operands would wait at once without it.
 
@@ -139,7 +140,7 @@ def finish_all_gather(
     Differentiable in ``part``, as :func:`all_gather`.
 
     Raises:
-        TypeError, ValueError: sizes or dtypes do not match, on this rank or between ranks.
+        TypeError, ValueError: sizes or dtypes do not match, or the token is that of another op or part.
         PeerTimeoutError: a rank did not take part in time.
     """
     return with_peers(_ops.finish_all_gather.default, token, part, num_ranks, group_name, timeout_ms, after)
@@ -275,21 +276,20 @@ def reduce_scatter(
 
 
 def start_reduce_scatter(
-    parts: Tensor, num_ranks: int = 1, group_name: str = "", timeout_ms: int = -1
+    parts: Tensor, num_ranks: int = 1, group_name: str = "", timeout_ms: int = -1, wanted: int = -1
 ) -> Tensor:
     """Begin :func:`reduce_scatter` on a side stream, as :func:`start_all_gather` does.
 
     Args:
-        parts, num_ranks, group_name, timeout_ms: as in :func:`reduce_scatter`. The parts are not written meanwhile.
+        parts, num_ranks, group_name, timeout_ms, wanted: as in :func:`reduce_scatter`. Do not write parts meanwhile.
 
     Returns:
         A token for :func:`finish_reduce_scatter`, int64 ``[1]``, without a gradient.
 
     Raises:
-        TypeError, ValueError: sizes or dtypes do not match, on this rank or between ranks.
-        PeerTimeoutError: a rank did not take part in time.
+        TypeError, ValueError, PeerTimeoutError: as :func:`reduce_scatter`.
     """
-    return with_peers(_ops.start_reduce_scatter.default, parts, num_ranks, group_name, timeout_ms)
+    return with_peers(_ops.start_reduce_scatter.default, parts, num_ranks, group_name, timeout_ms, wanted)
 
 
 def finish_reduce_scatter(
@@ -313,7 +313,7 @@ def finish_reduce_scatter(
     Differentiable in ``parts``, as :func:`reduce_scatter`.
 
     Raises:
-        TypeError, ValueError: sizes or dtypes do not match, on this rank or between ranks.
+        TypeError, ValueError: sizes or dtypes do not match, or the token is that of another op or of other parts.
         PeerTimeoutError: a rank did not take part in time.
     """
     return with_peers(

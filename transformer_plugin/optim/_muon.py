@@ -98,7 +98,7 @@ class Muon(torch.optim.Muon):
         try:
             for parameter in self.param_groups[-1]["params"]:
                 _check(parameter)
-            _check_options(self.param_groups[-1])
+            _check_options(self.param_groups[-1], self.defaults)
         except Exception:
             self.param_groups.pop()
             raise
@@ -226,7 +226,9 @@ def _check_gradient(parameter: Any, grad: Any) -> None:
         _refuse(ValueError, "params", "gradients with the placements of parameters", got, advice)
 
 
-def _check_options(settings: dict[str, Any]) -> None:
+def _check_options(settings: dict[str, Any], defaults: Iterable[str]) -> None:
+    # torch's constructor checks the options of all groups alike, and not those of one.
+    torch.optim.Muon([torch.empty(1, 1)], **{name: settings[name] for name in defaults})
     steps, coefficients = settings["ns_steps"], settings["ns_coefficients"]
     if steps >= 100:
         _refuse(ValueError, "ns_steps", "less than 100", str(steps), "5 are usual")

@@ -16,6 +16,7 @@ from transformer_plugin.parallel._tensor_slices import TENSOR_SLICES
 from transformer_plugin.parallel._weight_part import WEIGHT_PART, layout_of
 from transformer_plugin.parallel.clip import gradient_of
 from transformer_plugin.tensor._base import FormatTensor
+from transformer_plugin.tensor._layout import message
 
 __all__ = ["MasterWeights", "refresh_after"]
 
@@ -154,7 +155,13 @@ class MasterWeights:
 def _part_of(saved: Tensor, master: Tensor, i: int) -> Tensor:
     """This rank's part of a saved master weight."""
     layout = layout_of(master)
-    return saved if layout is None else part_for(saved, layout, f"master_weights.{i}")
+    if layout is not None:
+        return part_for(saved, layout, f"master_weights.{i}")
+    if isinstance(saved, PartTensor):
+        advice = "Load it with torch.distributed.checkpoint into the state of this optimizer"
+        expected = "whole master weights, as this optimizer has"
+        raise ValueError(message("MasterWeights", f"master_weights.{i}", expected, repr(saved), advice))
+    return saved
 
 
 def _master_of(parameter: Tensor) -> Tensor:

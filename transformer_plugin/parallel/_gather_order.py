@@ -24,13 +24,14 @@ def set_gather_order(layers: Iterable[torch.nn.Module]) -> None:
 
     Args:
         layers: the layers in the order of a forward, for example ``model.modules()`` where that is the order of
-            registration. Those without sharded weights are skipped, and one may come several times.
+            registration. Those whose weights :func:`shard_` has not sharded are skipped, and one may come several
+            times.
 
     Raises:
         ValueError: none of them has a sharded weight.
         PeerTimeoutError: a rank does not call this.
     """
-    found = [layer for layer in layers if getattr(layer, "weight_shard", "")]
+    found = [layer for layer in layers if getattr(layer, "weight_parts", None)]
     if not found:
         advice = "Call shard_ first, and pass the layers of the model"
         text = message("set_gather_order", "layers", "layers with sharded weights", "none", advice)

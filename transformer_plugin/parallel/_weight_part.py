@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,6 @@ from transformer_plugin.parallel._tensor_slices import TENSOR_SLICES, PartLayout
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_SET = re.compile(r"set=\d+,")
 #: The attribute of such a parameter.
 WEIGHT_PART = "weight_part"
 #: Set on a whole parameter that a part has replaced: its name, and the function that did so.
@@ -63,12 +61,18 @@ def mark(layer: Any) -> None:
                 setattr(parameter, attribute, value)
 
 
+def without_set(key: str) -> str:
+    """The key of a weight that does not exist as long as the others of its set. Compiled code can call this."""
+    before, found, after = key.partition(",set=")
+    return before + "," + after.partition(",")[2] if found and "group=" not in before else key
+
+
 def as_copy(layer: Any) -> None:
     """Of a copy of a layer: its weight is a part, too, but exists apart from the weights of the original, so it is
     not gathered ahead with them. Copies of parameters have no attributes."""
     mark(layer)
     for name in ("weight_shard", "named_weight_shard"):
-        setattr(layer, name, _SET.sub("", getattr(layer, name)))
+        setattr(layer, name, without_set(getattr(layer, name)))
 
 
 def part_of(parameter: Tensor) -> WeightPart | None:
