@@ -338,7 +338,11 @@ def check_refusals(rank: Rank) -> None:
         return name == "1"
 
     cases: list[tuple[torch.nn.Module, dict[str, Any], str]] = [
-        (wrapped, {}, "expected plain parameters, got '1.weight', a DTensor, which another wrapper has sharded"),
+        (
+            wrapped,
+            {},
+            "expected plain parameters, got '1.weight', a DTensor, which another wrapper has sharded",
+        ),
         (dtensors, {}, "a ShardedParameter, which another wrapper"),
         (
             experts,
@@ -346,7 +350,6 @@ def check_refusals(rank: Rank) -> None:
             f"the ranks {list(range(rank.size))}, which hold different experts of '1.experts.fc1.weight'",
         ),
         (weight_norm(tnn.Linear(8, 8)), {}, "'1.weight', which is computed"),
-        (tnn.Linear(32, 32, recipe=recipes.DelayedScaling()), {}, "expected recipes without delayed scaling"),
         (
             tnn.Linear(128, 128, recipe=recipes.Float8BlockScaling()),
             {"format": "mxfp8", "filter": last},
