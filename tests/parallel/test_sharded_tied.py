@@ -54,8 +54,8 @@ def step_of(model: Any, rank: int, step: int = 0) -> Tensor:
     inner = getattr(model, "module", model)
     seed = 100 * step + rank
     tokens = torch.randint(inner.rows, (TOKENS,), generator=torch.Generator().manual_seed(seed))
-    output: Tensor = model(tokens)
-    output.backward(integers(*output.shape, seed=7 + seed).to(output.dtype))
+    output: Tensor = model(tokens.to(inner.table.weight.device))
+    output.backward(integers(*output.shape, seed=7 + seed).to(output))
     return output.detach()
 
 
@@ -80,7 +80,8 @@ def assert_weights(model: torch.nn.Module, whole: torch.nn.Module) -> None:
 
 def check_training(rank: Rank, kind: str) -> None:
     """Outputs, gradients, their norm and the weights of some steps are those of whole tied weights."""
-    whole, cut = Tied(), shard_(Tied(), rank.group, tied=True, gradient="sum")
+    whole, cut = Tied().to(rank.device), Tied().to(rank.device)
+    shard_(cut, rank.group, tied=True, gradient="sum")
     assert cut.head.weight is cut.table.weight
     assert cut.head.weight_parts == cut.table.weight_parts
     if rank.size > 1:
@@ -119,9 +120,13 @@ CLIPPING = (torch.nn.utils.clip_grad_norm_, parallel.clip_grad_norm_)
 
 
 @pytest.mark.parametrize("kind", ["eager", "order", "compiled"])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_training(make_pool: Any, ranks: int, kind: str) -> None:
-    make_pool(ranks).run(check_training, kind)
+@pytest.mark.parametrize(
+    "place",
+    [(1, "gloo"), (2, "gloo"), (3, "gloo"), pytest.param((2, "nccl"), marks=pytest.mark.gpus(2))],
+    ids=lambda place: f"{place[0]}-{place[1]}",
+)
+def test_training(make_pool: Any, place: tuple[int, str], kind: str) -> None:
+    make_pool(*place).run(check_training, kind)
 
 
 def check_copies(rank: Rank) -> None:
@@ -203,8 +208,8 @@ def test_checkpoints_on_other_numbers_of_ranks(make_pool: Any, tmp_path: Path) -
 
 def check_recipes(rank: Rank, key: str) -> None:
     """Ranks have whole blocks of the head's format; the table has the same rows."""
-    make = lambda: Tied(RECIPES[key](), 288, 64, torch.bfloat16)  # noqa: E731
-    whole, cut = make(), shard_(make(), rank.group, tied=True, gradient="sum")
+    whole, cut = (Tied(RECIPES[key](), 288, 64, torch.bfloat16) for _ in range(2))
+    shard_(cut, rank.group, tied=True, gradient="sum")
     part = cut.table.weight_parts["weight"]
     assert part.rows.align == {"fp8_block": 128, "mxfp8": 32, "fp8_tensor": 1, "nvfp4": 16}[key]
     assert cut.head.gathers_quantized
