@@ -114,3 +114,41 @@ def check_experts(rank: Rank, key: str) -> None:
 @pytest.mark.parametrize("key", ["bf16", "fp8_block"])
 def test_experts(make_pool: Any, key: str) -> None:
     make_pool(2).run(check_experts, key)
+
+
+def check_quantize_weights(rank: Rank, key: str) -> None:
+    """A compiled step may quantize the parts anew: one reduction for the amaxes of all."""
+    torch._dynamo.reset()
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(shard_(Block(RECIPES[key]()), rank.group))
+    eager, changed = models
+
+    def step(x: torch.Tensor, first_micro_batch: torch.Tensor) -> torch.Tensor:
+        for layer in (changed.up, changed.down):
+            layer.quantize_weights(first_micro_batch)
+        result: torch.Tensor = changed(x)
+        return result
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    for i in range(3):
+        x = dense_batch(rank.rank, i, rank.device).arguments[0][:, :64].contiguous()
+        for model in models:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter *= 1.5
+        outputs = []
+        for run in (lambda x: eager(x), lambda x: compiled(x, torch.ones(1))):
+            torch.manual_seed(i)  # of stochastic rounding
+            outputs.append(run(x))
+            outputs[-1].float().square().mean().backward()
+        assert_same_bits(outputs[1].detach(), outputs[0].detach())
+        for (name, one), other in zip(eager.named_parameters(), changed.parameters(), strict=True):
+            assert_same_bits(other.grad, one.grad, name)
+            one.grad = other.grad = None
+
+
+@pytest.mark.parametrize("key", ["fp8_block", "fp8_tensor", "nvfp4"])
+def test_quantize_weights(make_pool: Any, key: str) -> None:
+    make_pool(2).run(check_quantize_weights, key)

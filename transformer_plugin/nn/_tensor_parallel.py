@@ -252,18 +252,23 @@ def plan_of(
 
 
 @contextmanager
-def whole_parameters(layer: ShardedWeightMixin) -> Iterator[None]:
+def whole_parameters(
+    layer: ShardedWeightMixin, made_by_id: dict[int, Parameter] | None = None
+) -> Iterator[None]:
     """Context in which a layer has whole parameters, of which it keeps this rank's slices and rows.
 
     For initial values: they depend on the sizes of the whole, and are its values if all ranks have the same random
-    state.
+    state. ``made_by_id``: whole parameters of other layers, by the part, which this layer may share.
     """
+    made_by_id = {} if made_by_id is None else made_by_id
     found = {name: layout_of(p) for name, p in layer._parameters.items() if p is not None}
     layouts = {name: layout for name, layout in found.items() if layout is not None}
     parts: dict[str, Any] = {name: layer._parameters[name] for name in layouts}
     for name, part in parts.items():
-        whole = part.detach().new_empty(layouts[name].shape)
-        layer._parameters[name] = Parameter(whole, part.requires_grad)
+        if id(part) not in made_by_id:
+            whole = part.detach().new_empty(layouts[name].shape)
+            made_by_id[id(part)] = Parameter(whole, part.requires_grad)
+        layer._parameters[name] = made_by_id[id(part)]
     try:
         yield
         with torch.no_grad():
@@ -315,7 +320,7 @@ def check_group(parallel: TensorParallel | None) -> None:
 
 def watch_parts() -> None:
     """State dicts of optimizers and torch's clipping take note of parts."""
-    from transformer_plugin.parallel.sharded import watch_parts
+    from transformer_plugin.parallel._watching import watch_parts
 
     watch_parts()
 

@@ -124,7 +124,8 @@ class MoE(LaunchedModule):
             such as torchrun has started several processes.
         mesh: the ranks as a ``DeviceMesh`` of one dimension, for example ``mesh_2d["experts"]``, instead of a group.
         dtensor: whether experts that are sharded over several ranks are ``DTensor`` s, see below. False: plain tensors
-            with this rank's experts, for code that reduces, clips and saves each rank's parameters itself.
+            with this rank's experts, for code that reduces, clips and saves each rank's parameters itself, and for
+            :func:`~transformer_plugin.parallel.shard_`, after which state dicts are of all experts.
         router: how tokens choose experts.
         dispatch: how many rows the experts of a rank receive.
         bias: whether the experts' linear layers have biases.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from transformer_plugin import ops
-from transformer_plugin.parallel._tensor_slices import PartLayout, TensorSlices, slices_of
+from transformer_plugin.parallel._tensor_slices import EXPERTS, PartLayout, TensorSlices, slices_of
 from transformer_plugin.parallel._weight_part import WeightPart, layout_of, part_of
 
 #: Matrices that are gathered together take at most so much memory, or are one matrix.
@@ -63,6 +63,10 @@ class Target:
 def target_of(parameter: Tensor) -> Target:
     """What must be gathered for a parameter. Of sharded experts each rank has whole matrices."""
     part, slices, layout = part_of(parameter), slices_of(parameter), layout_of(parameter)
+    if (
+        slices is not None and slices.kind == EXPERTS and parameter.dim() == 3
+    ):  # this rank's experts are whole matrices
+        slices, layout = None, None if part is None else layout
     if layout is None or parameter.dim() == 2 or part is None:
         return Target(parameter, layout, part, slices)
     return Target(parameter, PartLayout((part.valid_rows, *layout.shape[1:]), slices), None, slices)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from transformer_plugin.parallel._part_tensor import PartTensor, part_for, values_of
-from transformer_plugin.parallel._tensor_slices import PartLayout
+from transformer_plugin.parallel._shard_experts import delayed_buffers
+from transformer_plugin.parallel._tensor_slices import EXPERTS, PartLayout, even_slices
 from transformer_plugin.parallel._weight_part import layout_of, mark
 from transformer_plugin.tensor._layout import message
 
@@ -35,7 +37,23 @@ def _save_module(layer: Any, state: dict[str, Any], prefix: str, *_: Any) -> Non
 
 def _layouts(layer: torch.nn.Module) -> dict[str, PartLayout]:
     found = {name: layout_of(p) for name, p in layer._parameters.items() if p is not None}
-    return {name: layout for name, layout in found.items() if layout is not None}
+    layouts = {name: layout for name, layout in found.items() if layout is not None}
+    return {**layouts, **_layouts_of_delayed_scaling(layer)}
+
+
+def _layouts_of_delayed_scaling(layer: Any) -> dict[str, PartLayout]:
+    """Of the buffers ``[..., 3 * G]``: the values of input, weight and gradient of this rank's experts."""
+    of_weight = getattr(layer, "tensor_slices", {}).get("weight")
+    if of_weight is None or of_weight.kind != EXPERTS:
+        return {}
+    size = 3 * of_weight.size
+    pieces = even_slices(size, len(of_weight.ranks), 3 * (of_weight.size,))
+    found = {}
+    for name, buffer in delayed_buffers(layer).items():
+        sizes = {"size": size, "local_size": buffer.shape[-1], "pieces": pieces}
+        slices = dataclasses.replace(of_weight, dim=buffer.dim() - 1, **sizes)
+        found[name] = PartLayout((*buffer.shape[:-1], size), slices)
+    return found
 
 
 def _mark_loaded(layer: Any, _: Any) -> None:

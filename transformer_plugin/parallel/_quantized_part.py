@@ -128,9 +128,9 @@ def refresh_together(parts: Iterable[QuantizedPart], noop: Tensor | None) -> Non
         kinds: dict[Any, list[QuantizedPart]] = {}
         for part in parts:
             if part.reduces_amax:
-                kinds.setdefault((id(part.place.group), part.formats[1], part._sources[0].dtype), []).append(
-                    part
-                )
+                kinds.setdefault(
+                    (part.place.group.group_name, part.formats[1], part._sources[0].dtype), []
+                ).append(part)
             else:
                 part._quantize_into(part.op_tensors(), noop)
             part.note_refreshed()

@@ -90,7 +90,7 @@ def draw_uniform(module: ExpertShardMixin, parameter: Tensor, bound: float) -> N
     state on all ranks afterwards. On a CPU the values are those of a single process with all experts.
     """
     over, part = module._expert_ranks, module._local(parameter)
-    if over is None:
+    if over is None or (over.mesh is None and parameter.shape[0] == module.num_groups * len(over.ranks)):
         torch.nn.init.uniform_(parameter, -bound, bound)
         return
     if part.is_meta:
@@ -157,7 +157,7 @@ def _as_dtensor(part: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
     return DTensor.from_local(part, mesh, [Shard(dim)], run_check=False)
 
 
-def _delayed_buffers(module: torch.nn.Module) -> dict[str, Tensor]:
+def delayed_buffers(module: torch.nn.Module) -> dict[str, Tensor]:
     """The buffers ``[..., 3 * G]`` of delayed scaling for this rank's G experts."""
     return {
         name: buffer
@@ -169,7 +169,7 @@ def _delayed_buffers(module: torch.nn.Module) -> dict[str, Tensor]:
 def _shard_saved_state(module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """After ``state_dict()``: turns the buffers in it into ``DTensor`` s ``[..., 3, E]``, sharded over the experts."""
     mesh = getattr(module, EXPERT_RANKS).mesh
-    for name in _delayed_buffers(module):
+    for name in delayed_buffers(module):
         part = state[prefix + name].unflatten(-1, (3, -1))
         state[prefix + name] = _as_dtensor(part, mesh, part.dim() - 1)
 
@@ -190,7 +190,7 @@ def _localize_loaded_state(module: torch.nn.Module, state: dict[str, Any], prefi
             value = value.chunk(ranks)[rank]
         if value.shape == parameter.to_local().shape:
             state[prefix + name] = _as_dtensor(value.detach(), parameter.device_mesh, 0)
-    for name, buffer in _delayed_buffers(module).items():
+    for name, buffer in delayed_buffers(module).items():
         value = state.get(prefix + name)
         if isinstance(value, DTensor):
             state[prefix + name] = value.to_local().flatten(-2)

@@ -1,4 +1,4 @@
-"""Which slices of a parameter a rank has under tensor parallelism."""
+"""Which slices of a parameter a rank has under tensor parallelism, or which of all experts."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from transformer_plugin.parallel._row_shard import RowShard
 
 #: The attribute of a parameter that is one rank's slices.
 TENSOR_SLICES = "tensor_slices"
+#: What gives ranks their slices.
+TENSOR_PARALLELISM, EXPERTS = "tensor parallelism", "expert parallelism"
 #: Offset and size of each slice of one rank, in the order in which the rank's tensor has them.
 Pieces = tuple[tuple[int, int], ...]
 
@@ -30,6 +32,7 @@ class TensorSlices:
     #: The global ranks of the group, and its name.
     ranks: tuple[int, ...]
     group_name: str
+    kind: str = TENSOR_PARALLELISM
 
     @property
     def own(self) -> Pieces:

@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from transformer_plugin.parallel._shard_experts import EXPERT_RANKS, ROUTER_RANKS, Ranks
-from transformer_plugin.parallel._tensor_slices import slices_of
+from transformer_plugin.parallel._tensor_slices import TENSOR_PARALLELISM, slices_of
 from transformer_plugin.parallel._weight_part import part_of
 from transformer_plugin.tensor._base import FormatTensor
 
@@ -65,13 +65,16 @@ def _check_ddp(wrapper: torch.nn.Module, name: str, model: torch.nn.Module | Non
             full = f"{prefix}.{key}" if prefix else key
             if full in wrapper.parameters_to_ignore:
                 continue
-            for part, kind in ((part_of(parameter), "shard_"), (slices_of(parameter), "tensor parallelism")):
+            slices = slices_of(parameter)
+            for part, kind in ((part_of(parameter), "shard_"), (slices, slices.kind if slices else "")):
                 if part is not None and len(together.intersection(part.ranks)) > 1:
                     raise _ddp_error(
                         "parameters that are replicated on all ranks",
                         f"'{full}', which {kind} has sharded over the ranks {list(part.ranks)}: rank 0's values would "
                         "overwrite the others",
-                        "Pass the process_group of ranks with the same slices" if kind != "shard_" else None,
+                        "Pass the process_group of ranks with the same slices"
+                        if kind == TENSOR_PARALLELISM
+                        else None,
                     )
             if isinstance(expert_ranks, Ranks) and (
                 len(together.intersection(expert_ranks.ranks)) > 1 or hasattr(parameter, "to_local")
@@ -111,7 +114,7 @@ def _check_not_quantized(params: list[Any]) -> None:
         if slices is not None:
             raise ValueError(
                 "transformer_plugin::fully_shard: argument 'module': expected parameters that no other wrapper has "
-                f"sharded, got a slice of sizes {list(parameter.shape)}, which tensor parallelism has over the ranks "
+                f"sharded, got a slice of sizes {list(parameter.shape)}, which {slices.kind} has over the ranks "
                 f"{list(slices.ranks)}: checkpoints would have one slice. Shard these layers with "
                 "transformer_plugin.parallel.shard_, or make them tensor parallel with torch's parallelize_module."
             )

@@ -32,10 +32,10 @@ def clip_grad_norm_(
 
     Like ``torch.nn.utils.clip_grad_norm_``, for models with parameters that are sharded over ranks: every element of
     the whole model counts once. For a ``DTensor`` the placements decide: shards on a ``Shard`` dimension of its mesh
-    are added, and copies on a ``Replicate`` dimension count once. Parts of :func:`~transformer_plugin.parallel.shard_`
-    and slices of tensor-parallel layers are added over their group. Another plain tensor counts as a replicated
-    parameter with an averaged gradient. All ranks call this function with the same parameters in the same order, and
-    get the same norm and factor. Communication is enqueued on the device; the host does not wait for it.
+    are added, and copies on a ``Replicate`` dimension count once. Parts of :func:`~transformer_plugin.parallel.shard_`,
+    their experts, and slices of tensor-parallel layers are added over their groups. Another plain tensor counts as a
+    replicated parameter with an averaged gradient. All ranks call this function with the same parameters in the same
+    order, and get the same norm and factor. Communication is enqueued on the device; the host does not wait.
 
     A gradient is ``parameter.main_grad`` where ``parameter.grad_added_to_main_grad`` is True or where there is no
     ``parameter.grad``; a plain ``main_grad`` of a ``DTensor`` is this rank's part. A ``DTensor`` with both gradients

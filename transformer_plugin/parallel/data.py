@@ -77,7 +77,7 @@ def data_parallel(
         if ranks.ranks not in copies:
             copies[ranks.ranks] = _group_of_copies(everyone, ranks)
         for parameter in module.parameters(recurse=False):
-            if part_of(parameter) is None:
+            if part_of(parameter) is None and slices_of(parameter) is None:
                 _average(wrapped, parameter, copies[ranks.ranks], divide_by=ranks.losses)
     _average_parts(wrapped, everyone, {id(p): p for p in parts.values()}, mine)
     return wrapped

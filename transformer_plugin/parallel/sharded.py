@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
+import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.nn import Parameter
 
 from transformer_plugin import ops
 from transformer_plugin.formats import Format
-from transformer_plugin.parallel._part_states import handle_module, handle_optimizer
+from transformer_plugin.parallel._expert_slices import mark_experts
+from transformer_plugin.parallel._part_states import handle_module
 from transformer_plugin.parallel._row_shard import RowShard
 from transformer_plugin.parallel._shard_formats import align_of, formats_of, sends_values
-from transformer_plugin.parallel._tensor_slices import slices_of
+from transformer_plugin.parallel._tensor_slices import TENSOR_PARALLELISM, TensorSlices, slices_of
+from transformer_plugin.parallel._watching import watch_parts
 from transformer_plugin.parallel._weight_part import REPLACED, WEIGHT_PART, WeightPart, part_of
 from transformer_plugin.parallel._weight_shard import WeightShard
 from transformer_plugin.parallel._wrapping import install_wrapper_checks
@@ -70,6 +71,7 @@ def shard_(
     prefetch: int = 1,
     timeout_ms: int | None = None,
     filter: Callable[[str, torch.nn.Module], bool] | None = None,
+    tied: bool = False,
 ) -> torch.nn.Module:
     """Cuts the weights of a module's layers over the ranks of a group, in place; see :doc:`/sharded-weights`.
 
@@ -82,8 +84,8 @@ def shard_(
         module: with :class:`~transformer_plugin.nn.Linear`, :class:`~transformer_plugin.nn.LayerNormLinear`,
             :class:`~transformer_plugin.nn.GroupedLinear` and :class:`~transformer_plugin.nn.Embedding`, at any depth.
             All ranks have the same model.
-        group: the ranks, which compute on different inputs: a process group, or a mesh of one dimension. None, or a
-            group of one, changes nothing.
+        group: the ranks, which compute on different inputs: a process group, or a mesh of one dimension. None changes
+            nothing. Neither does a group of one, except that state dicts are of all experts where ranks have some.
         format: what travels. None: quantized weights where recipes quantize them, otherwise the values. ``"none"``: the
             values, which are quantized after each gather, as those of lists always are. Or the format of the recipes.
         gradient: whether the gradient of a part is the mean over the ranks or their sum.
@@ -91,6 +93,8 @@ def shard_(
         prefetch: how many weights are gathered ahead of their use.
         timeout_ms: for each wait on other ranks; None: the timeout of the group.
         filter: which layers, by name and module; None: all.
+        tied: whether layers may share a weight, such as an embedding and the output layer. They then share a part, of
+            which the gradient is the sum of theirs. False: a shared weight is an error.
 
     Returns:
         The module.
@@ -100,24 +104,33 @@ def shard_(
         PeerTimeoutError: a rank does not call this.
     """
     group = _process_group(group)
-    if group is None or group.size() == 1:
+    if group is None:
         return module
+    if group.size() == 1:
+        return _mark_experts(module, filter)
     options = _options(format, gradient, gradient_dtype, prefetch, timeout_ms)
     ranks = tuple(dist.get_process_group_ranks(group))
     targets = list(_targets(module, filter))
-    _check_shared(module, targets)
+    names = _shared(module, targets, tied)
     for target in targets:
         _check(target, ranks, options)
-    _compare_ranks(targets, group, options, prefetch)
-    layers = tuple(weakref.ref(module) for module in dict.fromkeys(target.module for target in targets))
-    for target in targets:
-        _cut(target, group, ranks, options, layers)
-    for target in targets:
-        if getattr(target.module, "gathers_quantized", False) and not target.module.weight.is_meta:
-            target.module._quantized_part()  # compiled code cannot make it
+    _compare_ranks(targets, names, group, options, prefetch)
+    parts = _cut(targets, group, options)
+    _place(targets, parts, options)
     ops.configure_gathers(group.group_name, prefetch)
     watch_parts()
     install_wrapper_checks()
+    return module
+
+
+def _mark_experts(
+    module: torch.nn.Module, filter: Callable[[str, torch.nn.Module], bool] | None
+) -> torch.nn.Module:
+    """Of weights that are not sharded: says which of all experts this rank has."""
+    marked = [mark_experts(layer) for _, layer in _layers(module, filter)]
+    if any(marked):
+        watch_parts()
+        install_wrapper_checks()
     return module
 
 
@@ -149,24 +162,27 @@ def _options(
     return _Options(key, gradient == "mean", gradient_dtype is not None, timeout_ms, next(_SETS))
 
 
-def _targets(
+def _layers(
     module: torch.nn.Module, filter: Callable[[str, torch.nn.Module], bool] | None
-) -> Iterator[_Target]:
+) -> Iterator[tuple[str, Any]]:
     # Not at the top: modules of nn import this package.
     from transformer_plugin.nn._recipe import RecipeModule
     from transformer_plugin.nn.embedding import Embedding
-    from transformer_plugin.nn.grouped_linear import GroupedLinear
 
     for name, layer in module.named_modules():
-        if not isinstance(layer, RecipeModule | Embedding) or (
-            filter is not None and not filter(name, layer)
-        ):
-            continue
-        if isinstance(layer, GroupedLinear) and layer.parameter_layout == "grouped":
+        if isinstance(layer, RecipeModule | Embedding) and (filter is None or filter(name, layer)):
+            yield name, layer
+
+
+def _targets(
+    module: torch.nn.Module, filter: Callable[[str, torch.nn.Module], bool] | None
+) -> Iterator[_Target]:
+    for name, layer in _layers(module, filter):
+        if getattr(layer, "parameter_layout", None) == "grouped":
             got = f"parameters={layer.parameter_layout!r} in '{name}'"
             expected = "layers with parameters='packed' or 'list'"
             _refuse("module", expected, got, "Make the layer with packed parameters")
-        for key in layer._weight_names if isinstance(layer, GroupedLinear) else ("weight",):
+        for key in getattr(layer, "_weight_names", ("weight",)):
             weight = layer._parameters.get(key)
             if weight is None:
                 advice = "Remove the parametrization, or leave the layer out with 'filter'"
@@ -174,17 +190,27 @@ def _targets(
             yield _Target(name, layer, key, weight)
 
 
-def _check_shared(module: torch.nn.Module, targets: list[_Target]) -> None:
+def _shared(module: torch.nn.Module, targets: list[_Target], tied: bool) -> dict[int, list[str]]:
+    """The names of each weight. Raises if layers share one without saying so, or with another parameter."""
     owners: dict[int, list[str]] = {}
     for name, layer in module.named_modules():
         for key, parameter in layer._parameters.items():
             if parameter is not None:
                 owners.setdefault(id(parameter), []).append(f"{name}.{key}" if name else key)
+    sharded = {target.full_name for target in targets}
     for target in targets:
         names = owners[id(target.weight)]
-        if len(names) > 1:
-            advice = "Give each layer its own weight, or leave them out with 'filter'"
+        if len(names) == 1:
+            continue
+        if not tied:
+            advice = "Pass tied=True, give each layer its own weight, or leave all of them out with 'filter'"
             _refuse("module", "a weight for each layer", f"one that {names} share", advice)
+        whole = [name for name in names if name not in sharded]
+        if whole or target.is_of_list:
+            got = f"{whole or names} of {names}, which share one"
+            advice = "Use Linear, LayerNormLinear and Embedding for all of them, and 'filter' for all or none"
+            _refuse("module", "tied weights that are all packed and sharded", got, advice)
+    return owners
 
 
 def _check(target: _Target, ranks: tuple[int, ...], options: _Options) -> None:
@@ -206,6 +232,7 @@ def _check(target: _Target, ranks: tuple[int, ...], options: _Options) -> None:
         got = f"the ranks {shared}, which hold different experts of '{name}'"
         _refuse("group", "ranks with the same weights", got, "Pass the group of ranks with the same experts")
     slices = slices_of(weight)
+    _check_plain_experts(target, slices)
     peers = sorted(set(ranks) & set(slices.ranks)) if slices is not None else []
     if len(peers) > 1:
         got = f"the ranks {peers}, which have different slices of '{name}' under tensor parallelism"
@@ -221,6 +248,18 @@ def _check(target: _Target, ranks: tuple[int, ...], options: _Options) -> None:
             "module", "weight gradients in the backward", f"delay_wgrad_compute in '{target.name}'", advice
         )
     _check_format(target, options)
+
+
+def _check_plain_experts(target: _Target, slices: TensorSlices | None) -> None:
+    """Raises where state dicts could not say which experts this rank has."""
+    if getattr(target.module, "_expert_ranks", None) is None:
+        return
+    if target.is_of_list:
+        got = f"a list in '{target.name}', of which each rank has other experts under the same names"
+        _refuse("module", "packed experts where ranks have some of them", got, "Use parameters='packed'")
+    if slices is not None and slices.kind == TENSOR_PARALLELISM:
+        got = f"'{target.full_name}', of which ranks have slices, too"
+        _refuse("module", "whole experts where ranks have some of them", got, "Leave out parallel_mode")
 
 
 def _check_format(target: _Target, options: _Options) -> None:
@@ -239,9 +278,18 @@ def _check_format(target: _Target, options: _Options) -> None:
         _refuse("format", "None, 'none', or the format of the recipe", got, "Leave it out")
 
 
-def _compare_ranks(targets: list[_Target], group: ProcessGroup, options: _Options, prefetch: int) -> None:
+def _compare_ranks(
+    targets: list[_Target],
+    names: dict[int, list[str]],
+    group: ProcessGroup,
+    options: _Options,
+    prefetch: int,
+) -> None:
     """Raises on all ranks if they do not shard the same weights in the same way."""
-    lines = [f"{t.full_name} {list(t.weight.shape)} {t.weight.dtype} {formats_of(t.module)}" for t in targets]
+    lines = [
+        f"{' = '.join(names[id(t.weight)])} {list(t.weight.shape)} {t.weight.dtype} {formats_of(t.module)}"
+        for t in targets
+    ]
     mine = "\n".join([f"{options._replace(set=0)} prefetch={prefetch}", *lines])
     every = torch.ops.transformer_plugin.all_gather_text.default(group.group_name, mine, -1)
     for rank, other in enumerate(every):
@@ -258,30 +306,55 @@ def _compare_ranks(targets: list[_Target], group: ProcessGroup, options: _Option
         )
 
 
-def _cut(
-    target: _Target,
-    group: ProcessGroup,
-    ranks: tuple[int, ...],
-    options: _Options,
-    layers: tuple[weakref.ref[Any], ...],
-) -> None:
-    layer, whole = target.module, target.weight
-    has_format = Format.parse(formats_of(layer)[1]).is_quantized and options.format != "none"
-    quantizes = has_format and not sends_values(layer, target.is_of_list)
-    rows = RowShard(whole.shape[0], len(ranks), align_of(layer, whole, target.is_of_list, quantizes))
-    part = Parameter(rows.cut(whole, group.rank()), whole.requires_grad)
-    for name, value in whole.__dict__.items():
-        setattr(part, name, value)
-    place = (target.full_name, rows, group.rank(), ranks, group)
-    weight_part = WeightPart(*place, options.mean, options.timeout_ms, layers)
+def _cut(targets: list[_Target], group: ProcessGroup, options: _Options) -> dict[int, Parameter]:
+    """This rank's part of each weight, by the id of the weight, which layers may share."""
+    ranks = tuple(dist.get_process_group_ranks(group))
+    layers = tuple(weakref.ref(module) for module in dict.fromkeys(target.module for target in targets))
+    aligns: dict[int, int] = {}
+    for target in targets:
+        rows = align_of(target.module, target.weight, target.is_of_list, _quantizes(target, options))
+        aligns[id(target.weight)] = math.lcm(rows, aligns.get(id(target.weight), 1))
+    parts: dict[int, Parameter] = {}
+    for target in targets:
+        whole = target.weight
+        if id(whole) in parts:
+            continue
+        mark_experts(target.module)
+        rows_of_ranks = RowShard(whole.shape[0], len(ranks), aligns[id(whole)])
+        part = Parameter(rows_of_ranks.cut(whole, group.rank()), whole.requires_grad)
+        for name, value in whole.__dict__.items():
+            setattr(part, name, value)
+        place = (target.full_name, rows_of_ranks, group.rank(), ranks, group)
+        setattr(part, WEIGHT_PART, WeightPart(*place, options.mean, options.timeout_ms, layers))
+        setattr(whole, REPLACED, (target.full_name, _OP))
+        parts[id(whole)] = part
+    return parts
+
+
+def _quantizes(target: _Target, options: _Options) -> bool:
+    """Whether ranks quantize their parts of the weight."""
+    has_format = Format.parse(formats_of(target.module)[1]).is_quantized and options.format != "none"
+    return has_format and not sends_values(target.module, target.is_of_list)
+
+
+def _place(targets: list[_Target], parts: dict[int, Parameter], options: _Options) -> None:
+    """Gives layers their parts, and the quantized copies of those that have one."""
+    for target in targets:
+        _place_one(target, parts[id(target.weight)], options)
+    for target in targets:
+        if getattr(target.module, "gathers_quantized", False) and not target.module.weight.is_meta:
+            target.module._quantized_part()  # compiled code cannot make it
+
+
+def _place_one(target: _Target, part: Parameter, options: _Options) -> None:
+    """Gives a layer its part, and the key that says how to gather the weight."""
+    layer, weight_part = target.module, part.__dict__[WEIGHT_PART]
     layer.weight_parts = {**layer.weight_parts, target.key: weight_part}
-    setattr(part, WEIGHT_PART, weight_part)
-    setattr(whole, REPLACED, (target.full_name, _OP))
     layer.register_parameter(target.key, part)
     shard = WeightShard(
-        rows=rows.rows,
-        ranks=rows.ranks,
-        group_name=group.group_name,
+        rows=weight_part.rows.rows,
+        ranks=weight_part.rows.ranks,
+        group_name=weight_part.group.group_name,
         mean=options.mean,
         bfloat16_parts=options.bfloat16_parts,
         asynchronous=True,
@@ -296,94 +369,7 @@ def _cut(
     handle_module(layer)
     if hasattr(layer, "recipe"):
         layer.forget_quantized_weights()
-        layer.gathers_quantized = quantizes
-
-
-def watch_parts() -> None:
-    """Once per process: state dicts of torch's optimizers, and torch's clipping, take note of parts."""
-    _watch_optimizers()
-    _watch_clipping()
-
-
-@functools.cache
-def _watch_optimizers() -> None:
-    """Once per process: steps of torch's optimizers change weights, and one of whole weights has no effect."""
-    from torch.optim.optimizer import (
-        register_optimizer_step_post_hook,
-        register_optimizer_step_pre_hook,
-    )
-
-    optimizer: Any = torch.optim.Optimizer
-    for name in ("state_dict", "load_state_dict"):
-        setattr(optimizer, name, _handling(getattr(optimizer, name)))
-    register_optimizer_step_pre_hook(_check_parameters)
-    register_optimizer_step_post_hook(_after_step)
-
-
-@functools.cache
-def _watch_clipping() -> None:
-    """Once per process: torch's clipping would count this rank's rows alone."""
-    from torch.nn.utils import clip_grad
-
-    original: Any = clip_grad._clip_grads_with_norm_
-
-    @functools.wraps(original)
-    def clip(parameters: Any, *arguments: Any, **options: Any) -> Any:
-        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        _refuse_parts(parameters, "clip_grad_norm_", "parameters", "parallel.clip_grad_norm_")
-        return original(parameters, *arguments, **options)
-
-    for module in (clip_grad, torch.nn.utils):
-        for name in ("_clip_grads_with_norm_", "clip_grads_with_norm_"):
-            if hasattr(module, name):
-                setattr(module, name, clip)
-
-
-def _refuse_parts(parameters: Iterable[Tensor], op: str, argument: str, instead: str) -> None:
-    """Raises if one of the parameters is a part of a whole that ``op`` would need."""
-    found: Any = next(filter(None, (part_of(p) or slices_of(p) for p in parameters)), None)
-    if found is not None:
-        name = f"'{found.name}'" if isinstance(found, WeightPart) else "a tensor-parallel parameter"
-        got = f"{name}, of which each of {len(found.ranks)} ranks has a part"
-        raise ValueError(message(op, argument, "whole parameters", got, f"Use transformer_plugin.{instead}"))
-
-
-def _handling(method: Any) -> Any:
-    """A method of optimizers that first takes note of parts among the parameters."""
-
-    @functools.wraps(method)
-    def call(optimizer: torch.optim.Optimizer, *arguments: Any, **options: Any) -> Any:
-        handle_optimizer(optimizer)
-        return method(optimizer, *arguments, **options)
-
-    return call
-
-
-def _check_parameters(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    if torch.compiler.is_compiling():
-        return
-    for settings in optimizer.param_groups:
-        for parameter in settings["params"]:
-            if REPLACED in parameter.__dict__:
-                name, by = parameter.__dict__[REPLACED]
-                got, advice = f"the whole '{name}', which {by} replaced", f"Make the optimizer after {by}"
-                raise ValueError(message(by, "optimizer", "parameters of the model", got, advice))
-        if isinstance(optimizer, torch.optim.Muon) and not getattr(optimizer, "handles_parts", False):
-            _refuse_parts(settings["params"], "torch.optim.Muon", "params", "optim.Muon")
-
-
-def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    from transformer_plugin.parallel._quantized_part import refresh_together
-
-    if torch.compiler.is_compiling():
-        return
-    parameters = [p for settings in optimizer.param_groups for p in settings["params"]]
-    parts = [parameter for parameter in parameters if WEIGHT_PART in parameter.__dict__]
-    if not parts:
-        return
-    ops.note_weights_changed()
-    copies = {id(c): c for part in parts for c in part.__dict__.get("quantized_copies", ())}
-    refresh_together([copy for copy in copies.values() if copy.refreshes_itself], None)
+        layer.gathers_quantized = _quantizes(target, options)
 
 
 def _refuse(argument: str, expected: str, got: str, advice: str) -> NoReturn:

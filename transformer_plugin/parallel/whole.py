@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from transformer_plugin import ops
-from transformer_plugin.parallel._part_tensor import values_of
-from transformer_plugin.parallel._tensor_slices import slices_of
+from transformer_plugin.parallel._part_tensor import PartTensor, values_of
+from transformer_plugin.parallel._tensor_slices import TensorSlices, slices_of
 from transformer_plugin.parallel._weight_part import part_of
 
 
@@ -26,8 +26,7 @@ def whole_weight(parameter: Tensor) -> Tensor:
     if part is not None:
         whole = part.rows.strip(ops.all_gather(whole, part.rows.ranks, part.group.group_name))
     if slices is not None:
-        every = ops.all_gather(whole.unsqueeze(0), len(slices.ranks), slices.group_name)
-        whole = slices.join(every.unbind(0))
+        whole = _joined(whole, slices)
     return whole.clone() if part is None and slices is None else whole
 
 
@@ -40,7 +39,15 @@ def whole_state_dict(module: torch.nn.Module) -> dict[str, Any]:
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if name in state and (part_of(parameter) or slices_of(parameter)):
             state[name] = whole_weight(parameter)
+    for name, value in state.items():
+        if isinstance(value, PartTensor) and value.part_layout.slices is not None:  # of delayed scaling
+            state[name] = _joined(value.part, value.part_layout.slices)
     return state
+
+
+def _joined(own: Tensor, slices: TensorSlices) -> Tensor:
+    every = ops.all_gather(own.unsqueeze(0), len(slices.ranks), slices.group_name)
+    return slices.join(every.unbind(0))
 
 
 @contextmanager
@@ -59,8 +66,9 @@ def whole_parameters(module: torch.nn.Module) -> Iterator[None]:
     """
     from transformer_plugin.nn._tensor_parallel import whole_parameters as of_layer
 
+    made: dict[int, torch.nn.Parameter] = {}
     with ExitStack() as stack:
         for layer in module.modules():
             if getattr(layer, "tensor_slices", None) or getattr(layer, "weight_parts", None):
-                stack.enter_context(of_layer(layer))  # type: ignore[arg-type]
+                stack.enter_context(of_layer(layer, made))  # type: ignore[arg-type]
         yield
