@@ -19,7 +19,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = DOCS / "experts-over-ranks.md"
 #: Other pages and the numbers of their blocks.
 HOWTOS = [("howto/fsdp2.md", 3), ("howto/checkpoints.md", 3), ("training-frameworks.md", 4)]
-HOWTOS += [("tensor-parallel-dtensor.md", 1)]
+HOWTOS += [("tensor-parallel-dtensor.md", 1), ("sharded-weights.md", 4)]
 
 
 def run_blocks(page: Path, count: int, folder: str) -> dict[str, Any]:
