@@ -171,6 +171,28 @@ def test_late_streams_and_ranks(pair_of_gpus: RankPool) -> None:
     pair_of_gpus.run(check_late)
 
 
+def check_failed_capture(rank: Rank) -> None:
+    """A capture that an error ends between the steps leaves nothing that later collectives would wait for."""
+    value = operand(rank, 0)
+    want = whole("all_gather", rank, value)
+    finish("all_gather", rank, start("all_gather", rank, value), value)
+    tokens = []
+    failing = torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local")
+    with pytest.raises((ZeroDivisionError, RuntimeError)), failing:
+        tokens.append(start("all_gather", rank, value))
+        raise ZeroDivisionError
+    tokens.clear()
+    for _ in range(2):
+        assert_same_bits(finish("all_gather", rank, start("all_gather", rank, value), value), want)
+
+
+def test_failed_capture(pair_of_gpus: RankPool) -> None:
+    with RankPool(
+        pair_of_gpus.size, "nccl"
+    ) as pool:  # of its own: torch's allocator may keep the pool of the capture
+        pool.run(check_failed_capture)
+
+
 def check_errors(rank: Rank) -> None:
     value = operand(rank, 0)
     with pytest.raises(ValueError, match="start_reduce_scatter: argument 'parts': expected rows that"):
