@@ -267,7 +267,7 @@ def compiled_and_eager(rank: Rank, config: Config, backend: str) -> tuple[list[f
         pytest.param("nccl", "inductor", id="cuda", marks=pytest.mark.gpus(2)),
     ],
 )
-@pytest.mark.parametrize("division", [(2, 2, 1), (4, 2, 2)], ids=str)
+@pytest.mark.parametrize("division", [(2, 2, 1), pytest.param((4, 2, 2), marks=pytest.mark.long)], ids=str)
 def test_compiled(config: Config, division: tuple[int, ...], place: str, backend: str) -> None:
     """All blocks are one graph, without a break. aot_eager runs the kernels of eager."""
     if place == "nccl" and torch.cuda.device_count() < division[0]:

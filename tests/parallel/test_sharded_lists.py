@@ -303,7 +303,7 @@ def check_compiled(rank: Rank, key: str, backend: str, main_grad: bool) -> None:
                 assert_same_bits(other.main_grad, one.main_grad)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 @pytest.mark.parametrize("key", ["bf16", "fp8_block"])
 @pytest.mark.parametrize("main_grad", [False, True])
 def test_compiled(pair: RankPool, key: str, backend: str, main_grad: bool) -> None:

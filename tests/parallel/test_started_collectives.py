@@ -121,7 +121,7 @@ def check_compiled(rank: Rank, backend: str) -> None:
                 assert_same_bits(got, want)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_compiled(pair: RankPool, backend: str) -> None:
     pair.run(check_compiled, backend, timeout=300)
 
