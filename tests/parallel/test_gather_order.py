@@ -22,12 +22,12 @@ def counted(rank: Rank, before: ops.GatherCounts) -> list[int]:
 def check_first_step(rank: Rank, key: str) -> None:
     """Each gather of the first step but the first is begun early, and the values are those without an order."""
     _, plain = twins(rank, lambda: dense(RECIPES[key](), rank.device))
-    _, told = twins(rank, lambda: dense(RECIPES[key](), rank.device))
+    _, ordered = twins(rank, lambda: dense(RECIPES[key](), rank.device))
     batch = dense_batch(rank.rank, 0, rank.device)
     want = computed(plain, batch)
-    set_gather_order(told.modules())
+    set_gather_order(ordered.modules())
     before = ops.count_gathers(rank.group_name)
-    got = computed(told, batch)
+    got = computed(ordered, batch)
     assert counted(rank, before) == [6, 5, 5, 0]
     assert_same_bits(got.output, want.output)
     assert_same_bits(got.grad_input, want.grad_input)
@@ -41,10 +41,10 @@ def test_the_first_step(ranks: RankPool, key: str) -> None:
 
 
 def check_experts(rank: Rank, key: str) -> None:
-    _, told = twins(rank, lambda: Experts(RECIPES[key](), rank.device, 5))
-    set_gather_order(told.modules())
+    _, ordered = twins(rank, lambda: Experts(RECIPES[key](), rank.device, 5))
+    set_gather_order(ordered.modules())
     before = ops.count_gathers(rank.group_name)
-    computed(told, expert_batch(rank.rank, 0, rank.device, 5))
+    computed(ordered, expert_batch(rank.rank, 0, rank.device, 5))
     gathers, early, hits, dropped = counted(rank, before)
     assert (early, hits, dropped) == (gathers - 1, gathers - 1, 0)
 
@@ -61,10 +61,10 @@ def check_lists(rank: Rank) -> None:
         options = {"parameters": "list", "device": rank.device, "dtype": torch.bfloat16}
         return tnn.GroupedLinear(3, 128, 128, bias=False, **options)
 
-    _, told = twins(rank, lambda: Both(layer(), layer()))
-    set_gather_order(told.modules())
+    _, ordered = twins(rank, lambda: Both(layer(), layer()))
+    set_gather_order(ordered.modules())
     before = ops.count_gathers(rank.group_name)
-    computed(told, expert_batch(rank.rank, 0, rank.device, 3))
+    computed(ordered, expert_batch(rank.rank, 0, rank.device, 3))
     assert counted(rank, before) == [4, 3, 3, 0]
 
 

@@ -1,4 +1,4 @@
-"""The order in which sharded weights will be used, told before the first step."""
+"""The order in which sharded weights will be used, set before the first step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformer_plugin.tensor._layout import message
 
 @torch.no_grad()
 def set_gather_order(layers: Iterable[torch.nn.Module]) -> None:
-    """Tells the groups of sharded weights in which order their weights will be used.
+    """Sets the order in which the groups of sharded weights expect their weights to be used.
 
     A group learns the order from the first step, in which no weight is gathered early. After this call the first step
     is as fast as the others, and its allocations are theirs. Each weight is gathered once in the order of the forward
