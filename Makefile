@@ -61,8 +61,9 @@ build: $(INSTALLED)
 demo: build
 	$(BIN)/python examples/train_moe.py --ranks $(RANKS)
 
+# By default the files with the fewest tests, which take longest, would run beside each other at the end.
 test: build
-	$(BIN)/python -m pytest -m "not long" -n 3 --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not long" -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-long: build sanitize
 	$(BIN)/python -m pytest -m long --all-dtypes $(PYTEST_ARGS)

@@ -280,7 +280,7 @@ def assert_resumes(out: Path, options: list[str], saved: int) -> None:
     assert not list((out / "checkpoints").glob("*.tmp"))
 
 
-@pytest.mark.parametrize("ranks", ["1", pytest.param("2", marks=pytest.mark.long)])
+@pytest.mark.parametrize("ranks", ["1", "2"])
 def test_a_killed_save_and_then_a_disk_that_refuses_one(text_file: Path, tmp_path: Path, ranks: str) -> None:
     """Both leave the checkpoint before. A limit of the file size simulates a full disk without a file system."""
     out = tmp_path / "run"

@@ -75,13 +75,7 @@ def test_a_launcher_that_is_lost_ends_its_ranks(begun) -> None:
     assert_gone(list(ranks.values()))
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        pytest.param(signal.SIGINT, id="SIGINT"),
-        pytest.param(signal.SIGTERM, id="SIGTERM", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
 def test_a_wait_for_a_rank_that_never_comes(number: signal.Signals, tmp_path: Path, text_file: Path) -> None:
     """As with a launcher whose second machine is missing."""
     command = [*arguments(tmp_path / "run"), "--text", str(text_file)]

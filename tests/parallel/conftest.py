@@ -1,4 +1,4 @@
-"""Pools of ranks, shared by all tests of this folder."""
+"""Pools of ranks, shared by the tests of a file."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from transformer_plugin.testing.distributed import RankPool
+
+Pools = dict[tuple[int, str], RankPool]
 
 #: (ranks, backend): Gloo on CPUs always, NCCL if there are enough GPUs.
 PLACES = [
@@ -20,18 +22,32 @@ PLACES = [
 
 
 @pytest.fixture(scope="session")
-def make_pool() -> Iterator[Callable[[int, str], RankPool]]:
-    """Returns pools by size and backend, which are created once. A pool that lost a rank is replaced."""
-    pools: dict[tuple[int, str], RankPool] = {}
+def pools_on_gpus() -> Iterator[Pools]:
+    """Pools with NCCL, whose start takes seconds, for all files."""
+    pools: Pools = {}
+    yield pools
+    for each in pools.values():
+        each.close()
+
+
+@pytest.fixture(scope="module")
+def make_pool(pools_on_gpus: Pools) -> Iterator[Callable[[int, str], RankPool]]:
+    """Returns pools by size and backend, which are created once. A pool that lost a rank is replaced.
+
+    Pools with Gloo start in a tenth of a second and end with the file of tests: each group that a test makes has a
+    thread that wakes up a hundred times a second, and together they would slow all later tests.
+    """
+    pools_on_cpus: Pools = {}
 
     def pool(size: int, backend: str = "gloo") -> RankPool:
+        pools = pools_on_gpus if backend == "nccl" else pools_on_cpus
         found = pools.get((size, backend))
         if found is None or not all(process.is_alive() for process in found.processes):
             pools[size, backend] = RankPool(size, backend)
         return pools[size, backend]
 
     yield pool
-    for each in pools.values():
+    for each in pools_on_cpus.values():
         each.close()
 
 

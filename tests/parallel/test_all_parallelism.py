@@ -100,12 +100,6 @@ def check(rank: Rank, wide: bool) -> None:
         torch.testing.assert_close(value, whole.state_dict()[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize(
-    "wide",
-    [
-        pytest.param(False, id="experts_of_tp", marks=pytest.mark.long),
-        pytest.param(True, id="experts_of_data_and_tp"),
-    ],
-)
+@pytest.mark.parametrize("wide", [False, True], ids=["experts_of_tp", "experts_of_data_and_tp"])
 def test_all_together(make_pool: Any, wide: bool) -> None:
     make_pool(8).run(check, wide)

@@ -1,4 +1,4 @@
-"""Ranks for tests: processes that are reused by many cases, because starting them takes seconds.
+"""Ranks for tests: processes that are reused by many cases.
 
 ``RankPool(4)`` starts four processes with a Gloo (or NCCL) group. ``pool.run(function, *arguments)`` calls
 ``function(rank, *arguments)`` on every rank, where ``rank`` is a :class:`Rank`, and returns the results in order. The
@@ -23,6 +23,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+#: Modules that ranks have from the process that they are forked from: importing them takes seconds.
+_IMPORTED_ONCE = [
+    "torch._dynamo",
+    "torch.distributed.tensor",
+    "transformer_plugin.nn",
+    "transformer_plugin.parallel",
+]
 
 #: Held while exit codes are read. Python reads those of all children when it starts one, and of two threads that read
 #: one code at the same time, the second gets 255.
@@ -62,7 +70,7 @@ class RankPool:
     ) -> None:
         self.size = size
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "transformer_plugin"])
+        context.set_forkserver_preload(_IMPORTED_ONCE)
         # The parent's store chooses a free port. With the store in rank 0, only the port number is taken from it.
         self._store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         port = self._store.port
