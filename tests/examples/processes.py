@@ -13,7 +13,7 @@ from pathlib import Path
 from tests.examples.conftest import environment, losses_of
 
 SOON = 20.0  # seconds: one or two on an idle machine, and much less than the longest wait for another rank
-DEADLINE = 240.0
+DEADLINE = 120.0
 
 
 def wait_for(condition: Callable[[], object], run: subprocess.Popen[str], seconds: float = DEADLINE) -> None:

@@ -19,7 +19,7 @@ STEPS = 5
 def meshes(
     rank: Rank, sharing: int, tensor_parallel: int, shard: int
 ) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """Of the experts, and of the dense layers: made once, because idle groups take time from other tests."""
+    """The meshes of the experts and of the dense layers. Made once: the threads of idle groups slow other tests."""
     sizes = (rank.size // sharing, sharing)
     experts = init_device_mesh(rank.device.type, sizes, mesh_dim_names=("copies", "experts"))
     return experts, dense_mesh(rank.device, rank.size, tensor_parallel, shard)
@@ -28,10 +28,8 @@ def meshes(
 def trainer_of(rank: Rank, config: Config, cuda_graph: bool = False) -> Trainer:
     """A trainer with fresh parameters."""
     config.check()
-    world = World(
-        rank.rank, rank.size, rank.device, rank.group,
-        *meshes(rank, config.sharing, config.tensor_parallel, config.shard),
-    )  # fmt: skip
+    mesh, dense = meshes(rank, config.sharing, config.tensor_parallel, config.shard)
+    world = World(rank.rank, rank.size, rank.device, rank.group, mesh, dense)
     corpus = load_corpus(config.text, config.text_bytes, config.seq_len + 1)
     return Trainer(config, world, corpus, cuda_graph)
 
