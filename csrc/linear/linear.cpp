@@ -1,7 +1,5 @@
 // linear: input [..., K] times weight [N, K] transposed, plus bias [N], with its gradient, in any format. linear_out: the
 // same into a buffer of the caller.
-#include <ATen/ops/mm.h>
-
 #include "common/autograd.h"
 #include "common/register.h"
 #include "common/tensor.h"
@@ -148,6 +146,11 @@ Tensor plain_forward(const Tensor& input, const Tensor& weight, const OptionalTe
   return redispatch({kOp, input, weight, bias, "none", "none", "none", std::nullopt, {}, {out}, false});
 }
 
+// a @ b, with the bits that every layer has: a sharded or tensor-parallel one calls this op, too.
+Tensor product_of(const Tensor& a, const Tensor& b) {
+  return call_gemm(a, b, kNoTensor, /*transpose_b=*/false, a.scalar_type());
+}
+
 // Without quantization. Two nodes, with and without a bias, so that only tensors are saved.
 template <bool has_bias>
 class LinearFunction : public DifferentiableTwice<LinearFunction<has_bias>> {
@@ -167,8 +170,8 @@ class LinearFunction : public DifferentiableTwice<LinearFunction<has_bias>> {
     const variable_list saved = ctx->get_saved_variables();
     const Tensor grad = as_matrix(grads[0]);
     Tensor grad_input, grad_weight, grad_bias;
-    if (ctx->needs_input_grad(0)) grad_input = from_matrix(at::mm(grad, saved[1]), grads[0]);
-    if (ctx->needs_input_grad(1)) grad_weight = at::mm(grad.t(), as_matrix(saved[0]));
+    if (ctx->needs_input_grad(0)) grad_input = from_matrix(product_of(grad, saved[1]), grads[0]);
+    if (ctx->needs_input_grad(1)) grad_weight = product_of(grad.t(), as_matrix(saved[0]));
     if constexpr (has_bias) {
       if (ctx->needs_input_grad(2)) grad_bias = call_bias_backward(grad);
     }
@@ -198,11 +201,11 @@ class LinearMainGradFunction : public DifferentiableOnce<LinearMainGradFunction<
     Tensor grad_input, grad_weight, grad_bias;
     if (ctx->needs_input_grad(0)) {
       const OptionalTensor into = saved_dgrad_out(ctx, kOp, grad);
-      grad_input = into ? *into : from_matrix(at::mm(grad, saved[1]), grads[0]);
       if (into) {
-        Tensor matrix = as_matrix(*into);
-        at::mm_out(matrix, grad, saved[1]);
+        call_gemm_out(grad, saved[1], as_matrix(*into), /*transpose_b=*/false, /*accumulate=*/false);
+        mark_written(*into);
       }
+      grad_input = into ? *into : from_matrix(product_of(grad, saved[1]), grads[0]);
     }
     const WeightGradient weight_gradient(ctx, "main_grad", 1, 1, false);
     if (weight_gradient.is_wanted()) {

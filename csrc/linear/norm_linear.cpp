@@ -2,7 +2,6 @@
 // block scales one pass computes and quantizes the norm, whose values are never in memory.
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/mm.h>
 
 #include <functional>
 
@@ -163,13 +162,13 @@ LayerGradients unquantized_gradients(const Tensor& grad, const NormCall& norm, c
   if (wanted.weight.is_wanted()) {
     const Tensor normalized = norm::call_norm(norm);
     if (wanted.weight.allocates() && !wanted.weight.is_cut()) {
-      result.weight = at::mm(grad.t(), normalized);
+      result.weight = call_gemm(grad.t(), normalized, kNone, false, grad.scalar_type());
     } else {
       const Quantized g{grad, Tensor(), Tensor()}, x{normalized, Tensor(), Tensor()};
       result.weight = wanted.weight.compute(g, x, std::nullopt, grad.scalar_type())[0];
     }
   }
-  if (wanted.input) result.input = at::mm(grad, weight().data);
+  if (wanted.input) result.input = call_gemm(grad, weight().data, kNone, false, grad.scalar_type());
   if (wanted.bias) result.bias = call_bias_backward(grad);
   return result;
 }

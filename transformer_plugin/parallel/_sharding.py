@@ -15,6 +15,7 @@ def register() -> None:
     """Registers the rules, for one dimension of a mesh."""
     ops = torch.ops.transformer_plugin
     _register(ops.linear, _linear)
+    _register(ops.gemm, _gemm)
     _register(ops.bias_backward, _bias_backward)
     _register(ops.swiglu, _swiglu)
     _register(ops.swiglu_backward, _swiglu_backward)
@@ -62,6 +63,22 @@ def _linear(
     rules.append(rule(Shard(last), whole, Shard(0), Shard(0)))
     rules.append(rule(Partial(), Shard(last), Shard(1), Partial()))
     return rules + [rule(Shard(i), Shard(i), whole, whole) for i in range(last)]
+
+
+def _gemm(a: Any, b: Any, bias: Any = None, transpose_b: bool = True, *others: Any) -> Rules:
+    """Of unquantized operands; gradients of ``linear`` are such products."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    tensors = [
+        each for each in (bias, *others) if hasattr(each, "placements") or hasattr(each, "tensor_meta")
+    ]
+    outputs, terms = (0, 1) if transpose_b else (1, 0)
+    rules: Rules = [([Replicate()], [Replicate()] * (2 + len(tensors)))]
+    if not tensors:
+        rules.append(([Shard(0)], [Shard(0), Replicate()]))
+        rules.append(([Shard(1)], [Replicate(), Shard(outputs)]))
+        rules.append(([Partial()], [Shard(1), Shard(terms)]))
+    return rules
 
 
 def _bias_backward(grad: Any) -> Rules:

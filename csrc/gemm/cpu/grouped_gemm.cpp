@@ -2,8 +2,6 @@
 #include "gemm/args/grouped_gemm.h"
 
 #include <ATen/Parallel.h>
-#include <ATen/ops/addmm_cpu_dispatch.h>
-#include <ATen/ops/mm_cpu_dispatch.h>
 
 #include <algorithm>
 #include <atomic>
@@ -12,6 +10,7 @@
 #include "common/autograd.h"
 #include "common/tensor.h"
 #include "gemm/generic/dense_gemm.h"
+#include "gemm/generic/matmul_cpu.h"
 
 namespace transformer_plugin::gemm {
 namespace {
@@ -83,12 +82,6 @@ void multiply_in_steps(const Tensor& a, const Tensor& out, int64_t begin, int64_
   out.narrow(0, begin, rows).copy_(result.narrow(0, 0, rows));
 }
 
-// out = a @ b, or plus + a @ b, where `plus` is a row for all rows or `out` itself; any strides.
-void multiply_into(const Tensor& out, const std::optional<Tensor>& plus, const Tensor& a, const Tensor& b) {
-  Tensor target = out;
-  plus ? at::cpu::addmm_out(target, *plus, a, b) : at::cpu::mm_out(target, a, b);
-}
-
 // A float32 matrix of more elements than this does not fit the cache of a core, and MKL on one thread is then much slower than
 // with blocks that fit. The blocks below were measured on an Intel CPU with AVX-512 (docs/notes/experiments.md).
 constexpr int64_t kLargeMatrix = int64_t{1} << 19;
@@ -106,7 +99,7 @@ void multiply_columns(const Tensor& out, const std::optional<Tensor>& plus, cons
   for (int64_t at = 0; at < columns; at += part) {
     const int64_t count = std::min(part, columns - at);
     const auto own = plus ? std::optional<Tensor>(plus->narrow(-1, at, count)) : std::nullopt;
-    multiply_into(out.narrow(1, at, count), own, a, b.narrow(1, at, count));
+    matmul_cpu_out(out.narrow(1, at, count), own, a, b.narrow(1, at, count));
   }
 }
 // With row-major `b`: blocks of K, as large as this many rows of 1024, fewer for fewer rows. Rows of up to 512 elements, and one or
@@ -119,8 +112,8 @@ void multiply_terms(const Tensor& out, const std::optional<Tensor>& plus, const 
   const int64_t part = whole ? terms : lines_of_part(1024 * least, line, least);
   for (int64_t at = 0; at < terms; at += part) {
     const int64_t count = std::min(part, terms - at);
-    multiply_into(out, at == 0 ? plus : std::optional<Tensor>(out), a.narrow(1, at, count),
-                  b.narrow(0, at, count));
+    matmul_cpu_out(out, at == 0 ? plus : std::optional<Tensor>(out), a.narrow(1, at, count),
+                   b.narrow(0, at, count));
   }
 }
 // With column-major `a`, as in weight gradients: blocks of the output's rows.
@@ -131,7 +124,7 @@ void multiply_rows(const Tensor& out, bool accumulate, const Tensor& a, const Te
   for (int64_t at = 0; at < rows; at += part) {
     const int64_t count = std::min(part, rows - at);
     const Tensor own = out.narrow(0, at, count);
-    multiply_into(own, accumulate ? std::optional<Tensor>(own) : std::nullopt, a.narrow(0, at, count), b);
+    matmul_cpu_out(own, accumulate ? std::optional<Tensor>(own) : std::nullopt, a.narrow(0, at, count), b);
   }
 }
 bool is_large(const Tensor& matrix) {
@@ -220,19 +213,19 @@ void grouped_gemm_cpu(const GroupedGemm& product, const Tensor& out) {
     Tensor out_g = out.narrow(0, begin, rows);
     const Tensor stored = matrix_of(product, g, worker);
     const Tensor a_g = a.narrow(0, begin, rows), b_g = product.transpose_b ? stored.t() : stored;
-    const bool direct = same_dtype && !product.alpha && !faster_in_float32(a_g, b_g);
+    const bool direct = same_dtype && !product.alpha && !multiplies_in_float32(dtype);
     if (direct && (fused_bias || !product.bias || dtype == wide)) {
       const auto bias = fused_bias ? std::optional<Tensor>(product.bias->select(0, g)) : std::nullopt;
       multiply_in_steps(a, out, begin, rows, worker.alone, [&](Tensor target, const Tensor& part) {
         const bool in_parts = !worker.alone && is_large(b_g);
-        (!in_parts             ? multiply_into
+        (!in_parts             ? matmul_cpu_out
          : product.transpose_b ? multiply_columns
                                : multiply_terms)(target, bias, part, b_g);
       });
     }
     const bool done = direct && (fused_bias || !product.bias);
     if (done) return;
-    Tensor sum = direct && dtype == wide ? out_g : at::cpu::mm(a_g.to(wide), b_g.to(wide));
+    Tensor sum = direct && dtype == wide ? out_g : matmul_cpu(a_g.to(wide), b_g.to(wide));
     if (product.alpha) sum.mul_(product.alpha->select(0, g));
     if (product.bias) {
       Tensor bias = product.bias->select(0, g).to(wide).expand({rows, out.size(1)});
@@ -263,9 +256,9 @@ void grouped_wgrad_cpu(const GroupedWgrad& product, at::TensorList out, bool acc
     const Tensor grad_g = grad.narrow(0, begin, rows).t(), input_g = input.narrow(0, begin, rows);
     const auto multiply = [&](const Tensor& a, const Tensor& b) {
       if (!worker.alone && is_large(out_g)) return multiply_rows(out_g, accumulate, a, b);
-      multiply_into(out_g, accumulate ? std::optional<Tensor>(out_g) : std::nullopt, a, b);
+      matmul_cpu_out(out_g, accumulate ? std::optional<Tensor>(out_g) : std::nullopt, a, b);
     };
-    if (is_plain && out_g.scalar_type() == grad.scalar_type() && !faster_in_float32(grad_g, input_g)) {
+    if (is_plain && out_g.scalar_type() == grad.scalar_type() && !multiplies_in_float32(grad.scalar_type())) {
       const bool copy =
           compiles_for_each_size(grad, rows) && rows * (grad.size(1) + input.size(1)) < kLongCopy;
       const int64_t more = copy ? up_to_steps(rows) : rows;
@@ -273,7 +266,7 @@ void grouped_wgrad_cpu(const GroupedWgrad& product, at::TensorList out, bool acc
     } else if (is_plain && out_g.scalar_type() == wide) {
       multiply(grad_g.to(wide), input_g.to(wide));
     } else {
-      Tensor sum = at::cpu::mm(grad_g.to(wide), input_g.to(wide));
+      Tensor sum = matmul_cpu(grad_g.to(wide), input_g.to(wide));
       if (product.alpha && rows > 0) sum.mul_(product.alpha->select(0, g));
       const float beta = product.beta ? product.beta->select(0, g).item<float>() : accumulate;
       if (beta != 0) sum.add_(out_g.to(wide), beta);

@@ -1,54 +1,32 @@
-// Dense GEMM through torch, rounded once; on CPUs without BF16 instructions through FP32.
+// Dense GEMM through torch, rounded once.
 #include "gemm/generic/dense_gemm.h"
 
 #include <ATen/ops/addmm.h>
-#include <ATen/ops/addmm_cpu_dispatch.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/mm.h>
-#include <ATen/ops/mm_cpu_dispatch.h>
 #include <ATen/ops/mul.h>
 
-#include <algorithm>
-
-#if defined(__x86_64__)
-#include <cpuid.h>
-#endif
+#include "gemm/generic/matmul_cpu.h"
 
 namespace transformer_plugin::gemm {
 namespace {
 
 using at::Tensor;
 
-// Below this size converting to FP32 costs more than it saves.
-constexpr int64_t kSmallestSide = 48;
-
-// Whether the CPU has BF16 instructions (CPUID leaf 7, subleaves 0 and 1).
-bool has_bfloat16_instructions() {
-#if defined(__x86_64__)
-  constexpr unsigned amx_bf16 = 1u << 22;    // EDX, subleaf 0
-  constexpr unsigned avx512_bf16 = 1u << 5;  // EAX, subleaf 1
-  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-  if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx & amx_bf16)) return true;
-  return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax & avx512_bf16);
-#else
-  return true;
-#endif
-}
-
 // a @ b in the accumulation dtype.
 Tensor unrounded_matmul(const Tensor& a, const Tensor& b) {
   const at::ScalarType acc_dtype = sum_dtype(a.scalar_type());
+  if (a.is_cpu()) return matmul_cpu(a.to(acc_dtype), b.to(acc_dtype));
   if (a.scalar_type() == acc_dtype) return at::mm(a, b);
   if (a.is_cuda() && a.numel() > 0 && b.numel() > 0) return at::mm(a, b, acc_dtype);
   return at::mm(a.to(acc_dtype), b.to(acc_dtype));
 }
 
-// Operands, bias and output of one dtype. torch's kernels are called without the dispatcher, and an FP32 bias
-// is added by a loop, because addmm copies the bias first: both matter for small matrices.
-Tensor cpu_matmul(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias) {
-  if (!bias) return at::cpu::mm(a, b);
-  if (a.scalar_type() != at::kFloat || !bias->is_contiguous()) return at::cpu::addmm(*bias, a, b);
-  const Tensor out = at::cpu::mm(a, b);
+// Operands, bias and output of one dtype. An FP32 bias is added by a loop, because addmm copies the bias first, which matters for
+// small matrices.
+Tensor cpu_product(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias) {
+  if (!bias || a.scalar_type() != at::kFloat || !bias->is_contiguous()) return matmul_cpu(a, b, bias);
+  const Tensor out = matmul_cpu(a, b);
   add_bias_cpu(out.mutable_data_ptr<float>(), bias->const_data_ptr<float>(), out.size(0), out.size(1));
   return out;
 }
@@ -65,7 +43,8 @@ Tensor unrounded_gemm(const Tensor& a, const Tensor& b, const std::optional<Tens
 // Whether torch rounds only once: its kernels add a bias of the output's dtype to the FP32 sum.
 bool torch_rounds_once(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias,
                        at::ScalarType dtype) {
-  return dtype == a.scalar_type() && (!bias || bias->scalar_type() == dtype) && !faster_in_float32(a, b);
+  return dtype == a.scalar_type() && (!bias || bias->scalar_type() == dtype) &&
+         !(a.is_cpu() && multiplies_in_float32(dtype));
 }
 
 // torch adds a contiguous bias in the epilogue. It would add another one to the rounded product.
@@ -100,12 +79,6 @@ bool writes_sum(const Tensor& a, const Tensor& b, const Tensor& out) {
 
 }  // namespace
 
-bool faster_in_float32(const Tensor& a, const Tensor& b) {
-  static const bool slow_bfloat16 = !has_bfloat16_instructions();
-  return slow_bfloat16 && a.is_cpu() && a.scalar_type() == at::kBFloat16 &&
-         std::min({a.size(0), a.size(1), b.size(1)}) >= kSmallestSide;
-}
-
 Tensor transposed_view(const Tensor& matrix) {
   return at::native::as_strided_tensorimpl(matrix, {matrix.size(1), matrix.size(0)},
                                            {matrix.stride(1), matrix.stride(0)});
@@ -114,7 +87,7 @@ Tensor transposed_view(const Tensor& matrix) {
 Tensor dense_gemm(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias, at::ScalarType dtype,
                   const std::optional<Tensor>& alpha) {
   if (!alpha && torch_rounds_once(a, b, bias, dtype)) {
-    if (a.is_cpu()) return cpu_matmul(a, b, bias);
+    if (a.is_cpu()) return cpu_product(a, b, bias);
     return bias ? addmm_cuda(a, b, *bias) : at::mm(a, b);
   }
   return unrounded_gemm(a, b, bias, alpha).to(dtype);
@@ -131,10 +104,10 @@ void dense_gemm_out(const Tensor& a, const Tensor& b, const std::optional<Tensor
     return;
   }
   if (plain && torch_rounds_once(a, b, bias, out.scalar_type())) {
-    if (!bias) {
+    if (a.is_cpu()) {
+      matmul_cpu_out(target, bias, a, b);
+    } else if (!bias) {
       at::mm_out(target, a, b);
-    } else if (a.is_cpu()) {
-      at::addmm_out(target, *bias, a, b);
     } else {
       target.copy_(
           addmm_cuda(a, b, *bias));  // addmm_out to strided rows would round before and after the bias

@@ -12,10 +12,6 @@ inline at::ScalarType sum_dtype(at::ScalarType dtype) {
   return dtype == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-// Whether a [M, K] @ b [K, N] is faster after conversion to float32: BF16 on an x86 CPU without BF16
-// instructions (AMX, AVX512-BF16). In both cases accumulation is in FP32 and the result is rounded once.
-bool faster_in_float32(const at::Tensor& a, const at::Tensor& b);
-
 // A transposed view of a matrix, below autograd and without the dispatcher.
 at::Tensor transposed_view(const at::Tensor& matrix);
 
