@@ -17,6 +17,7 @@ import transformer_plugin as tp
 from moe_lm.config import Config
 from moe_lm.data import Corpus, draw_batch
 from moe_lm.dense import cross_entropy, whole_logits
+from moe_lm.gradients import average_in_rank_order
 from moe_lm.graph import GraphedIteration
 from moe_lm.model import VOCABULARY, LanguageModel, initialise
 from moe_lm.world import World
@@ -61,7 +62,9 @@ def parallelize(model: LanguageModel, config: Config, mesh: DeviceMesh) -> torch
     """Returns what to call for a forward whose backward averages gradients over all ranks."""
     if config.data_parallel == "ddp":
         # Buffers are constants, or equal on ranks with the same experts.
-        return tp.parallel.data_parallel(model, broadcast_buffers=False)
+        wrapped = tp.parallel.data_parallel(model, broadcast_buffers=False)
+        wrapped.register_comm_hook(dist.group.WORLD, average_in_rank_order)
+        return wrapped
     if config.data_parallel == "fsdp":
         shard(model, config, mesh)
     return model

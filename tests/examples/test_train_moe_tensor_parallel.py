@@ -6,6 +6,7 @@ import functools
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from moe_lm.config import PRESETS, Config, difference
 from moe_lm.dense import cross_entropy, whole_logits
+from moe_lm.trainer import Trainer
 from torch._dynamo.utils import counters
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,6 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.examples.conftest import losses_of, read_checkpoint, train
 from tests.examples.trainers import losses, trainer_of
 from transformer_plugin.testing.distributed import Rank, RankPool
+
+pytestmark = pytest.mark.bits
 
 #: Bounds of relative differences. float32 sums over columns and over ranks are made in another order; a quantized value
 #: may then be another code, up to 2**-3 away; bfloat16 outputs of row layers are rounded on each rank before the sum.
@@ -214,15 +218,25 @@ def test_checkpoints_of_other_divisions(
             assert torch.equal(got[name], value), (division, name)
 
 
-def resumed_and_whole(rank: Rank, config: Config, folder: str) -> tuple[list[float], list[float]]:
-    """The numbers of two steps, without a stop and from a checkpoint."""
+def digests(trainer: Trainer) -> dict[str, str]:
+    """Of the parameters of this rank."""
+    found = ((name, getattr(p, "to_local", p.detach)()) for name, p in trainer.model.named_parameters())
+    return {
+        name: sha256(p.detach().view(torch.uint8).cpu().numpy().tobytes()).hexdigest() for name, p in found
+    }
+
+
+def resumed_and_whole(rank: Rank, config: Config, folder: str) -> tuple[list[Any], list[Any]]:
+    """The numbers of two steps and the parameters after them, without a stop and from a checkpoint."""
     whole = trainer_of(rank, config)
     for step in range(2):
         whole.step(step)
     dcp.save({"trainer": whole}, checkpoint_id=folder)
     resumed = trainer_of(rank, config)
     dcp.load({"trainer": resumed}, checkpoint_id=folder)
-    got, expected = ([*each.step(2).tolist(), *each.step(3).tolist()] for each in (resumed, whole))
+    got, expected = (
+        [*each.step(2).tolist(), *each.step(3).tolist(), digests(each)] for each in (resumed, whole)
+    )
     return got, expected
 
 
