@@ -4,6 +4,7 @@
 #   make test       every test but the long ones
 #   make test-long  generated cases by the thousand, any arguments at all for every op in forked children, and the CPU kernels
 #                   under the address and undefined sanitizers
+#   make test-cpus  the tests of equal bits as on CPUs with fewer instructions, one run for each of CPUS
 #   make test-megatron
 #                   tests under megatron-core, which is installed for them; needs Python 3.12 or later
 #   make bench      benchmarks into benchmarks/results/, and plots from there
@@ -32,7 +33,7 @@ BUILD_INPUTS := setup.py $(wildcard build_tools/*.py) $(shell find csrc -type f)
 CXX_FILES := $(shell find csrc examples -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 BENCHMARKS := $(filter-out __init__ common compile_peer functional_cases grouped_gemm_cpu grouped_gemm_works host_time_cases moe_layer_cases moe_layer_measures moe_layer_page moe_layer_peers peers plot quantize_case quantize_cases quantize_grouped,$(basename $(notdir $(wildcard benchmarks/*.py))))
 
-.PHONY: help setup build demo test test-megatron test-long sanitize sanitize-gpu bench docs lint format clean distclean
+.PHONY: help setup build demo test test-cpus test-megatron test-long sanitize sanitize-gpu bench docs lint format clean distclean
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
@@ -67,6 +68,12 @@ test: build
 
 test-long: build sanitize
 	$(BIN)/python -m pytest -m long --all-dtypes $(PYTEST_ARGS)
+
+# oneDNN and torch use fewer instructions than this CPU has: products round in another order, in all of the package alike.
+CPUS ?= ONEDNN_MAX_CPU_ISA=AVX512_CORE ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 ATEN_CPU_CAPABILITY=default
+test-cpus: build
+	@for cpu in $(CPUS); do echo "== $$cpu"; env $$cpu $(BIN)/python -m pytest -m "bits and not long" -n 3 --dist loadfile \
+	  --no-loadscope-reorder $(PYTEST_ARGS); done
 
 # megatron-core is not among the requirements of `make test`: it has no wheel for older Pythons.
 test-megatron: build

@@ -16,6 +16,8 @@ from transformer_plugin.nn._recipe import formats_of
 from transformer_plugin.testing.distributed import Rank, RankPool
 from transformer_plugin.testing.numerics import assert_same_bits
 
+pytestmark = pytest.mark.bits
+
 #: Leading dimensions of a rank's input; whole blocks of 128 rows, parts of them, three dimensions.
 LEADING = [(128,), (48,), (16, 3)]
 

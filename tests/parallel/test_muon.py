@@ -30,6 +30,8 @@ from transformer_plugin.parallel._weight_part import part_of
 from transformer_plugin.testing.distributed import Rank, RankPool
 from transformer_plugin.testing.numerics import assert_same_bits, relative_error
 
+pytestmark = pytest.mark.bits
+
 #: Options that matter for parts: which tensor is gathered, and the sizes that adjust the learning rate.
 OPTIONS: list[dict[str, Any]] = [
     {"lr": 0.02},

@@ -29,6 +29,8 @@ from transformer_plugin.parallel._weight_part import part_of
 from transformer_plugin.testing.distributed import Rank, RankPool
 from transformer_plugin.testing.numerics import assert_same_bits
 
+pytestmark = pytest.mark.bits
+
 
 def compare(rank: Rank, whole: Any, cut: Any, batch: Any, step: int, mean: bool = True) -> None:
     """This rank's results of the cut model with those of the whole model, whose gradients are added over ranks."""

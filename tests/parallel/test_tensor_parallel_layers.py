@@ -27,6 +27,8 @@ from transformer_plugin.parallel import whole_weight
 from transformer_plugin.testing.distributed import Rank, RankPool
 from transformer_plugin.testing.numerics import assert_same_bits
 
+pytestmark = pytest.mark.bits
+
 
 def check_block(rank: Rank, key: str, sequence_parallel: bool) -> None:
     whole, parallel = twins(rank, key, sequence_parallel)
