@@ -155,9 +155,20 @@ def flattened(result: Any) -> Sequence[Tensor]:
     return output, torch.stack(list(bias)) if isinstance(bias, list) else bias
 
 
+class Wrapper(torch.nn.Module):
+    """Around a layer, as adapters are: of its attributes it has none."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *arguments: Any) -> Any:
+        return self.inner(*arguments)
+
+
 def mlp_cases() -> Iterator[Case]:
     for bias in (False, True):
-        for note in ("", "interleaved", "hook", "other launch", "list"):
+        for note in ("", "interleaved", "hook", "other launch", "wrapped", "list"):
             yield mlp_case(bias, note)
 
 
@@ -172,22 +183,28 @@ def mlp_case(bias: bool, note: str) -> Case:
             layer.fc2.register_forward_pre_hook(lambda _, arguments: arguments[0].sum() and None)
         if note == "other launch":
             layer.fc2.launch_options = LaunchOptions(max_sms=4)
+        if note == "wrapped":
+            layer.fc1 = Wrapper(layer.fc1)
         return layer
 
-    groups = len(SIZES)
-    biases = {"fc1.bias": ((groups, 2 * F), gate_and_linear), "fc2.bias": ((groups, K), everything)}
+    def plain(p: Tensors, x: Tensors) -> Sequence[Tensor]:
+        own = {name.replace(".inner", ""): value for name, value in p.items()}
+        return (experts(own, x["input"], x["probs"], SIZES, interleave),)
+
+    groups, fc1 = len(SIZES), "fc1.inner" if note == "wrapped" else "fc1"
+    biases = {f"{fc1}.bias": ((groups, 2 * F), gate_and_linear), "fc2.bias": ((groups, K), everything)}
     return Case(
         layer="GroupedMLP",
         way="whole list" if note == "list" else "sliced",
         make=make,
         parameters={
-            "fc1.weight": ((groups, 2 * F, K), gate_and_linear),
+            f"{fc1}.weight": ((groups, 2 * F, K), gate_and_linear),
             "fc2.weight": ((groups, K, F), even(2)),
             **(biases if bias else {}),
         },
         inputs={"input": ((ROWS, K), everything), "probs": ((ROWS,), everything)},
         outputs=[everything],
-        plain=lambda p, x: (experts(p, x["input"], x["probs"], SIZES, interleave),),
+        plain=plain,
         given={"group_sizes": (torch.tensor(SIZES), everything)},
         note=f"{note} bias={bias}",
     )
