@@ -40,6 +40,13 @@ class PeerTimeoutError(_Base):  # type: ignore[valid-type, misc]
         self.message = message or f"rank {rank} did not take part in {op} ({phase})"
         super().__init__(self.message)
 
+    def of(self, op: str, phase: str) -> PeerTimeoutError:
+        """The same error of a function that waited for other ranks in this op."""
+        inner, outer = (
+            f"transformer_plugin::{o}: phase '{p}'" for o, p in ((self.op, self.phase), (op, phase))
+        )
+        return PeerTimeoutError(self.rank, op, phase, self.message.replace(inner, outer, 1), self.ranks)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.rank, self.op, self.phase, self.message, self.ranks)
 

@@ -320,8 +320,7 @@ def check(rank: Rank, setting: Setting) -> None:
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpus(RANKS))])
 def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     """Ranks with Megatron's groups."""
-    with RankPool(RANKS, "gloo" if request.param == "cpu" else "nccl") as pool:
-        pool.run(start)
+    with RankPool(RANKS, "gloo" if request.param == "cpu" else "nccl", prepare=start) as pool:
         yield pool
         pool.run(stop)
 

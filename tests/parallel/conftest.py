@@ -32,7 +32,7 @@ def pools_on_gpus() -> Iterator[Pools]:
 
 @pytest.fixture(scope="module")
 def make_pool(pools_on_gpus: Pools) -> Iterator[Callable[[int, str], RankPool]]:
-    """Returns pools by size and backend, which are created once. A pool that lost a rank is replaced.
+    """Returns pools by size and backend, which are created once. After a failure a pool starts new processes.
 
     Pools with Gloo start in a tenth of a second and end with the file of tests: each group that a test makes has a
     thread that wakes up a hundred times a second, and together they would slow all later tests.
@@ -41,8 +41,7 @@ def make_pool(pools_on_gpus: Pools) -> Iterator[Callable[[int, str], RankPool]]:
 
     def pool(size: int, backend: str = "gloo") -> RankPool:
         pools = pools_on_gpus if backend == "nccl" else pools_on_cpus
-        found = pools.get((size, backend))
-        if found is None or not all(process.is_alive() for process in found.processes):
+        if (size, backend) not in pools:
             pools[size, backend] = RankPool(size, backend)
         return pools[size, backend]
 

@@ -41,6 +41,4 @@ def check_compiled(rank: Rank, recipe: str, backend: str) -> None:
     ],
 )
 def test_compiled_equals_eager(pair: RankPool, recipe: str, backend: str) -> None:
-    pair.start(check_compiled, recipe, backend)
-    for rank in range(pair.size):
-        pair.result(rank, timeout=280)
+    pair.run(check_compiled, recipe, backend, timeout=280)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from transformer_plugin import ops
 from transformer_plugin.nn import GroupedLinear, Linear, reduce_amax
 from transformer_plugin.recipes import DelayedScaling
 from transformer_plugin.testing.distributed import Rank, RankPool
@@ -35,18 +36,18 @@ def reduce_once(rank: Rank) -> None:
             layer.delayed_amax.zero_()
     step(rank.rank)
     calls: list[Any] = []
-    all_reduce = dist.all_reduce
+    all_gather = ops.all_gather
 
     def counted(*arguments: Any) -> Any:
         calls.append(arguments)
-        return all_reduce(*arguments)
+        return all_gather(*arguments)
 
-    dist.all_reduce = counted
+    ops.all_gather = counted
     try:
         reduce_amax(layers, rank.group)
         reduce_amax(layers[2], rank.group)  # no layer with delayed scaling: no collective
     finally:
-        dist.all_reduce = all_reduce
+        ops.all_gather = all_gather
     assert len(calls) == 1
     for layer, amaxes in zip(layers[:2], zip(*everyone, strict=True), strict=True):
         assert_same_bits(layer.delayed_amax, torch.stack(amaxes).amax(0))

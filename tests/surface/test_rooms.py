@@ -19,7 +19,7 @@ BELOW: dict[str, set[str]] = {
     "quantize/args": {"common", "activation"},
     "quantize/cpu": {"common", "activation", "quantize/args"},
     "quantize/cuda": {"common", "activation", "quantize/args"},
-    "quantize/ops": {"common", "activation", "quantize/args"},
+    "quantize/ops": {"common", "distributed", "activation", "quantize/args"},
     "norm": {"common", "quantize/args", "quantize/cpu", "quantize/cuda", "quantize/ops"},
     "gemm/args": {"common"},
     "gemm/generic": {"common", "quantize/cuda", "gemm/args"},

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from transformer_plugin import ops
+from transformer_plugin.parallel._collectives import torch_collectives
 from transformer_plugin.recipes import DelayedScaling
 
 if TYPE_CHECKING:
@@ -198,8 +199,15 @@ def _part_of(tensor: Any, layout: Any, grad_layout: Any = None) -> Any:
     if tensor is None:
         return None
     if tensor.placements[0] != layout:
-        tensor = tensor.redistribute(placements=[layout])
+        tensor = _in_layout(tensor, layout)
     return tensor.to_local(grad_placements=[layout if grad_layout is None else grad_layout])
+
+
+def _in_layout(tensor: Any, layout: Any) -> Any:
+    if torch.compiler.is_compiling():
+        return tensor.redistribute(placements=[layout])
+    with torch_collectives("redistribute", f"{tensor.placements[0]} to {layout}", tensor.device_mesh):
+        return tensor.redistribute(placements=[layout])
 
 
 def _whole(parameter: Any, sums: bool) -> Any:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from transformer_plugin.nn._recipe import RecipeModule
+from transformer_plugin.parallel._collectives import all_reduce_max
 from transformer_plugin.recipes import DelayedScaling
+from transformer_plugin.tensor._layout import message
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -28,11 +31,19 @@ def reduce_amax(model: torch.nn.Module, group: ProcessGroup | None = None) -> No
 
     If there is no such module, nothing happens. Layers whose recipe has an ``amax_group`` reduce their amaxes
     themselves.
+
+    Raises:
+        ValueError: there is no such group on this rank.
+        PeerTimeoutError: a rank does not call this.
     """
     layers = [module for module in model.modules() if isinstance(module, RecipeModule)]
     amaxes = [layer._current_amax for layer in layers if isinstance(layer.recipe, DelayedScaling)]
     if not amaxes:
         return
-    together = torch.cat(amaxes)
-    torch.distributed.all_reduce(together, torch.distributed.ReduceOp.MAX, group)
+    group = dist.group.WORLD if group is None else group
+    if not isinstance(group, dist.ProcessGroup):
+        expected = "a process group of which this rank is a member, or None for all ranks of a running group"
+        advice = "Call init_process_group() first, and this on the ranks of the group only"
+        raise ValueError(message("reduce_amax", "group", expected, repr(group), advice))
+    together = all_reduce_max("reduce_amax", "amaxes", torch.cat(amaxes), group)
     torch._foreach_copy_(amaxes, together.split([amax.numel() for amax in amaxes]))

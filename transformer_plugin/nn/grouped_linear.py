@@ -93,7 +93,8 @@ class GroupedLinear(RecipeModule):
         return_bias: whether ``forward`` leaves out the bias and returns it beside the output.
         save_original_input: as in :class:`Linear`.
         parallel_mode, tp_group, sections: tensor parallelism of every group's product, as in :class:`Linear`, with
-            packed parameters. All ranks have the same rows; in mode ``"row"`` the first rank adds the bias.
+            packed parameters. All ranks have the same rows and ``bias_scale``, whose gradient is the same on each; in
+            mode ``"row"`` the first rank adds the bias.
 
     Initial values are those of G layers ``torch.nn.Linear(K, N)``.
 
@@ -292,7 +293,7 @@ class GroupedLinear(RecipeModule):
         into, parallel = self._weight_gradient(), self.tensor_parallel
         if parallel is not None:
             without_buffers(type(self).__name__, parallel, out, dgrad_out)
-            input = parallel.input(input)
+            input, bias_scale = parallel.input(input), parallel.copied(bias_scale)
         if out is not None or dgrad_out is not None:
             out, buffers = into_buffers(type(self).__name__, self.recipe, out, dgrad_out, self.weight_shard)
             into.update(buffers)

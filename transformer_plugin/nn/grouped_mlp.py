@@ -221,10 +221,10 @@ class GroupedMLP(LaunchedModule):
         group_sizes = sizes_tensor(group_sizes, input)
         if is_one_op:
             return self._fused(fc1, fc2, input, group_sizes, probs, out, dgrad_out)
-        parallel = getattr(fc1, "tensor_parallel", None)
+        parallel, of_activation = self.tensor_parallel or getattr(fc1, "tensor_parallel", None), probs
         if parallel is not None:
             without_buffers(type(self).__name__, parallel, out, dgrad_out)
-            probs = parallel.copied(probs)
+            of_activation = parallel.copied(probs)  # fc2 copies those of its bias
         elif out is None and dgrad_out is None and self._can_fuse(fc1, fc2) and allow_one_op(fc1, fc2):
             return self._fused_with_hooks(input, group_sizes, probs)
         if input.dim() == 2 and (
@@ -235,7 +235,7 @@ class GroupedMLP(LaunchedModule):
         of_first = {} if dgrad_out is None else {"dgrad_out": dgrad_out}
         of_second = {} if out is None else {"out": out}
         linear = fc1(input, group_sizes, **of_first)
-        activation = ops.swiglu(_gate_first(linear, self.glu_interleave), probs)
+        activation = ops.swiglu(_gate_first(linear, self.glu_interleave), of_activation)
         scale = probs if getattr(fc2, "scale_bias", self.bias) else None
         return fc2(activation, group_sizes, scale, **of_second)
 

@@ -118,7 +118,10 @@ def update_delayed_scale_(
         format, margin, algorithm or group that does not exist. Nothing is written then.
     """
     keys = [key_of(format, "update_delayed_scale_", "formats") for format in formats]
-    return _ops.update_delayed_scale_.default(history, scale, amax, keys, margin, algorithm, group)
+    arguments = (history, scale, amax, keys, margin, algorithm)
+    if not group:
+        return _ops.update_delayed_scale_.default(*arguments)
+    return with_peers(_ops.update_delayed_scale_.default, *arguments, group)
 
 
 def delayed_scale(

@@ -33,6 +33,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from transformer_plugin.errors import with_peers
 from transformer_plugin.formats import Format
 from transformer_plugin.ops._operands import Tensors, layer_keys, listed, listed_or_none
 
@@ -102,4 +103,4 @@ def grouped_mlp(
     buffers = (fc1_buffers, listed_or_none(fc2_main_grad, op, "fc2_main_grad"))
     into = (*buffers, accumulate, weight_grad, fc1_wgrad_queue, fc2_wgrad_queue, dgrad_out, slot, source)
     required = (input, *weights, group_sizes, probs, fc1_bias, fc2_bias)
-    return _ops.grouped_mlp.default(*required, *options, *into, weight_shard)
+    return with_peers(_ops.grouped_mlp.default, *required, *options, *into, weight_shard)

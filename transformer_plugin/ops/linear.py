@@ -178,7 +178,7 @@ def grouped_linear(
         return _ops.grouped_linear.default(*required)  # what is not passed need not be parsed
     options = (quantized_weight, max_sms, expected_rows)
     others = (wgrad_queue, save_original_input, dgrad_out, weight_shard)
-    return _ops.grouped_linear.default(*required, *formats, *options, *gradient, *others)
+    return with_peers(_ops.grouped_linear.default, *required, *formats, *options, *gradient, *others)
 
 
 def embedding(indices: Tensor, weight: Tensor, padding_idx: int = -1, weight_shard: str = "") -> Tensor:

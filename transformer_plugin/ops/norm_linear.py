@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from transformer_plugin.errors import with_peers
 from transformer_plugin.formats import Format
 from transformer_plugin.ops._operands import layer_keys
 
@@ -78,4 +79,4 @@ def norm_linear(
     parameters = (norm_weight, norm_bias, weight, bias)
     options = (eps, normalization, zero_centered, return_normalized, *formats)
     gradient = (main_grad, accumulate, weight_grad, wgrad_queue, weight_shard)
-    return _ops.norm_linear.default(input, *parameters, *options, quantized_weight, *gradient)
+    return with_peers(_ops.norm_linear.default, input, *parameters, *options, quantized_weight, *gradient)

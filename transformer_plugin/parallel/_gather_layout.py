@@ -7,11 +7,11 @@ from functools import cache, partial
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from transformer_plugin import ops
 from transformer_plugin.formats import BLOCK, Format
+from transformer_plugin.parallel._collectives import all_reduce_max
 from transformer_plugin.parallel._row_shard import RowShard
 from transformer_plugin.tensor import _layout
 from transformer_plugin.tensor._layout import Shape
@@ -182,7 +182,7 @@ def quantize_shard(
 
     ``largest`` returns the largest of each number over the ranks; by default an all-reduce over the group.
     """
-    largest = largest or partial(_all_reduce_max, group=group)
+    largest = largest or partial(all_reduce_max, OP, "amaxes", group=group)
     columns = shards.columns == "gathered"
     if shards.has_scale_per_row and columns and not shards.is_stack:
         return _quantize_rows_and_columns(shards, rows, largest)
@@ -199,11 +199,6 @@ def quantize_shard(
         found = zip(("amax", "columnwise_amax"), amaxes, strict=True)
         buffers.update({name: amax for name, amax in found if amax is not None})
     return buffers
-
-
-def _all_reduce_max(values: Tensor, group: Any) -> Tensor:
-    dist.all_reduce(values, dist.ReduceOp.MAX, group)
-    return values
 
 
 def _quantize_rows_and_columns(

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from transformer_plugin.parallel._collectives import all_reduce_max, all_reduce_sum
 from transformer_plugin.parallel._tensor_slices import slices_of
 from transformer_plugin.parallel._weight_part import part_of
 
@@ -51,13 +52,12 @@ def clip_grad_norm_(
 
     Returns:
         The norm before clipping, a scalar tensor: float64 if any gradient is float64, otherwise float32.
+
+    Raises:
+        ValueError: a wrong ``norm_type``, or gradients whose norm is not known; nothing is scaled then.
+        PeerTimeoutError: a rank does not call this.
     """
-    norm_type = float(norm_type)
-    if not norm_type > 0:
-        raise ValueError(
-            "transformer_plugin::clip_grad_norm_: argument 'norm_type': expected a number above 0, or inf, got "
-            f"{norm_type}. Pass 2.0 for the Euclidean norm."
-        )
+    norm_type = _checked_order(norm_type)
     gradients = _gradients(parameters)  # raises before anything is scaled
     if not gradients:
         return torch.tensor(0.0, dtype=torch.float32)
@@ -82,6 +82,16 @@ def clip_grad_norm_(
         for some in _by_kind(tensors):
             torch._foreach_mul_(some, factor.to(some[0].device))
     return norm
+
+
+def _checked_order(norm_type: float) -> float:
+    norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise ValueError(
+            "transformer_plugin::clip_grad_norm_: argument 'norm_type': expected a number above 0, or inf, got "
+            f"{norm_type}. Pass 2.0 for the Euclidean norm."
+        )
+    return norm_type
 
 
 def _gradients(parameters: torch.nn.Module | Tensor | Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
@@ -156,20 +166,12 @@ def _reduced(tensors: list[Tensor], groups: list[ProcessGroup], p: float) -> Ten
     """Returns the sum of the elements' p-th powers over all ranks of the groups, or for p = inf the largest element."""
     norms = [norm for some in _by_kind(tensors) for norm in _norms(some, p)]
     together = torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms])
-    if not math.isinf(p):
-        power = (together**p).sum()
-        for group in groups:
-            power = _on_device_of(power, group)
-            dist.all_reduce(power, group=group)
-        return power
-    largest = together.amax()
+    is_largest = math.isinf(p)
+    found = together.amax() if is_largest else (together**p).sum()
+    all_reduce = all_reduce_max if is_largest else all_reduce_sum
     for group in groups:
-        # The maximum of a NaN and a number depends on the backend, so NaN is reduced separately.
-        pair = torch.stack([largest.nan_to_num(0.0, posinf=math.inf), largest.isnan().double()])
-        pair = _on_device_of(pair, group)
-        dist.all_reduce(pair, dist.ReduceOp.MAX, group=group)
-        largest = torch.where(pair[1] > 0, math.nan, pair[0])
-    return largest
+        found = all_reduce("clip_grad_norm_", "norms", _on_device_of(found, group), group)
+    return found
 
 
 def _norms(tensors: list[Tensor], p: float) -> list[Tensor]:

@@ -6,6 +6,7 @@ Every rank computes the mean loss of its own tokens. The gradients are those of 
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from transformer_plugin.parallel._collectives import (
+    all_gather_value,
+    all_reduce_sum,
+    seconds_of,
+    torch_collectives,
+)
 from transformer_plugin.parallel._shard_experts import EXPERT_RANKS, Ranks, local
 from transformer_plugin.parallel._tensor_slices import slices_of
 from transformer_plugin.parallel._weight_part import part_of
@@ -21,6 +28,9 @@ from transformer_plugin.parallel._wrapping import sharded_modules
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+#: The names for errors.
+_DATA_PARALLEL, _FULLY_SHARD = "data_parallel", "fully_shard"
 
 
 class ExpertDataParallel(DistributedDataParallel):
@@ -56,6 +66,10 @@ def data_parallel(
             them, or over subgroups of equal size.
         options: options of ``DistributedDataParallel``, such as ``device_ids``.
 
+    Raises:
+        ValueError: experts or parts that are distributed in another way than above; nothing is changed then.
+        PeerTimeoutError: a rank does not call this; in a backward, a rank does not take part in a sum over copies.
+
     Buffers of experts, such as the scales of delayed scaling, are not synchronized.
     """
     everyone = process_group if process_group is not None else dist.group.WORLD
@@ -70,44 +84,71 @@ def data_parallel(
     every = model.named_parameters(remove_duplicate=False)  # layers may share a parameter
     parts = {name: p for name, p in every if part_of(p) or slices_of(p)}
     ignored += parts
+    copies, same = _groups(everyone, mine, list(parts.values()))
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
-    wrapped = ExpertDataParallel(model, process_group=process_group, **options)
-    copies: dict[tuple[int, ...], ProcessGroup | None] = {}
-    for module, ranks in mine.values():
-        if ranks.ranks not in copies:
-            copies[ranks.ranks] = _group_of_copies(everyone, ranks)
-        for parameter in module.parameters(recurse=False):
-            if part_of(parameter) is None and slices_of(parameter) is None:
-                _average(wrapped, parameter, copies[ranks.ranks], divide_by=ranks.losses)
-    _average_parts(wrapped, everyone, {id(p): p for p in parts.values()}, mine)
+    with torch_collectives(_DATA_PARALLEL, "parameters", everyone):
+        wrapped = ExpertDataParallel(model, process_group=process_group, **options)
+        for module, ranks in mine.values():
+            for parameter in module.parameters(recurse=False):
+                if part_of(parameter) is None and slices_of(parameter) is None:
+                    _average(wrapped, parameter, copies[ranks.ranks], divide_by=ranks.losses)
+        owners = _owners(mine)
+        for parameter in {id(p): p for p in parts.values()}.values():
+            part, ranks_of_experts = part_of(parameter), owners.get(id(parameter))
+            divide_by = 1 if part is None or part.mean else len(part.ranks)
+            divide_by *= 1 if ranks_of_experts is None else ranks_of_experts.losses
+            _average(wrapped, parameter, same[_sharded_over(parameter, owners)], divide_by)
     return wrapped
 
 
-def _average_parts(
-    wrapped: ExpertDataParallel,
-    everyone: ProcessGroup,
-    parts: dict[int, Tensor],
-    experts: dict[str, tuple[torch.nn.Module, Ranks]],
-) -> None:
-    """Averages parts and slices over the ranks that have the same, of experts the same of the same experts."""
-    owners = {id(p): ranks for module, ranks in experts.values() for p in module.parameters(recurse=False)}
-    same: dict[Any, ProcessGroup | None] = {}
-    for key, parameter in parts.items():
-        part, slices, ranks = part_of(parameter), slices_of(parameter), owners.get(key)
-        over = tuple(None if each is None else each.ranks for each in (slices, part, ranks))
-        if over not in same:
-            own = None if ranks is None else ranks.ranks.index(dist.get_rank())
-            place = (None if slices is None else slices.rank, None if part is None else part.rank, own)
-            same[over] = _group_of_same(everyone, place)
-        divide_by = 1 if part is None or part.mean else len(part.ranks)
-        _average(wrapped, parameter, same[over], divide_by * (1 if ranks is None else ranks.losses))
+Experts = dict[str, tuple[torch.nn.Module, Ranks]]
+Groups = dict[Any, "ProcessGroup | None"]
 
 
-def _group_of_same(everyone: ProcessGroup, place: Any) -> ProcessGroup | None:
+def _owners(experts: Experts) -> dict[int, Ranks]:
+    """The ranks of the experts to which a parameter belongs, by its id."""
+    return {id(p): ranks for module, ranks in experts.values() for p in module.parameters(recurse=False)}
+
+
+def _sharded_over(parameter: Tensor, owners: dict[int, Ranks]) -> tuple[Any, ...]:
+    """The ranks over which a parameter is sharded: its slices, its rows, and the experts to which it belongs."""
+    over = (slices_of(parameter), part_of(parameter), owners.get(id(parameter)))
+    return tuple(None if each is None else each.ranks for each in over)
+
+
+def _groups(everyone: ProcessGroup, experts: Experts, parts: list[Tensor]) -> tuple[Groups, Groups]:
+    """The groups of ranks that have the same as this one: of experts, by their ranks, and of parts, by all ranks over
+    which they are sharded. None where no other rank has the same."""
+    owners, places = _owners(experts), {}
+    for parameter in parts:
+        part, slices, ranks = part_of(parameter), slices_of(parameter), owners.get(id(parameter))
+        own = None if ranks is None else ranks.ranks.index(dist.get_rank())
+        place = (None if slices is None else slices.rank, None if part is None else part.rank, own)
+        places[_sharded_over(parameter, owners)] = place
+    of_experts = {ranks.ranks: ranks for _, ranks in experts.values()}
+    mine = (list(of_experts), list(places.values()))
+    every = all_gather_value(_DATA_PARALLEL, "places", mine, everyone)
+    counts = [tuple(len(each) for each in other) for other in every]
+    if any(count != counts[0] for count in counts):
+        raise ValueError(
+            "transformer_plugin::data_parallel: argument 'model': expected the same layers on all ranks, got layers "
+            f"whose experts and parts are sharded in {counts} ways. Make the same model everywhere."
+        )
+    with torch_collectives(_DATA_PARALLEL, "groups", everyone):
+        copies = {
+            ranks: _group_of_copies(everyone, ranks, [other[0][i] for other in every])
+            for i, ranks in enumerate(of_experts)
+        }
+        same = {
+            over: _group_of_same(everyone, place, [other[1][i] for other in every])
+            for i, (over, place) in enumerate(places.items())
+        }
+    return copies, same
+
+
+def _group_of_same(everyone: ProcessGroup, place: Any, places: list[Any]) -> ProcessGroup | None:
     """Returns the group of the ranks at the same place, which have the same part; None if there is no other."""
     world = dist.get_process_group_ranks(everyone)
-    places: list[Any] = [None] * len(world)
-    dist.all_gather_object(places, place, group=everyone)
     members: dict[Any, list[int]] = {}
     for rank, other in zip(world, places, strict=True):
         members.setdefault(other, []).append(rank)
@@ -120,15 +161,15 @@ def _group_of_same(everyone: ProcessGroup, place: Any) -> ProcessGroup | None:
         return None
     if len(members) == 1:
         return everyone
-    return _new_group(members[place], [members[each] for each in sorted(members, key=str)], world)
+    return _new_group(members[place], [members[each] for each in sorted(members, key=str)], everyone)
 
 
-def _group_of_copies(everyone: ProcessGroup, ranks: Ranks) -> ProcessGroup | None:
+def _group_of_copies(
+    everyone: ProcessGroup, ranks: tuple[int, ...], places: list[tuple[int, ...]]
+) -> ProcessGroup | None:
     """Returns the group of the ranks that hold the same experts as this one; None if there is no other."""
     world = dist.get_process_group_ranks(everyone)
-    places: list[Any] = [None] * len(world)
-    dist.all_gather_object(places, ranks.ranks, group=everyone)
-    place, count = ranks.ranks.index(dist.get_rank()), len(ranks.ranks)
+    place, count = ranks.index(dist.get_rank()), len(ranks)
     # All ranks have the same places, so that all of them raise, or none.
     if any(len(other) != count or not set(other) <= set(world) for other in places) or len(world) % count:
         raise ValueError(
@@ -141,17 +182,18 @@ def _group_of_copies(everyone: ProcessGroup, ranks: Ranks) -> ProcessGroup | Non
     copies: list[list[int]] = [[] for _ in range(count)]
     for rank, other in zip(world, places, strict=True):
         copies[other.index(rank)].append(rank)
-    return _new_group(copies[place], copies, world)
+    return _new_group(copies[place], copies, everyone)
 
 
-def _new_group(own: list[int], all_of_them: list[list[int]], world: list[int]) -> ProcessGroup:
-    """The group of some ranks, made by all ranks of the world."""
-    if len(world) < dist.get_world_size():
-        group: ProcessGroup = dist.new_group(own, use_local_synchronization=True)
+def _new_group(own: list[int], all_of_them: list[list[int]], everyone: ProcessGroup) -> ProcessGroup:
+    """The group of some ranks, made by all of them, with the same timeout."""
+    timeout = timedelta(seconds=seconds_of(everyone))
+    if everyone.size() < dist.get_world_size():
+        group: ProcessGroup = dist.new_group(own, timeout, use_local_synchronization=True)
         return group
     # Not with local synchronization: torch then derives the name of a group from how many groups the process has, and
     # ranks that are members of different numbers of groups would wait for each other under different names.
-    made = [dist.new_group(each) for each in all_of_them]
+    made = [dist.new_group(each, timeout) for each in all_of_them]
     return made[all_of_them.index(own)]
 
 
@@ -172,8 +214,7 @@ def _average(
     def average(changed: Tensor) -> None:
         if wrapped.reduces_experts and changed.grad is not None:
             gradient = local(changed.grad.detach())
-            dist.all_reduce(gradient, group=copies)
-            gradient.div_(size)
+            gradient.copy_(all_reduce_sum(_DATA_PARALLEL, "gradients", gradient, copies)).div_(size)
 
     parameter.register_post_accumulate_grad_hook(average)
 
@@ -211,7 +252,10 @@ def fully_shard(module: torch.nn.Module, mesh: DeviceMesh, **options: Any) -> to
         elif not any(isinstance(each, FSDPModule) for each in experts.modules()):
             shard(experts, mesh=copies, **options)
     if getattr(module, EXPERT_RANKS, None) is None:
-        whole = mesh if mesh.ndim == 1 else mesh._flatten()
+        whole = mesh
+        if mesh.ndim > 1:
+            with torch_collectives(_FULLY_SHARD, "groups", None):
+                whole = mesh._flatten()
         shard(module, mesh=whole, ignored_params=ignored or None, **options)
     return module
 

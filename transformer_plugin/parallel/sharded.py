@@ -15,6 +15,7 @@ from torch.nn import Parameter
 
 from transformer_plugin import ops
 from transformer_plugin.formats import Format
+from transformer_plugin.parallel._collectives import all_gather_value
 from transformer_plugin.parallel._expert_slices import mark_experts
 from transformer_plugin.parallel._part_states import handle_module
 from transformer_plugin.parallel._row_shard import RowShard
@@ -291,7 +292,7 @@ def _compare_ranks(
         for t in targets
     ]
     mine = "\n".join([f"{options._replace(set=0)} prefetch={prefetch}", *lines])
-    every = torch.ops.transformer_plugin.all_gather_text.default(group.group_name, mine, -1)
+    every = all_gather_value(_OP, "weights", mine, group)
     for rank, other in enumerate(every):
         if other == every[0]:
             continue

@@ -24,6 +24,7 @@ from transformer_plugin.nn.grouped_mlp import GroupedMLP
 from transformer_plugin.nn.layer_norm_linear import LayerNormLinear
 from transformer_plugin.nn.linear import Linear
 from transformer_plugin.nn.norms import LayerNorm, RMSNorm
+from transformer_plugin.parallel._collectives import torch_collectives
 from transformer_plugin.tensor._layout import message
 
 __all__ = ["ColumnParallel", "NormColwiseParallel", "RowParallel", "SequenceParallel", "SlicedExperts"]
@@ -172,10 +173,11 @@ class NormColwiseParallel(ColwiseParallel):
         return distribute_module(module, device_mesh, self._partition, prepare_input, prepare_output)
 
     def _partition(self, name: str, module: torch.nn.Module, device_mesh: DeviceMesh) -> None:
-        for own, parameter in list(module.named_parameters(recurse=False)):
-            layout = Replicate() if own.startswith("norm_") else Shard(0)
-            part = distribute_tensor(parameter, device_mesh, [layout], src_data_rank=self.src_data_rank)
-            module.register_parameter(own, torch.nn.Parameter(part, requires_grad=parameter.requires_grad))
+        with torch_collectives("NormColwiseParallel", "parameters", device_mesh):
+            for own, parameter in list(module.named_parameters(recurse=False)):
+                layout = Replicate() if own.startswith("norm_") else Shard(0)
+                part = distribute_tensor(parameter, device_mesh, [layout], src_data_rank=self.src_data_rank)
+                module.register_parameter(own, torch.nn.Parameter(part, parameter.requires_grad))
 
 
 def _refuse(style: str, argument: str, expected: str, got: str, advice: str) -> NoReturn:

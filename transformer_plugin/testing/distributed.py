@@ -3,10 +3,13 @@
 ``RankPool(4)`` starts four processes with a Gloo (or NCCL) group. ``pool.run(function, *arguments)`` calls
 ``function(rank, *arguments)`` on every rank, where ``rank`` is a :class:`Rank`, and returns the results in order. The
 parent process hosts the store, as torchrun's agent does, unless a test puts it into rank 0.
+
+If a rank fails in ``run``, all processes are ended, so that no rank waits for it, and the next call starts new ones.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -31,6 +34,9 @@ _IMPORTED_ONCE = [
     "transformer_plugin.nn",
     "transformer_plugin.parallel",
 ]
+
+#: Seconds that the other ranks have to answer after one has failed. Most errors are those of all ranks.
+_GRACE = 1.0
 
 #: Held while exit codes are read. Python reads those of all children when it starts one, and of two threads that read
 #: one code at the same time, the second gets 255.
@@ -58,6 +64,10 @@ class Rank:
         return self.group.group_name
 
 
+def _nothing(rank: Rank) -> None:
+    pass
+
+
 class RankError(AssertionError):
     """An error on a rank; the text contains its traceback."""
 
@@ -66,9 +76,23 @@ class RankPool:
     """Processes that form one group. Close the pool, or use it as a context manager."""
 
     def __init__(
-        self, size: int, backend: str = "gloo", group_timeout: float = 120.0, store_in_rank_0: bool = False
+        self,
+        size: int,
+        backend: str = "gloo",
+        group_timeout: float = 120.0,
+        store_in_rank_0: bool = False,
+        prepare: Callable[..., Any] = _nothing,
     ) -> None:
         self.size = size
+        self._options = (backend, group_timeout, store_in_rank_0)
+        self._prepare = prepare  # what each new process calls first
+        self._pipes: list[Any] = []
+        self.processes: list[Any] = []
+        self._begin(*self._options)
+
+    def _begin(self, backend: str, group_timeout: float, store_in_rank_0: bool) -> None:
+        """Starts the processes, which form a new group."""
+        size = self.size
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_IMPORTED_ONCE)
         # The parent's store chooses a free port. With the store in rank 0, only the port number is taken from it.
@@ -76,7 +100,6 @@ class RankPool:
         port = self._store.port
         if store_in_rank_0:
             del self._store
-        self._pipes, self.processes = [], []
         for rank in range(size):
             ours, theirs = context.Pipe()
             place = (rank, size, backend, port, group_timeout, store_in_rank_0)
@@ -86,12 +109,26 @@ class RankPool:
             theirs.close()
             self._pipes.append(ours)
             self.processes.append(process)
-        self.run(_nothing)
+        self._send(self._prepare)
+        self._results(120.0)
 
     def start(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Starts ``function(rank, *arguments)`` on every rank, without waiting."""
+        """Starts ``function(rank, *arguments)`` on every rank, without waiting.
+
+        On new processes after a failed run, or if one has ended.
+        """
+        with _reading_exit_codes:
+            alive = [process.is_alive() for process in self.processes]
+        if not all(alive):
+            self._end()
+        if not self.processes:
+            self._begin(*self._options)
+        self._send(function, *arguments)
+
+    def _send(self, function: Callable[..., Any], *arguments: Any) -> None:
         for pipe in self._pipes:
-            pipe.send((function, arguments))
+            with contextlib.suppress(BrokenPipeError):  # result() tells how the process has ended
+                pipe.send((function, arguments))
 
     def result(self, rank: int, timeout: float = 120.0) -> Any:
         """Returns one rank's result. Raises :class:`RankError` if it raised, exited, or does not answer in time."""
@@ -107,19 +144,40 @@ class RankPool:
         return value
 
     def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = 120.0) -> list[Any]:
-        """Calls :meth:`start`, then :meth:`result` for every rank."""
+        """Calls ``function(rank, *arguments)`` on every rank and returns the results in order.
+
+        Raises :class:`RankError` with the errors of all ranks. The processes are then ended, a second after the first
+        error, and the next call runs on new ones.
+        """
         self.start(function, *arguments)
-        end = time.monotonic() + timeout
-        outcomes: list[Any] = []
-        for rank in range(self.size):
-            try:
-                outcomes.append(self.result(rank, max(1.0, end - time.monotonic())))
-            except RankError as error:
-                outcomes.append(error)
+        return self._results(timeout)
+
+    def _results(self, timeout: float) -> list[Any]:
+        """The results of all ranks. Ends the processes and raises if there is an error."""
+        outcomes = self._outcomes(timeout)
         errors = [str(outcome) for outcome in outcomes if isinstance(outcome, RankError)]
         if errors:
+            self._end()
             raise RankError("\n\n".join(errors))
         return outcomes
+
+    def _outcomes(self, timeout: float) -> list[Any]:
+        """The results of all ranks, or their errors. After a first error the others have little time to answer."""
+        found: dict[int, Any] = {}
+        end, reason = time.monotonic() + timeout, f"did not answer within {timeout} s"
+        while len(found) < self.size:
+            waiting = {self._pipes[rank]: rank for rank in range(self.size) if rank not in found}
+            ready: list[Any] = multiprocessing.connection.wait(waiting, max(0.0, end - time.monotonic()))
+            if not ready:
+                break
+            for rank in sorted(waiting[pipe] for pipe in ready):
+                try:
+                    found[rank] = self.result(rank)
+                except RankError as error:
+                    found[rank] = error
+                    end, reason = min(end, time.monotonic() + _GRACE), f"was ended, as rank {rank} had failed"
+        late = {rank: RankError(f"rank {rank} {reason}") for rank in range(self.size) if rank not in found}
+        return [{**found, **late}[rank] for rank in range(self.size)]
 
     def kill(self, rank: int) -> None:
         """Kills one rank's process."""
@@ -139,6 +197,13 @@ class RankPool:
         """Signals the processes to destroy their group and exit; call :meth:`wait` for each afterwards."""
         for pipe in self._pipes:
             pipe.close()
+
+    def _end(self) -> None:
+        """Kills all processes."""
+        for process in self.processes:
+            process.kill()
+        self.close()
+        self._pipes, self.processes = [], []
 
     def close(self) -> None:
         """Ends all processes: asks them to exit, then kills those that still run."""
@@ -171,10 +236,6 @@ def _stopped(pid: int | None) -> bool:
             return stat.read().rpartition(")")[2].split()[0] == "T"
     except OSError:
         return False
-
-
-def _nothing(rank: Rank) -> None:
-    pass
 
 
 def _serve(

@@ -1,7 +1,7 @@
 // delayed_scale and update_delayed_scale_: the next scales of delayed scaling.
 #include "quantize/args/update_delayed_scale.h"
 
-#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/amax.h>
 
 #include <cmath>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
@@ -11,6 +11,7 @@
 #include "common/buffers.h"
 #include "common/register.h"
 #include "common/tensor.h"
+#include "distributed/rank_group.h"
 #include "quantize/ops/scaled.h"
 
 namespace transformer_plugin::quantize {
@@ -19,6 +20,11 @@ namespace {
 using at::Tensor;
 
 constexpr int64_t kMaxMargin = 100;  // largest * 2^-margin stays a normal float32
+
+// Where ranks wait for each other's amaxes, and what they compare before.
+constexpr distributed::Phase kPhases[] = {{300, "update_delayed_scale_", "amax"}};
+const distributed::PhaseRegistration registration(kPhases);
+constexpr distributed::Field kFields[] = {{1, "tensors", distributed::FieldKind::kNumber}};
 
 struct DelayedScaleCall {
   const char* op;
@@ -72,26 +78,22 @@ Tensor meta(const DelayedScaleCall& call, bool write) {
   return empty(call.scale, call.scale.sym_sizes(), at::kFloat);
 }
 
-// The maximum over all ranks. Calls torch's functional collectives, which know the groups, below autograd,
-// because the tensor's version must not change.
-void reduce_amax(const char* op, const Tensor& amax, const std::string& group) {
+// The maximum over all ranks of a group; a NaN of any rank stays one. Below autograd, because the tensor's version must not
+// change.
+void reduce_amax(const char* op, const Tensor& amax, const std::string& name) {
   bool exists = true;
   try {
-    c10d::resolve_process_group(group);
+    c10d::resolve_process_group(name);
   } catch (const std::exception&) {
     exists = false;
   }
   TP_CHECK_VALUE(exists, op, "group", "the name of a c10d process group of this process, or \"\"",
-                 "'" << group << "'", "Pass group.group_name, and do not use a group after it is destroyed");
-  static const auto all_reduce =
-      c10::Dispatcher::singleton().findSchemaOrThrow("_c10d_functional::all_reduce", "");
-  static const auto wait =
-      c10::Dispatcher::singleton().findSchemaOrThrow("_c10d_functional::wait_tensor", "");
+                 "'" << name << "'", "Pass group.group_name, and do not use a group after it is destroyed");
+  distributed::RankGroup group(op, name, -1, amax);
+  if (group.size() == 1) return;
+  group.begin_call(distributed::Call(kPhases[0], kFields).set(kFields[0], amax.numel(), "amax"), 1);
   const BelowAutograd guard;
-  torch::jit::Stack stack{amax, std::string("max"), group};
-  all_reduce.callBoxed(&stack);
-  wait.callBoxed(&stack);
-  amax.copy_(stack.front().toTensor());
+  amax.copy_(group.all_gather(amax.view({1, amax.numel()}), kPhases[0]).amax(0));
 }
 
 Tensor run(const DelayedScaleCall& call, bool write) {
