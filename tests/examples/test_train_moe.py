@@ -162,13 +162,14 @@ def test_float32_follows_plain_pytorch_within_rounding(comparisons: dict[str, di
 
 def test_bfloat16_follows_plain_pytorch_within_rounding(comparisons: dict[str, dict]) -> None:
     """Differences are within one unit of bfloat16, and not further from the float32 curve than those of plain PyTorch
-    in bfloat16. In the steps in which rounding dominates (chaos adds to it after about 25), the differences are not
-    larger by more than three standard errors of their paired differences."""
+    in bfloat16. In the steps in which rounding dominates (chaos adds to it after about 25), they are smaller than the
+    errors of plain PyTorch, on which CPUs disagree, and its errors and ours differ by at most three standard errors of
+    their paired differences."""
     plain, plugin = comparisons["bfloat16"]["losses"].values()
     assert max(gaps(plain, plugin)) < 2**-7
     exact, _ = comparisons["float32"]["losses"].values()
     early = slice(20)
-    assert max(gaps(plain, plugin)[early]) < 2**-12
+    assert max(gaps(plain, plugin)[early]) < max(gaps(exact, plain)[early]) < 2**-9
     further = [a - b for a, b in zip(gaps(exact, plugin)[early], gaps(exact, plain)[early], strict=True)]
     assert statistics.mean(further) < 3 * statistics.stdev(further) / len(further) ** 0.5
 
