@@ -107,6 +107,7 @@ class RecipeModule(QuantizedWeightMixin, DelayedWgradMixin):
         self._recipe = recipe
         self._formats = formats
         self._row_rules = row_rules(formats)
+        self._note_exchange()
         self._make_state()
 
     def _formats_here(self, recipe: Recipe | None) -> RoleFormats:
@@ -153,8 +154,7 @@ class RecipeModule(QuantizedWeightMixin, DelayedWgradMixin):
         """Of what autocast makes of a weight, it is without the set of the weights: such a copy exists for as long as
         something on this rank needs it, and not as long as on other ranks, so none is gathered early."""
         key = super()._shard_key()
-        values_travel = not self.gathers_quantized or isinstance(self._recipe, DelayedScaling)
-        return without_set(key) if key and values_travel and is_cast(self._any_weight()) else key
+        return without_set(key) if key and not self.exchanges_quantized and is_cast(self._any_weight()) else key
 
     def _saves_original_input(self) -> bool:
         if not isinstance(self._recipe, DelayedScaling):

@@ -342,7 +342,7 @@ def _place(targets: list[_Target], parts: dict[int, Parameter], options: _Option
     for target in targets:
         _place_one(target, parts[id(target.weight)], options)
     for target in targets:
-        if getattr(target.module, "gathers_quantized", False) and not target.module.weight.is_meta:
+        if getattr(target.module, "exchanges_quantized", False) and not target.module.weight.is_meta:
             target.module._quantized_part()  # compiled code cannot make it
 
 
