@@ -30,7 +30,7 @@ def reduce_amax(model: torch.nn.Module, group: ProcessGroup | None = None) -> No
     themselves.
     """
     layers = [module for module in model.modules() if isinstance(module, RecipeModule)]
-    amaxes = [layer._current_amax for layer in layers if isinstance(layer.recipe, DelayedScaling)]
+    amaxes = [layer.delayed_amax for layer in layers if isinstance(layer.recipe, DelayedScaling)]
     if not amaxes:
         return
     together = torch.cat(amaxes)
