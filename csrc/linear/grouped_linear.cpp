@@ -70,10 +70,10 @@ OperandFormats check_grouped_linear(const Call& call) {
   }
   check_grouped_weight(weight, input);
   check_weight_size(weight, 2, call.input.sym_size(1), "the columns of 'input'");
-  check_layer_widths(input, weight, formats);
+  const c10::SymInt rows = whole_rows(weight, call.main_grad);
+  check_layer_widths(input, weight, rows, formats);
   const bool has_all = weight.is_list() || is_cut_list(call.main_grad);
   const c10::SymInt groups = has_all ? weight.groups() : whole_size(weight.first(), call.main_grad);
-  const c10::SymInt rows = whole_rows(weight, call.main_grad);
   check_groups({call.op, "group_sizes", *call.group_sizes}, input, weight.name, groups);
   if (call.bias) check_bias({call.op, "bias", *call.bias}, input, groups, rows);
   check_weight_shard(weight, call.main_grad, call.quantized_weight.has_value());

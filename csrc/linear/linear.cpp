@@ -65,7 +65,7 @@ OperandFormats check_linear(const Call& call) {
                  "Reshape it first");
   check_pair(weight, input, 2);
   check_size(weight, 1, call.input.sym_size(-1), "the last dimension of 'input'");
-  check_layer_widths(input, weights, formats);
+  check_layer_widths(input, weights, call.out_features(), formats);
   if (call.bias) check_bias({call.op, "bias", *call.bias}, input, std::nullopt, call.out_features());
   check_weight_shard(weights, call.main_grad);
   check_quantized_weight("quantized_weight", call.quantized_weight, weights, formats);

@@ -59,7 +59,7 @@ void check_norm_linear(const NormLinear& layer, const OperandFormats& formats) {
   if (layer.bias)
     check_bias({kOp, "bias", *layer.bias}, input, std::nullopt, whole_size(layer.weight, layer.main_grad));
   check_weight_shard(weights, layer.main_grad);
-  check_layer_widths(input, weights, formats);
+  check_layer_widths(input, weights, whole_size(layer.weight, layer.main_grad), formats);
   check_quantized_weight("quantized_weight", layer.quantized_weight, weights, formats);
   check_weight_gradient(layer.main_grad, weights, false, norm.input);
   if (!layer.main_grad.buffers) return;

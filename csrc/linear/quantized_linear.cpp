@@ -230,7 +230,24 @@ void check_rotations(const char* op, const OperandFormats& formats) {
                  "'" << formats.grad_key << "'", "Use the three formats of one recipe");
 }
 
+// Of dimension `dim`, which has `size` elements.
+void check_width(const Argument& argument, int64_t dim, const c10::SymInt& size,
+                 const OperandFormats& formats, const char* advice) {
+  const int64_t block =
+      std::max({formats.input.block_size(), formats.weight.block_size(), formats.grad.block_size()});
+  const std::string which = dim == -1 ? "a last dimension" : "a dimension " + std::to_string(dim);
+  TP_CHECK_VALUE(size % block == 0, argument.op, argument.name,
+                 which << " that is a multiple of " << block << ", the block of "
+                       << (formats.input.is_nv() ? "nvfp4" : "mxfp8"),
+                 describe(argument.tensor), advice);
+}
+
 }  // namespace
+
+void check_block_width(const Argument& argument, int64_t dim, const OperandFormats& formats,
+                       const char* advice) {
+  check_width(argument, dim, argument.tensor.sym_size(dim), formats, advice);
+}
 
 OperandFormats operand_formats(const char* op, std::string_view input, std::string_view weight,
                                std::string_view grad) {
@@ -248,22 +265,12 @@ OperandFormats operand_formats(const char* op, std::string_view input, std::stri
   return formats;
 }
 
-void check_block_width(const Argument& argument, int64_t dim, const OperandFormats& formats,
-                       const char* advice) {
-  const int64_t block =
-      std::max({formats.input.block_size(), formats.weight.block_size(), formats.grad.block_size()});
-  const std::string which = dim == -1 ? "a last dimension" : "a dimension " + std::to_string(dim);
-  TP_CHECK_VALUE(argument.tensor.sym_size(dim) % block == 0, argument.op, argument.name,
-                 which << " that is a multiple of " << block << ", the block of "
-                       << (formats.input.is_nv() ? "nvfp4" : "mxfp8"),
-                 describe(argument.tensor), advice);
-}
-
-void check_layer_widths(const Argument& input, const WeightArgument& weight, const OperandFormats& formats) {
+void check_layer_widths(const Argument& input, const WeightArgument& weight, const c10::SymInt& rows,
+                        const OperandFormats& formats) {
   check_block_width(input, -1, formats, "Pad it with zeros, for example with torch.nn.functional.pad");
   const std::string name = weight.first_name();
-  check_block_width({weight.op, name.c_str(), weight.first()}, weight.first().dim() - 2, formats,
-                    "Pad the weight with rows of zeros, and drop those columns of the output");
+  check_width({weight.op, name.c_str(), weight.first()}, weight.first().dim() - 2, rows, formats,
+              "Pad the weight with rows of zeros, and drop those columns of the output");
 }
 
 void check_ragged_formats(const char* op, const OperandFormats& formats) {

@@ -32,8 +32,10 @@ OperandFormats operand_formats(const char* op, std::string_view input, std::stri
 // `dim` must be a multiple of the block of 16 or 32 elements.
 void check_block_width(const Argument& argument, int64_t dim, const OperandFormats& formats,
                        const char* advice);
-// Both widths of a layer: the backward quantizes the gradient along the width of the output.
-void check_layer_widths(const Argument& input, const WeightArgument& weight, const OperandFormats& formats);
+// Both widths of a layer: the backward quantizes the gradient along the width of the output, the `rows` of the full
+// weight.
+void check_layer_widths(const Argument& input, const WeightArgument& weight, const c10::SymInt& rows,
+                        const OperandFormats& formats);
 // With groups the blocks of input and gradient lie along rows.
 void check_ragged_formats(const char* op, const OperandFormats& formats);
 // Refuses an input that a second quantization would round to other values.

@@ -272,6 +272,18 @@ def test_refused() -> None:
         torch.optim.SGD([layer.weight], lr=0.1).step()
 
 
+def test_no_layer_in_the_context() -> None:
+    """A model of another library is made as without it, which is said at the end."""
+    with (
+        pytest.warns(
+            UserWarning, match=r"quantized_init: expected layers of transformer_plugin\.nn in the"
+        ) as found,
+        tp.quantized_init(Float8BlockScaling()),
+    ):
+        layer = torch.nn.Linear(32, 32)
+    assert type(layer.weight) is torch.nn.Parameter and found[0].filename == __file__
+
+
 CONVERSIONS: dict[str, Any] = {
     "cast": lambda m, device: m.bfloat16(),
     "moved": lambda m, device: m.to("cpu" if device.type == "cuda" else device),

@@ -41,9 +41,10 @@ class Wrapper(torch.nn.Module):
         super().__init__()
         self.base_layer = layer
         innermost = layer.base_layer if isinstance(layer, Wrapper) else layer
-        groups, rows, columns = innermost.weight.shape
-        self.a = torch.nn.Parameter(torch.randn(groups, 2, columns))
-        self.b = torch.nn.Parameter(torch.randn(groups, rows, 2) / 10)
+        *groups, rows, columns = innermost.weight.shape
+        self.num_experts = groups[0] if groups else 1  # as PEFT's wrapper has it
+        self.a = torch.nn.Parameter(torch.randn(*groups, 2, columns))
+        self.b = torch.nn.Parameter(torch.randn(*groups, rows, 2) / 10)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         layer = self.base_layer
@@ -92,6 +93,25 @@ def test_adapters_of_parameters(names: tuple[str, ...], bias: bool) -> None:
         grad = getattr(added.experts, name).weight.grad
         torch.testing.assert_close(inner.a.grad, inner.b.mT @ grad)
         torch.testing.assert_close(inner.b.grad, grad @ inner.a.mT)
+
+
+def test_an_adapter_of_the_router() -> None:
+    moe, added = moe_of(False), moe_of(False)
+    moe.requires_grad_(False)
+    moe.router = wrapper = Wrapper(moe.router)  # type: ignore[assignment]
+    added.router.weight.data += (wrapper.b @ wrapper.a).detach()
+    x = torch.randn(20, 64)
+    output = moe(x).output
+    assert_same_bits(output.detach(), added(x).output.detach())
+    output.square().sum().backward()
+    added(x).output.square().sum().backward()
+    grad = added.router.weight.grad
+    assert grad is not None and moe.topk == 2
+    torch.testing.assert_close(wrapper.a.grad, wrapper.b.mT @ grad)
+    torch.testing.assert_close(wrapper.b.grad, grad @ wrapper.a.mT)
+    moe.router = Wrapper(TopKRouter(64, 3, 2))  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="expected a router of 4 experts, got one of 3"):
+        moe(x)
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])

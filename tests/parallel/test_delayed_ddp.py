@@ -1,28 +1,33 @@
-"""Delayed scaling under DistributedDataParallel with defaults, and amaxes that a group of ranks shares."""
+"""Delayed scaling on several ranks: scales of their own data, and amaxes that a group of ranks shares."""
 
 from __future__ import annotations
 
 import copy
 import io
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import transformer_plugin as tp
+from transformer_plugin import parallel
 from transformer_plugin.nn import GroupedLinear, Linear, reduce_amax
-from transformer_plugin.recipes import DelayedScaling
+from transformer_plugin.parallel._weight_part import part_of
+from transformer_plugin.recipes import BFloat16, DelayedScaling, Float8CurrentScaling, Recipe
 from transformer_plugin.testing.distributed import Rank, RankPool
 from transformer_plugin.testing.numerics import assert_same_bits
 
 
 class Model(torch.nn.Module):
-    def __init__(self, rank: Rank, **fields: object) -> None:
+    def __init__(self, rank: Rank, recipe: Recipe | None = None, **fields: object) -> None:
         super().__init__()
         torch.manual_seed(0)
-        recipe = DelayedScaling(amax_history_len=3, **fields)  # type: ignore[arg-type]
+        recipe = recipe or DelayedScaling(amax_history_len=3, **fields)  # type: ignore[arg-type]
         self.linear = Linear(16, 24, device=rank.device, recipe=recipe)
         self.grouped = GroupedLinear(2, 24, 8, device=rank.device, recipe=recipe)
 
@@ -30,9 +35,9 @@ class Model(torch.nn.Module):
         return self.grouped(self.linear(x), torch.tensor([5, 4], device=x.device))
 
 
-def rows(rank: Rank, step: int) -> Tensor:
+def rows(rank: Rank, step: int, factor: float = 4.0) -> Tensor:
     generator = torch.Generator().manual_seed(100 * step + rank.rank)
-    return (torch.randn(9, 16, generator=generator) * (1 + 3 * rank.rank) * (step + 1)).to(rank.device)
+    return (torch.randn(9, 16, generator=generator) * factor**rank.rank * (step + 1)).to(rank.device)
 
 
 def same_on_all(rank: Rank, value: Tensor) -> bool:
@@ -41,36 +46,80 @@ def same_on_all(rank: Rank, value: Tensor) -> bool:
     return all(torch.equal(other, value) for other in everyone)
 
 
-def defaults(rank: Rank) -> None:
-    """Two forwards before a backward; DDP broadcasts buffers before each. The gradients are those of the scales that
-    the forwards used, averaged over the ranks."""
-    model = Model(rank)
-    ddp = DistributedDataParallel(model, process_group=rank.group)
-    plain = Model(rank)
+def in_ddp(model: Model, rank: Rank) -> torch.nn.Module:
+    return DistributedDataParallel(model, process_group=rank.group)
+
+
+def in_data_parallel(model: Model, rank: Rank) -> torch.nn.Module:
+    return parallel.data_parallel(model, process_group=rank.group)
+
+
+def in_fsdp2(model: Model, rank: Rank) -> torch.nn.Module:
+    return fully_shard(model, mesh=init_device_mesh(rank.device.type, (rank.size,)))
+
+
+def in_shards(model: Model, rank: Rank) -> torch.nn.Module:
+    return parallel.data_parallel(parallel.shard_(model, rank.group), process_group=rank.group)
+
+
+def own_scales(rank: Rank, wrap: Any) -> None:
+    """Rank 1 has inputs 1000 times those of rank 0, and two forwards before a backward. Each rank has the scales of its
+    own data, so that its outputs are those of the model alone, and near those without quantization, where the
+    scales of rank 0 would be 100 % off."""
+    wrapped, alone, exact = wrap(Model(rank), rank), Model(rank), Model(rank, BFloat16())
     for step in range(3):
-        for parameter in [*model.parameters(), *plain.parameters()]:
+        for parameter in [*wrapped.parameters(), *alone.parameters()]:
             parameter.grad = None
         outputs, expected = [], []
         for part in range(2):
-            x = rows(rank, 2 * step + part)
-            state = [b.clone() for b in model.buffers()]
-            for buffer in state:
-                dist.broadcast(buffer, 0, group=rank.group)
-            for mine, buffer in zip(plain.buffers(), state, strict=True):
-                mine.data.copy_(buffer)
-            expected.append(plain(x))
-            outputs.append(ddp(x))
+            x = rows(rank, 2 * step + part, 1000.0) / (2 * step + part + 1)
+            outputs.append(wrapped(x))
+            expected.append(alone(x))
             assert_same_bits(outputs[-1].detach(), expected[-1].detach())
+            if step:
+                error = (outputs[-1] - exact(x)).norm() / exact(x).norm()
+                assert error < 0.25, (step, part, error)
         torch.stack(outputs).square().sum().backward()
         torch.stack(expected).square().sum().backward()
-        for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
-            assert parameter.grad is not None and other.grad is not None
+        for got, wanted in zip(wrapped.buffers(), alone.buffers(), strict=True):
+            assert_same_bits(got, wanted)
+        gradients = {name.removeprefix("module."): p for name, p in wrapped.named_parameters()}
+        for name, other in alone.named_parameters():
+            assert other.grad is not None
             total = other.grad.clone()
             dist.all_reduce(total, group=rank.group)
-            torch.testing.assert_close(parameter.grad, total / rank.size, rtol=1e-6, atol=0)
-        for got, wanted in zip(model.buffers(), plain.buffers(), strict=True):
-            assert_same_bits(got, wanted)
-        assert same_on_all(rank, model.linear.delayed_scale)
+            got, wanted = gradients[name].grad, total / rank.size
+            assert got is not None
+            if hasattr(got, "full_tensor"):
+                got = got.full_tensor()
+            part = part_of(gradients[name])
+            wanted = wanted if part is None else part.rows.cut(wanted, part.rank)
+            torch.testing.assert_close(got, wanted, rtol=1e-5, atol=float(1e-6 * wanted.abs().max()))
+    assert not same_on_all(rank, alone.linear.delayed_scale)
+
+
+def other_buffers(rank: Rank) -> None:
+    """Buffers that are not each rank's own are rank 0's, as ever; and when a model is wrapped, all are."""
+    model = Model(rank)
+    model.register_buffer("counts", torch.full((3,), float(rank.rank), device=rank.device))
+    model(rows(rank, 0)).sum().backward()
+    model(rows(rank, 1)).sum().backward()
+    assert not same_on_all(rank, model.linear.delayed_history)
+    ddp = DistributedDataParallel(model, process_group=rank.group)
+    assert all(same_on_all(rank, buffer) for buffer in model.buffers())
+    model.counts.fill_(rank.rank + 1)  # type: ignore[operator]
+    pickled = copy.deepcopy(model)
+    for each in (ddp, DistributedDataParallel(pickled, process_group=rank.group, init_sync=False)):
+        each.module.linear.delayed_history.fill_(rank.rank)
+        each(rows(rank, 2))
+        assert (each.module.counts == 1).all()
+        assert not same_on_all(rank, each.module.linear.delayed_history)
+    model.linear.recipe = model.grouped.recipe = Float8CurrentScaling()
+    ddp(rows(rank, 2)).sum().backward()
+    model.linear.recipe = DelayedScaling(amax_history_len=2)  # new buffers, after the model was wrapped
+    for step in range(2):
+        ddp(rows(rank, step)).sum().backward()
+    assert not same_on_all(rank, model.linear.delayed_scale)
 
 
 def common_amaxes(rank: Rank) -> None:
@@ -133,7 +182,12 @@ def checkpointed(rank: Rank) -> None:
         assert_same_bits(got, expected)
 
 
-@pytest.mark.parametrize("check", [defaults, common_amaxes, state_dicts, checkpointed])
+@pytest.mark.parametrize("wrap", [in_ddp, in_data_parallel, in_fsdp2, in_shards])
+def test_without_a_group(wrap: object, pair: RankPool) -> None:
+    pair.run(own_scales, wrap)
+
+
+@pytest.mark.parametrize("check", [other_buffers, common_amaxes, state_dicts, checkpointed])
 def test_ranks(check: object, pair: RankPool) -> None:
     pair.run(check)  # type: ignore[arg-type]
 

@@ -15,6 +15,7 @@ from transformer_plugin.nn.quantized_parameters import tensors_of
 from transformer_plugin.nn.quantized_weight import QuantizedWeight
 from transformer_plugin.parallel._shard_experts import ExpertShardMixin
 from transformer_plugin.recipes import DelayedScaling, Recipe
+from transformer_plugin.tensor._layout import parsed
 
 
 class QuantizedWeightMixin(ExpertShardMixin, ShardedWeightMixin):
@@ -24,8 +25,28 @@ class QuantizedWeightMixin(ExpertShardMixin, ShardedWeightMixin):
     _formats: tuple[str, str, str]
     #: The quantized copy that forwards read; None: each forward quantizes the weight.
     quantized_weight: QuantizedWeight | None = None
-    #: Whether it is sharded over ranks that exchange quantized parts (:func:`transformer_plugin.parallel.shard_`).
+    #: Whether :func:`transformer_plugin.parallel.shard_` lets ranks exchange quantized parts.
     gathers_quantized: bool = False
+
+    #: Whether they can in the recipe that was set since then.
+    _recipe_allows_exchange: bool = True
+
+    @property
+    def exchanges_quantized(self) -> bool:
+        """Whether ranks exchange quantized parts. Otherwise values travel, and are quantized after the gather."""
+        return self.gathers_quantized and self._recipe_allows_exchange
+
+    def _note_exchange(self) -> None:
+        """After a recipe was set on a sharded layer: ranks exchange quantized parts if it quantizes the weight from its
+        values, and no block lies on two ranks."""
+        if not self.gathers_quantized:
+            return
+        format, weight = parsed(self._formats[1]), self._any_weight()  # type: ignore[operator]
+        side = 1 if format.block is None or weight.dim() > 2 else max(format.block)
+        from_values = format.is_quantized and not isinstance(self.recipe, DelayedScaling)
+        is_plain = not (format.tiled_scales or format.row_scaled)
+        fits = self.weight_parts["weight"].rows.shard_rows % side == 0
+        self._recipe_allows_exchange = from_values and is_plain and fits
 
     def quantize_weights(self, first_micro_batch: bool | Tensor = True) -> None:
         """Quantizes the weight to the recipe's formats for every forward and backward until the next call.
@@ -75,8 +96,10 @@ class QuantizedWeightMixin(ExpertShardMixin, ShardedWeightMixin):
 
     def _quantized_weight(self) -> list[Tensor] | None:
         """Returns the quantized weight for the ops of a forward, or None."""
-        exchanges = self.gathers_quantized and not isinstance(self.recipe, DelayedScaling)
-        kept = self._quantized_part() if exchanges else self.quantized_weight
+        if self.weight_shard:
+            kept = self._quantized_part() if self.exchanges_quantized else None
+        else:
+            kept = self.quantized_weight
         if kept is None:
             weight = self._parameters.get("weight")
             if type(weight) is Parameter:  # the common case
@@ -89,11 +112,12 @@ class QuantizedWeightMixin(ExpertShardMixin, ShardedWeightMixin):
 
     def _quantized_part(self) -> QuantizedWeight:
         """The quantized copy of this rank's part, made when it is first needed."""
-        if not self.gathers_quantized:
+        if not self.exchanges_quantized:
             raise ValueError(
                 f"transformer_plugin::{type(self).__name__}: argument 'weight': expected a weight whose ranks exchange "
-                "quantized parts, got one of shard_(..., format='none'), or a list, which is quantized after each "
-                "gather. Leave out quantize_weights(), or shard_ a packed weight without 'format'."
+                "quantized parts, got one of which values travel, to be quantized after each gather: of "
+                "shard_(..., format='none'), a list, BFloat16(), or a recipe whose blocks do not divide the parts. "
+                "Leave out quantize_weights(), or shard_ a packed weight with this recipe and without 'format'."
             )
         if self.quantized_weight is None and torch.compiler.is_compiling():
             raise ValueError(

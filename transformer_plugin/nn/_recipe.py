@@ -27,6 +27,7 @@ from transformer_plugin.nn._quantized_weight_mixin import QuantizedWeightMixin
 from transformer_plugin.nn.checkpoint import scales_of
 from transformer_plugin.nn.quantized_parameters import refused_recipe
 from transformer_plugin.parallel._weight_part import without_set
+from transformer_plugin.parallel._wrapping import keep_rank_buffers
 from transformer_plugin.recipes import DelayedScaling, Recipe
 
 #: The state's buffers, in the order of the ops' arguments.
@@ -69,9 +70,8 @@ class RecipeModule(QuantizedWeightMixin, DelayedWgradMixin):
     _recipe: Recipe | None
     _formats: RoleFormats
     _row_rules: RowRules
-    #: with an ``amax_group``, this rank's amaxes since its last update, used in place of ``delayed_amax``. It is not a
-    #: buffer, because frameworks that broadcast buffers would overwrite it before it is reduced.
-    _rank_amax: Tensor | None = None
+    #: buffers that ``DistributedDataParallel`` does not overwrite with rank 0's before each forward.
+    rank_buffers: tuple[str, ...] = STATE
     #: whether the backward adds the weight's gradient to ``main_grad``.
     fuse_wgrad_accumulation: bool = False
     #: whether the backward keeps the input itself and quantizes it again.
@@ -107,6 +107,7 @@ class RecipeModule(QuantizedWeightMixin, DelayedWgradMixin):
         self._recipe = recipe
         self._formats = formats
         self._row_rules = row_rules(formats)
+        self._note_exchange()
         self._make_state()
 
     def _formats_here(self, recipe: Recipe | None) -> RoleFormats:
@@ -153,8 +154,9 @@ class RecipeModule(QuantizedWeightMixin, DelayedWgradMixin):
         """Of what autocast makes of a weight, it is without the set of the weights: such a copy exists for as long as
         something on this rank needs it, and not as long as on other ranks, so none is gathered early."""
         key = super()._shard_key()
-        values_travel = not self.gathers_quantized or isinstance(self._recipe, DelayedScaling)
-        return without_set(key) if key and values_travel and is_cast(self._any_weight()) else key
+        return (
+            without_set(key) if key and not self.exchanges_quantized and is_cast(self._any_weight()) else key
+        )
 
     def _saves_original_input(self) -> bool:
         if not isinstance(self._recipe, DelayedScaling):
@@ -212,14 +214,9 @@ class RecipeModule(QuantizedWeightMixin, DelayedWgradMixin):
 
     def _make_state(self) -> None:
         recipe, history = self._recipe, self._buffers.get(STATE[0])
-        if self._rank_amax is not None:
-            self.delayed_amax.copy_(self._rank_amax)
-            self._rank_amax = None
         if isinstance(recipe, DelayedScaling):
             if history is None or history.shape[0] != recipe.amax_history_len:
                 self._register_state(recipe)
-            if recipe.amax_group:
-                self._rank_amax = self.delayed_amax.clone()
         elif history is not None:
             for name in STATE:
                 delattr(self, name)
@@ -231,6 +228,7 @@ class RecipeModule(QuantizedWeightMixin, DelayedWgradMixin):
         sizes = ((recipe.amax_history_len, tensors), (tensors,), (tensors,))
         for name, size in zip(STATE, sizes, strict=True):
             self.register_buffer(name, torch.empty(size, dtype=torch.float32, device=weight.device))
+        keep_rank_buffers()
         self._reset_state()
 
     def _reset_state(self) -> None:
@@ -238,13 +236,6 @@ class RecipeModule(QuantizedWeightMixin, DelayedWgradMixin):
             torch.nn.init.zeros_(self.delayed_history)
             torch.nn.init.ones_(self.delayed_scale)
             torch.nn.init.zeros_(self.delayed_amax)
-        if self._rank_amax is not None:
-            torch.nn.init.zeros_(self._rank_amax)
-
-    @property
-    def _current_amax(self) -> Tensor:
-        """The tensor in which the ops collect amaxes."""
-        return self.delayed_amax if self._rank_amax is None else self._rank_amax
 
     def _op_accepts(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         """Whether the op will accept the input and the parameters. If not, the op raises the error."""
@@ -269,7 +260,7 @@ class RecipeModule(QuantizedWeightMixin, DelayedWgradMixin):
         return scales_of(self, lambda: self._next_scales(recipe))
 
     def _next_scales(self, recipe: DelayedScaling) -> Tensor:
-        state = (self.delayed_history, self.delayed_scale, self._current_amax)
+        state = (self.delayed_history, self.delayed_scale, self.delayed_amax)
         rule = (list(self._formats), recipe.margin, recipe.amax_compute_algo)
         if _tracing.is_tracing():
             update = _tracing.update_delayed_scale_ if self.training else _tracing.delayed_scale
@@ -277,11 +268,6 @@ class RecipeModule(QuantizedWeightMixin, DelayedWgradMixin):
         if self.training:
             return ops.update_delayed_scale_(*state, *rule, str(recipe.amax_group))
         return self.delayed_scale.clone() if recipe.amax_group else ops.delayed_scale(*state, *rule)
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self._rank_amax is not None:
-            destination[prefix + STATE[2]] = self._rank_amax
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         metadata, _, missing, _, errors = arguments
@@ -293,15 +279,15 @@ class RecipeModule(QuantizedWeightMixin, DelayedWgradMixin):
         missing[:] = [key for key in missing if key not in refused]
         after_load(self, state_dict, prefix)
         self._resolve_formats()
-        if self._rank_amax is not None and prefix + STATE[2] in state_dict:
-            self._rank_amax = self.delayed_amax.clone()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if STATE[0] in self._buffers:
+            keep_rank_buffers()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         with keep_float32(self, *STATE), keeping_attributes(self):
             super()._apply(keeping_types(fn), recurse)
-        if self._rank_amax is not None:
-            now = fn(self._rank_amax)
-            self._rank_amax = now if now.dtype == torch.float32 else self._rank_amax.to(now.device)
         self._resolve_formats()
         return self
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -11,12 +12,14 @@ from torch import Tensor
 
 from transformer_plugin.functional import grouped_mlp
 from transformer_plugin.nn._autocast import operand
+from transformer_plugin.nn._left_alone import chooses, is_experts, is_linear, left_alone
 from transformer_plugin.nn._module import PluginModule, layer_forward
 from transformer_plugin.nn._recipe import RecipeModule, formats_of, row_rules, width_multiple
 from transformer_plugin.nn.exchange import DispatchConfig, LocalExchange
 from transformer_plugin.nn.linear import Linear
 from transformer_plugin.nn.quantized_parameters import refused_recipe
 from transformer_plugin.recipes import DelayedScaling, Recipe
+from transformer_plugin.tensor._layout import message
 
 #: Classes of Hugging Face transformers, version 5, whose forward is what :class:`ConvertedExperts` computes.
 EXPERTS = (
@@ -83,8 +86,13 @@ def convert(
 
     Every ``torch.nn.Linear`` becomes a :class:`Linear` with the recipe, and the experts of the Hugging Face models in
     ``transformer_plugin.nn.convert.EXPERTS`` become :class:`ConvertedExperts`. Modules of this package get the recipe.
-    Names of parameters, the ``state_dict``, hooks and references to the modules stay as they are. Subclasses of
-    ``torch.nn.Linear`` and other modules are left alone.
+    Names of parameters, the ``state_dict``, hooks and references to the modules stay as they are.
+
+    Other modules are left as they are. For each class of those that multiply by weights of their own there is one
+    ``UserWarning`` with their number: experts of other classes, subclasses of ``torch.nn.Linear``, quantized linear
+    layers, ``Conv1D`` of Hugging Face, ``torch.nn.MultiheadAttention`` and recurrent layers. There is also one if no
+    layer is converted. Routers, embeddings, convolutions and norms are left without a word, and so is what ``filter``
+    leaves out. Experts that are a list of modules are converted layer by layer.
 
     Without gradients ``torch.nn.TransformerEncoderLayer`` reads the weights of its layers and does not call them, so
     that their recipe has no effect, unless ``torch.backends.mha.set_fastpath_enabled(False)`` was called.
@@ -93,7 +101,8 @@ def convert(
         model: any module.
         recipe: of :mod:`transformer_plugin.recipes`; None changes no number format.
         filter: called with a module and its name; the module is converted where it returns True. For example
-            ``lambda module, name: name != "lm_head"``. None converts all.
+            ``lambda module, name: name != "lm_head"``. None converts all. It is also called with the modules that a
+            warning would name, and silences it where it returns False.
 
     Returns:
         The model.
@@ -108,18 +117,43 @@ def convert(
     if recipe is not None and not isinstance(recipe, Recipe):
         advice = "Make one, or call transformer_plugin.recipes.recipe_from_name()"
         _refuse("recipe", "a recipe of transformer_plugin.recipes or None", repr(recipe), advice, TypeError)
-    chosen = [
-        (name, module, kind)
-        for name, module in model.named_modules()
-        if (kind := _kind(module)) is not None and (filter is None or filter(module, name))
-    ]
+    kinds = [(name, module, _kind(module)) for name, module in model.named_modules()]
+    convertible = [(name, module, kind) for name, module, kind in kinds if kind is not None]
+    chosen = [each for each in convertible if filter is None or filter(each[1], each[0])]
     for name, module, kind in chosen:
         _check(name, module, kind, recipe)
     for _, module, kind in chosen:
         if kind is not RecipeModule:
             module.__class__ = kind
         module.recipe = recipe
+    for text in _left_as_they_are(kinds, filter):
+        warnings.warn(text, UserWarning, stacklevel=2)
+    if not chosen:
+        got = f"a filter that takes none of {len(convertible)}" if filter and convertible else "none"
+        text = "Nothing is converted: pass a model with such layers, or another filter"
+        text = message("convert", "model", "layers that can be converted", got, text)
+        warnings.warn(text, UserWarning, stacklevel=2)
     return model
+
+
+def _left_as_they_are(
+    kinds: list[tuple[str, torch.nn.Module, Any]], filter: Callable[[torch.nn.Module, str], bool] | None
+) -> Iterator[str]:
+    """A text for each class of modules that are not converted, although they multiply by weights of their own."""
+    others = [(name, module) for name, module, kind in kinds if kind is None]
+    for expected, found in (
+        (
+            "experts of a class in transformer_plugin.nn.convert.EXPERTS",
+            [o for o in others if is_experts(*o)],
+        ),
+        ("linear layers of the class torch.nn.Linear itself", [o for o in others if is_linear(o[1])]),
+    ):
+        found = [(name, module) for name, module in found if chooses(filter, module, name)]
+        for left in left_alone(found):
+            advice = (
+                "They stay as they are, without the recipe: leave them out with 'filter' if that is meant"
+            )
+            yield message("convert", "model", expected, str(left), advice)
 
 
 def _kind(module: torch.nn.Module) -> type[Any] | None:
@@ -172,6 +206,4 @@ def _check_experts(where: str, module: torch.nn.Module) -> None:
 def _refuse(
     argument: str, expected: str, got: object, advice: str, error: type[Exception] = ValueError
 ) -> NoReturn:
-    raise error(
-        f"transformer_plugin::convert: argument '{argument}': expected {expected}, got {got}. {advice}."
-    )
+    raise error(message("convert", argument, expected, str(got), advice))

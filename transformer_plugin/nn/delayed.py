@@ -37,7 +37,7 @@ def reduce_amax(model: torch.nn.Module, group: ProcessGroup | None = None) -> No
         PeerTimeoutError: a rank does not call this.
     """
     layers = [module for module in model.modules() if isinstance(module, RecipeModule)]
-    amaxes = [layer._current_amax for layer in layers if isinstance(layer.recipe, DelayedScaling)]
+    amaxes = [layer.delayed_amax for layer in layers if isinstance(layer.recipe, DelayedScaling)]
     if not amaxes:
         return
     group = dist.group.WORLD if group is None else group

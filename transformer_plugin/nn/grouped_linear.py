@@ -354,7 +354,7 @@ class GroupedLinear(RecipeModule):
         scale = self._delayed_scales(
             recipe, accepted and self._op_accepts_rows(input, group_sizes, bias_scale)
         )
-        amax = self._current_amax if self.training else None
+        amax = self.delayed_amax if self.training else None
         layer = (scale, amax, bias, bias_scale, *self._formats, *self.launch_options, self._shard_key())
         return ops.grouped_linear_scaled(input, weight, group_sizes, *layer)
 

@@ -239,7 +239,7 @@ class LayerNormLinear(RecipeModule):
             normalized = parallel.input(normalized)
         if isinstance(self.recipe, DelayedScaling):
             scale = self._delayed_scales(self.recipe, self._op_accepts(normalized, weight, bias))
-            amax = self._current_amax if self.training else None
+            amax = self.delayed_amax if self.training else None
             formats = (*self._formats, self._shard_key())
             return ops.linear_scaled(normalized, weight, scale, amax, bias, *formats)
         options: dict[str, Any] = {**into, "quantized_weight": quantized_weight}

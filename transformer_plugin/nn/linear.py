@@ -146,7 +146,7 @@ class Linear(RecipeModule, torch.nn.Linear):
             output = run_linear(self, (input, weight, bias), quantized_weight, into, out)
         elif isinstance(self._recipe, DelayedScaling):
             scale = self._delayed_scales(self._recipe, self._op_accepts(input, weight, bias))
-            amax = self._current_amax if self.training else None
+            amax = self.delayed_amax if self.training else None
             output = ops.linear_scaled(input, weight, scale, amax, bias, *self._formats, self._shard_key())
         elif out is None:
             output = ops.linear(input, weight, bias, *self._formats, quantized_weight, **into)

@@ -299,7 +299,12 @@ class MoE(LaunchedModule):
         return shaped
 
     def _check_router(self, router: torch.nn.Module) -> None:
-        """Raises if a replaced router chooses among another number of experts."""
+        """Raises if a replaced router chooses among another number of experts.
+
+        The attribute of a wrapper says nothing: PEFT's wrapper of a parameter has one with another meaning.
+        """
+        if type(router) is not TopKRouter:
+            router = next((module for module in router.modules() if isinstance(module, TopKRouter)), router)
         experts = getattr(router, "num_experts", self.num_experts)
         if experts != self.num_experts:
             raise ValueError(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +22,12 @@ from transformer_plugin.recipes import DelayedScaling, Recipe
 from transformer_plugin.tensor import GroupedTensor
 
 
-class _Choice(NamedTuple):
+@dataclass
+class _Choice:
     recipe: Recipe
     keeps_values: bool
+    #: How many weights were quantized.
+    made: int = 0
 
 
 _choice: ContextVar[_Choice | None] = ContextVar("quantized_init", default=None)
@@ -47,6 +52,9 @@ def quantized_init(recipe: Recipe, *, preserve_high_precision_init_val: bool = F
             ``weight.clear_high_precision_init_val()`` when they are not needed any more. ``reset_parameters()``
             replaces them; of a layer on the meta device it makes them.
 
+    Layers of other libraries, also ``torch.nn.Linear``, are made as without the context. If no layer of this package is
+    made in it, there is a ``UserWarning`` at its end.
+
     Raises:
         TypeError: no recipe. ValueError: a recipe whose weights have no scales, or ``DelayedScaling``.
     """
@@ -55,11 +63,18 @@ def quantized_init(recipe: Recipe, *, preserve_high_precision_init_val: bool = F
     if isinstance(recipe, DelayedScaling) or recipe.weight_format in ("none", "bf16", "bf16:nan"):
         expected = "a recipe that quantizes weights from their current values"
         raise ValueError(_error(expected, str(recipe), "Use for example Float8BlockScaling()"))
-    token = _choice.set(_Choice(recipe, preserve_high_precision_init_val))
+    choice = _Choice(recipe, preserve_high_precision_init_val)
+    token = _choice.set(choice)
     try:
         yield
     finally:
         _choice.reset(token)
+    if not choice.made:
+        text = (
+            "transformer_plugin::quantized_init: expected layers of transformer_plugin.nn in the context, got none, "
+            "so that no weight is quantized. Make the model of such layers."
+        )
+        warnings.warn(text, UserWarning, stacklevel=3)
 
 
 def chosen_recipe(recipe: Recipe | None) -> Recipe | None:
@@ -79,6 +94,7 @@ def quantize_parameter(module: torch.nn.Module, name: str, key: str) -> None:
     weight = module._parameters[name]
     if choice is None or weight is None:
         return
+    choice.made += 1
     quantized = Parameter(quantize(weight.detach(), key, columnwise=True), weight.requires_grad)
     if choice.keeps_values:
         quantized.high_precision_init_val = _kept(weight)  # type: ignore[attr-defined]

@@ -14,8 +14,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformer_plugin import ops
 from transformer_plugin.formats import Format
 from transformer_plugin.parallel._shard_experts import local
+from transformer_plugin.parallel._watching import watch_steps
 from transformer_plugin.tensor import GroupedTensor, QuantizedTensor
-from transformer_plugin.tensor._base import Buffers
+from transformer_plugin.tensor._base import Buffers, FormatTensor
 
 Formats = tuple[str, str, str]
 
@@ -27,9 +28,9 @@ class QuantizedWeight:
     ``quantized_weight``. The copy has fixed addresses: :meth:`refresh` writes into the same memory, so that a CUDA
     graph may hold it, and may hold the refresh itself.
 
-    In eager code a forward raises an error if the weight was changed in place since the last refresh, has other memory
-    or is another tensor. What torch does not count as a change goes unnoticed: steps of optimizers with ``fused=True``,
-    ``weight.data.add_(1)``, kernels of other libraries, compiled code and replays of a CUDA graph. Call
+    In eager code a forward raises an error if the weight was changed in place since the last refresh, also by a step of
+    any ``torch.optim.Optimizer``, has other memory or is another tensor. Other changes that torch does not count go
+    unnoticed: ``weight.data.add_(1)``, kernels of other libraries, compiled code and replays of a CUDA graph. Call
     :func:`transformer_plugin.optim.refresh_after` for those, or :meth:`refresh` in the step.
 
     Args:
@@ -51,13 +52,14 @@ class QuantizedWeight:
             #: What the ops take: data, scales and, of ``nvfp4``, amaxes, along rows and, where needed, along columns.
             self.tensors: list[Tensor] = self._quantize()
             self._bytes = _with_bytes(self.tensors)
-        self._seen: list[_Seen] | None = [_Seen.of(source) for source in self._sources]
+        self._seen: list[Seen] | None = [Seen.of(source) for source in self._sources]
 
     def _take(self, weight: Tensor | Sequence[Tensor]) -> None:
         self._is_list = not isinstance(weight, Tensor)
         self._sources: list[Tensor] = [weight] if isinstance(weight, Tensor) else list(weight)
         for source in self._sources:
             copies_of(source).add(self)
+        watch_steps()
 
     def refresh(self, first_micro_batch: bool | Tensor = True) -> None:
         """Quantizes the weight again, into the same memory.
@@ -82,7 +84,11 @@ class QuantizedWeight:
         """The copy is that of the present weight."""
         # Compiled code cannot read versions: eager code then has nothing to compare with.
         compiling = torch.compiler.is_compiling()
-        self._seen = None if compiling else [_Seen.of(source) for source in self._sources]
+        self._seen = None if compiling else [Seen.of(source) for source in self._sources]
+
+    def note_changed(self) -> None:
+        """The weight has changed, also where torch does not count it."""
+        self._seen = [Seen.of(source, versions_behind=1) for source in self._sources]
 
     def _quantize(self) -> list[Tensor]:
         return ops.quantize_weight(self._values(), *self.formats)
@@ -180,7 +186,7 @@ class QuantizedWeight:
         self._seen = None
         if state["behind"] is not None:
             pairs = zip(self._sources, state["behind"], strict=True)
-            self._seen = [_Seen.of(source, behind) for source, behind in pairs]
+            self._seen = [Seen.of(source, behind) for source, behind in pairs]
 
 
 def _with_bytes(tensors: list[Tensor]) -> list[Tensor]:
@@ -228,6 +234,13 @@ def _plain(weight: Tensor) -> Tensor:
         return part.packed() if isinstance(part, GroupedTensor) else part
 
 
+def _memory(weight: Tensor) -> Tensor:
+    """A plain tensor that has the memory of this rank's part of a weight, of a quantized one that of its data."""
+    with torch.no_grad():
+        part = local(weight)
+    return next(part._buffers.of_values())[1] if isinstance(part, FormatTensor) else part
+
+
 def version_of(weight: Tensor) -> int:
     """Counts the in-place changes of a tensor and of its local part. Inference tensors have no version: 0."""
     if weight.is_inference():
@@ -237,8 +250,8 @@ def version_of(weight: Tensor) -> int:
     return weight._version + (0 if part is weight else part._version)
 
 
-class _Seen(NamedTuple):
-    """The state of a weight when it was quantized: its version and its memory.
+class Seen(NamedTuple):
+    """The state of a weight when it was copied: its version and its memory.
 
     The memory may be freed and its address reused later; the reference to the storage detects that.
     """
@@ -248,15 +261,15 @@ class _Seen(NamedTuple):
     address: int
 
     @staticmethod
-    def of(weight: Tensor, versions_behind: int = 0) -> _Seen:
-        part = _plain(weight)
-        storage = StorageWeakRef(part.untyped_storage())
-        return _Seen(version_of(weight) - versions_behind, storage, part.data_ptr())
+    def of(weight: Tensor, versions_behind: int = 0) -> Seen:
+        memory = _memory(weight)
+        storage = StorageWeakRef(memory.untyped_storage())
+        return Seen(version_of(weight) - versions_behind, storage, memory.data_ptr())
 
     def has_new_memory(self, weight: Tensor) -> bool:
         """Whether the tensor has other memory now, as after ``weight.data = other``."""
-        part = _plain(weight)
-        return self.address != part.data_ptr() or self.storage != StorageWeakRef(part.untyped_storage())
+        memory = _memory(weight)
+        return self.address != memory.data_ptr() or self.storage != StorageWeakRef(memory.untyped_storage())
 
     def is_outdated(self, weight: Tensor) -> bool:
         """Whether the weight has changed, or has other memory."""

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from transformer_plugin.nn.quantized_weight import copies_of
+from transformer_plugin.nn.quantized_weight import Seen, copies_of
 from transformer_plugin.parallel._part_tensor import PartTensor, part_for
+from transformer_plugin.parallel._shard_experts import local
 from transformer_plugin.parallel._tensor_slices import TENSOR_SLICES
 from transformer_plugin.parallel._weight_part import WEIGHT_PART, layout_of
 from transformer_plugin.parallel.clip import gradient_of
@@ -85,17 +89,38 @@ class MasterWeights:
 
     A gradient is ``parameter.main_grad`` where ``parameter.grad_added_to_main_grad`` is True, as ``parameter.grad`` is
     then a tensor without a meaning. Otherwise it is ``parameter.grad``, or ``parameter.main_grad`` where there is none.
+
+    Master weights follow loads: if a parameter has been changed since the last step, and is no longer its master weight
+    in fewer bits, :meth:`step` and :meth:`state_dict` give its values to the master weight first. What torch counts as
+    a change is noticed (``load_state_dict``, ``torch.distributed.checkpoint``, ``parameter.copy_()``), and
+    ``parameter.data = other``. Call :meth:`follow_parameters` after ``parameter.data.copy_()``, and where
+    ``torch.distributed.checkpoint.load`` has written into a ``DTensor`` without a ``load_state_dict`` afterwards.
+    Constraints such as ``clamp_()`` belong on the master weights. ``load_state_dict(assign=True)`` makes other
+    parameters: the next step raises an error.
     """
 
     def __init__(self, parameters: Iterable[Tensor], make: Callable[[list[Tensor]], Optimizer]) -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
         self.master_weights = [_master_of(p) for p in self.parameters]
+        #: The names of parameters that modules have replaced by others, by id.
+        self._replaced: dict[int, str] = {}
+        self._seen: list[Seen] | None
         self.optimizer = make(self.master_weights)
+        self._note_written()
+        _masters_of_process.add(self)
+        _watch_assignments()
 
     @torch.no_grad()
     def step(self) -> None:
-        """One step of the optimizer, and its result in the parameters."""
+        """One step of the optimizer, and its result in the parameters.
+
+        Raises:
+            ValueError: a parameter has no gradient, and a module has another in its place, for example since
+            ``load_state_dict(assign=True)``; or no ``main_grad``. Nothing is changed then.
+        """
         grads = [gradient_of(parameter, "MasterWeights") for parameter in self.parameters]
+        self._check_replaced(grads)
+        self._follow_changed()
         for grad, master in zip(grads, self.master_weights, strict=True):
             master.grad = None if grad is None else grad.to(master.dtype)
         self.optimizer.step()
@@ -103,6 +128,39 @@ class MasterWeights:
             if master.grad is not None:
                 parameter.copy_(master.detach())
         self.optimizer.zero_grad()
+        self._note_written()
+
+    @torch.no_grad()
+    def follow_parameters(self) -> None:
+        """Gives every master weight the values of its parameter, unless that is the master weight in fewer bits."""
+        for parameter, master in zip(self.parameters, self.master_weights, strict=True):
+            _follow(master, parameter)
+        self._note_written()
+
+    def _follow_changed(self) -> None:
+        """The same of parameters that something else has changed since the last step."""
+        if self._seen is None or torch.compiler.is_compiling():
+            return
+        for parameter, master, seen in zip(self.parameters, self.master_weights, self._seen, strict=True):
+            if seen.is_outdated(parameter):
+                _follow(master, parameter)
+        self._note_written()
+
+    def _note_written(self) -> None:
+        """The parameters are as this optimizer has written them. Compiled code cannot read versions."""
+        compiling = torch.compiler.is_compiling()
+        self._seen = None if compiling else [Seen.of(parameter) for parameter in self.parameters]
+
+    def _check_replaced(self, grads: Iterable[Tensor | None]) -> None:
+        """Raises if a module has another parameter in the place of one that has no gradient."""
+        for parameter, grad in zip(self.parameters, grads, strict=True):
+            if grad is None and id(parameter) in self._replaced:
+                got = f"'{self._replaced[id(parameter)]}', of which the module has another by now"
+                advice = (
+                    "Make a new MasterWeights after load_state_dict(assign=True) and after an assignment, or load with "
+                    "assign=False"
+                )
+                raise ValueError(message("MasterWeights", "parameters", "those of the model", got, advice))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the parameters: ``.grad``, and with zeros ``main_grad``, a framework's buffer."""
@@ -119,6 +177,8 @@ class MasterWeights:
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the optimizer and the master weights. Of parts of weights both are parts, as in the model's."""
+        with torch.no_grad():
+            self._follow_changed()
         layouts = [layout_of(master) for master in self.master_weights]
         masters = [master.detach() for master in self.master_weights]
         return {
@@ -150,6 +210,39 @@ class MasterWeights:
         for parameter, master, weight in zip(self.parameters, self.master_weights, saved, strict=True):
             master.copy_(weight)
             parameter.copy_(master.detach())
+        self._note_written()
+
+
+#: All that exist, to be told of parameters that modules replace.
+_masters_of_process: weakref.WeakSet[MasterWeights] = weakref.WeakSet()
+
+
+@functools.cache
+def _watch_assignments() -> None:
+    """Once per process: optimizers learn of parameters that modules replace."""
+    register_module_parameter_registration_hook(_note_replaced)
+
+
+def _note_replaced(module: torch.nn.Module, name: str, parameter: Tensor) -> None:
+    replaced = module._parameters.get(name)
+    if replaced is None or replaced is parameter:
+        return
+    for masters in list(_masters_of_process):
+        if any(replaced is other for other in masters.parameters):
+            masters._replaced[id(replaced)] = f"{name} of {type(module).__name__}"
+
+
+def _follow(master: Tensor, parameter: Tensor) -> None:
+    """Gives a master weight the values of its parameter, unless that is the master weight in fewer bits."""
+    own = local(master.detach())
+    own.copy_(_of_which_is(own, local(parameter.detach()), _value_of(local(parameter))))
+
+
+def _of_which_is(values: Tensor, parameter: Tensor, others: Tensor) -> Tensor:
+    """Those values of which a parameter is the rounded or quantized form; if not these, the others. Without a wait."""
+    written = parameter.clone()
+    written.copy_(values)
+    return torch.where((_unquantized(written) == _unquantized(parameter)).all(), values, others)
 
 
 def _part_of(saved: Tensor, master: Tensor, i: int) -> Tensor:
@@ -166,12 +259,23 @@ def _part_of(saved: Tensor, master: Tensor, i: int) -> Tensor:
 
 def _master_of(parameter: Tensor) -> Tensor:
     """A float32 copy of a parameter."""
-    value = parameter.detach()
-    if isinstance(value, FormatTensor):
-        kept = parameter.get_high_precision_init_val()  # type: ignore[attr-defined]
-        value = value.dequantize(torch.float32) if kept is None else kept.to(value.device)
-    master = value.to(torch.float32, copy=True).requires_grad_()
+    master = _value_of(parameter).to(torch.float32, copy=True).requires_grad_()
     for name in (WEIGHT_PART, TENSOR_SLICES):  # of a part, a part
         if name in parameter.__dict__:
             setattr(master, name, parameter.__dict__[name])
     return master
+
+
+def _value_of(parameter: Tensor) -> Tensor:
+    """The values of a parameter in float32; those that it has kept, if it is these in fewer bits still."""
+    present = _unquantized(parameter)
+    kept = parameter.get_high_precision_init_val() if isinstance(parameter, FormatTensor) else None
+    if kept is None:
+        return present
+    return _of_which_is(kept.to(parameter.device, torch.float32), parameter.detach(), present)
+
+
+def _unquantized(parameter: Tensor) -> Tensor:
+    """The values of a parameter in float32."""
+    value = parameter.detach()
+    return value.dequantize(torch.float32) if isinstance(value, FormatTensor) else value.float()

@@ -12,6 +12,7 @@ from torch.nn import Parameter
 
 from transformer_plugin.parallel import _gather_layout as layout
 from transformer_plugin.parallel._gather_layout import Part, Shards, refuse
+from transformer_plugin.parallel._other_layers import not_quantized, warn_of
 from transformer_plugin.parallel._shard_experts import Ranks
 from transformer_plugin.recipes import DelayedScaling
 from transformer_plugin.tensor import GroupedTensor, QuantizedTensor, _layout
@@ -227,9 +228,13 @@ def quantize_all_gather(
 
     A wrong number is a ValueError in the first forward, on all ranks.
 
+    Experts of other libraries, and those that :func:`transformer_plugin.convert` has converted, are gathered in their
+    dtype, and one ``UserWarning`` names them. So are layers without a recipe, without a warning.
+
     Args:
         model: with parameters in high precision, on any device, also ``"meta"``.
-        filter: called with each such layer and its name; its weight is changed where it returns True. None: all.
+        filter: called with each such layer and its name; its weight is changed where it returns True. None: all. It
+            is also called with the modules that a warning would name, and silences it where it returns False.
 
     Returns:
         The model.
@@ -242,9 +247,10 @@ def quantize_all_gather(
     if not isinstance(model, torch.nn.Module):
         refuse("model", "a torch.nn.Module", type(model).__name__, "Pass the model", TypeError)
     chosen = [found for found in _layers(model) if filter is None or filter(found[1], found[0])]
+    left = not_quantized(model, filter)
     if not chosen:
         advice = "Give layers a recipe first, for example Float8BlockScaling()"
-        refuse("model", "a layer with a recipe that quantizes its weight", "none", advice)
+        refuse("model", "a layer with a recipe that quantizes its weight", left or "none", advice)
     uses = _uses(model)
     for name, module in chosen:
         _check_layer(name, module, uses)
@@ -253,6 +259,7 @@ def quantize_all_gather(
             _restore(module)
             module.register_state_dict_post_hook(_save_plain)
             module.register_load_state_dict_post_hook(_restore)
+    warn_of(left, layout.OP, "model", "FSDP2 gathers them in their dtype")
     return model
 
 

@@ -1,4 +1,4 @@
-"""What optimizers and torch's clipping do with parts of weights."""
+"""What optimizers do with weights that have quantized copies, and they and torch's clipping with parts of weights."""
 
 from __future__ import annotations
 
@@ -18,23 +18,27 @@ from transformer_plugin.tensor._layout import message
 
 def watch_parts() -> None:
     """Once per process: state dicts of torch's optimizers, and torch's clipping, take note of parts."""
-    _watch_optimizers()
+    watch_steps()
+    _watch_state_dicts()
     _watch_clipping()
 
 
 @functools.cache
-def _watch_optimizers() -> None:
-    """Once per process: steps of torch's optimizers change weights, and one of whole weights has no effect."""
-    from torch.optim.optimizer import (
-        register_optimizer_step_post_hook,
-        register_optimizer_step_pre_hook,
-    )
+def watch_steps() -> None:
+    """Once per process: steps of torch's optimizers change weights, and one of whole weights has no effect.
 
+    torch does not count what a step with ``fused=True`` changes.
+    """
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    register_optimizer_step_pre_hook(_before_step)
+
+
+@functools.cache
+def _watch_state_dicts() -> None:
     optimizer: Any = torch.optim.Optimizer
     for name in ("state_dict", "load_state_dict"):
         setattr(optimizer, name, _handling(getattr(optimizer, name)))
-    register_optimizer_step_pre_hook(_check_parameters)
-    register_optimizer_step_post_hook(_after_step)
 
 
 @functools.cache
@@ -77,9 +81,18 @@ def _handling(method: Any) -> Any:
     return call
 
 
-def _check_parameters(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if torch.compiler.is_compiling():
         return
+    _check_parameters(optimizer)
+    hooks: Any = optimizer._optimizer_step_post_hooks
+    if _after_step not in hooks.values():
+        # The first hook of this optimizer: what others quantize after the step is up to date.
+        handle = optimizer.register_step_post_hook(_after_step)
+        hooks.move_to_end(handle.id, last=False)
+
+
+def _check_parameters(optimizer: torch.optim.Optimizer) -> None:
     for settings in optimizer.param_groups:
         for parameter in settings["params"]:
             if REPLACED in parameter.__dict__:
@@ -91,14 +104,20 @@ def _check_parameters(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Copies of whole weights are outdated; those of parts are made again."""
     from transformer_plugin.parallel._quantized_part import refresh_together
 
     if torch.compiler.is_compiling():
         return
     parameters = [p for settings in optimizer.param_groups for p in settings["params"]]
-    parts = [parameter for parameter in parameters if WEIGHT_PART in parameter.__dict__]
-    if not parts:
-        return
-    ops.note_weights_changed()
-    copies = {id(c): c for part in parts for c in part.__dict__.get("quantized_copies", ())}
-    refresh_together([copy for copy in copies.values() if copy.refreshes_itself], None)
+    if any(WEIGHT_PART in parameter.__dict__ for parameter in parameters):
+        ops.note_weights_changed()
+    copies: dict[int, Any] = {}
+    for parameter in parameters:
+        for copy in parameter.__dict__.get("quantized_copies", ()):
+            if copy.refreshes_itself:
+                copies[id(copy)] = copy
+            elif parameter.grad is not None:
+                copy.note_changed()
+    if copies:
+        refresh_together(copies.values(), None)

@@ -5,6 +5,8 @@ own ranks only. Neither consults the module. So the first layer with sharded exp
 that is made while there is a process group, install two checks in the process. One runs when a module is put into a
 ``DistributedDataParallel`` (torch has a hook for this). The other runs when FSDP2 groups parameters (torch has no hook
 for this, so its constructor is wrapped).
+
+The state of delayed scaling is each rank's own. ``DistributedDataParallel`` would overwrite it with rank 0's.
 """
 
 from __future__ import annotations
@@ -53,6 +55,27 @@ def install_wrapper_checks() -> None:
             _average_over_all_ranks(self, mesh_info.mesh, ranks.losses)
 
     FSDPParamGroup.__init__ = init  # type: ignore[method-assign]
+
+
+@functools.cache
+def keep_rank_buffers() -> None:
+    """Once per process: ``DistributedDataParallel`` broadcasts no buffers that are each rank's own, before a forward.
+
+    When it is constructed it broadcasts them as all others. torch asks for names to leave out only then, and would
+    leave these out of that, too; so its method that collects buffers before each forward is wrapped.
+    """
+    original = DistributedDataParallel._assign_modules_buffers
+
+    @functools.wraps(original)
+    def assign(self: Any) -> None:
+        original(self)
+        layers = [module for module in self.module.modules() if getattr(module, "rank_buffers", ())]
+        own = {id(layer._buffers.get(name)) for layer in layers for name in layer.rank_buffers}
+        every = self.named_module_buffers
+        self.named_module_buffers = {name: buffer for name, buffer in every.items() if id(buffer) not in own}
+        self.modules_buffers = list(self.named_module_buffers.values())
+
+    DistributedDataParallel._assign_modules_buffers = assign  # type: ignore[method-assign]
 
 
 def _check_ddp(wrapper: torch.nn.Module, name: str, model: torch.nn.Module | None) -> None:

@@ -17,6 +17,7 @@ from transformer_plugin import ops
 from transformer_plugin.formats import Format
 from transformer_plugin.parallel._collectives import all_gather_value
 from transformer_plugin.parallel._expert_slices import mark_experts
+from transformer_plugin.parallel._other_layers import not_sharded, warn_of
 from transformer_plugin.parallel._part_states import handle_module
 from transformer_plugin.parallel._row_shard import RowShard
 from transformer_plugin.parallel._shard_formats import align_of, formats_of, sends_values
@@ -78,8 +79,8 @@ def shard_(
 
     A weight ``[N, K]`` becomes a parameter ``[S, K]``, this rank's rows, and ``[G, N, K]`` becomes ``[S, N, K]``, this
     rank's experts, with zeros after the last. Of experts in a list each ``[N, K]`` becomes ``[S, K]``. Biases and norms
-    stay whole. Make the optimizer afterwards.
-    Call it once for a model: weights of different calls are not gathered after each other ahead of use.
+    stay whole, and so do layers of other libraries and converted experts, which one ``UserWarning`` names. Make the
+    optimizer afterwards. Call it once for a model: weights of different calls are not gathered ahead of use together.
 
     Args:
         module: with :class:`~transformer_plugin.nn.Linear`, :class:`~transformer_plugin.nn.LayerNormLinear`,
@@ -93,7 +94,7 @@ def shard_(
         gradient_dtype: ``torch.bfloat16``: gradients travel in it also where ``main_grad`` is float32.
         prefetch: how many weights are gathered ahead of their use.
         timeout_ms: for each wait on other ranks; None: the timeout of the group.
-        filter: which layers, by name and module; None: all.
+        filter: which layers, by name and module; None: all. Where it returns False, the warning names no module.
         tied: whether layers may share a weight, such as an embedding and the output layer. They then share a part, of
             which the gradient is the sum of theirs. False: a shared weight is an error.
 
@@ -101,27 +102,36 @@ def shard_(
         The module.
 
     Raises:
-        ValueError: what cannot be sharded, or differs between ranks; nothing is changed then.
+        ValueError: no layer to shard; what cannot be sharded, or differs between ranks; nothing is changed then.
         PeerTimeoutError: a rank does not call this.
     """
     group = _process_group(group)
     if group is None:
         return module
+    left = _left_whole(module, filter)
     if group.size() == 1:
         return _mark_experts(module, filter)
     options = _options(format, gradient, gradient_dtype, prefetch, timeout_ms)
-    ranks = tuple(dist.get_process_group_ranks(group))
     targets = list(_targets(module, filter))
     names = _shared(module, targets, tied)
     for target in targets:
-        _check(target, ranks, options)
+        _check(target, tuple(dist.get_process_group_ranks(group)), options)
     _compare_ranks(targets, names, group, options, prefetch)
-    parts = _cut(targets, group, options)
-    _place(targets, parts, options)
+    _place(targets, _cut(targets, group, options), options)
     ops.configure_gathers(group.group_name, prefetch)
     watch_parts()
     install_wrapper_checks()
+    warn_of(left, _OP, "module", "Their weights stay whole on every rank")
     return module
+
+
+def _left_whole(module: torch.nn.Module, filter: Callable[[str, torch.nn.Module], bool] | None) -> str:
+    """The layers that cannot be sharded, for a warning. Raises if there are no others."""
+    left = not_sharded(module, filter)
+    if next(_layers(module, filter), None) is None:
+        advice = "Pass a model with such layers, or another 'filter'"
+        _refuse("module", "layers of transformer_plugin.nn with weights", left or "none", advice)
+    return left
 
 
 def _mark_experts(
@@ -343,7 +353,7 @@ def _place(targets: list[_Target], parts: dict[int, Parameter], options: _Option
     for target in targets:
         _place_one(target, parts[id(target.weight)], options)
     for target in targets:
-        if getattr(target.module, "gathers_quantized", False) and not target.module.weight.is_meta:
+        if getattr(target.module, "exchanges_quantized", False) and not target.module.weight.is_meta:
             target.module._quantized_part()  # compiled code cannot make it
 
 

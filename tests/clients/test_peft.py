@@ -1,0 +1,172 @@
+"""LoRA of PEFT on parameters of each module (``target_parameters``): outputs, and gradients of the adapters.
+
+The reference is the bare module with ``weight + delta`` in place of the weight, where ``delta`` is made of the
+adapter's matrices in plain torch.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from transformer_plugin import nn
+from transformer_plugin.recipes import Float8BlockScaling
+from transformer_plugin.testing.numerics import assert_same_bits
+
+peft = pytest.importorskip("peft")
+
+ROWS, HIDDEN, FFN, EXPERTS, RANK = 24, 32, 48, 4, 2
+
+
+class Model(torch.nn.Module):
+    """One module, by name, with what its forward needs besides the input."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, input: Tensor) -> Tensor:
+        rest: tuple[Tensor, ...] = ()
+        if isinstance(self.layer, nn.GroupedMLP) or self.has_groups():
+            rest = (torch.tensor([8, 0, 10, 4], device=input.device),)
+        if isinstance(self.layer, nn.GroupedMLP):
+            rest += (torch.linspace(0.1, 1, ROWS, device=input.device),)
+        output = self.layer(input, *rest)
+        return (
+            output.output
+            if hasattr(output, "expert_load") and hasattr(output, "output")
+            else _weights(output)
+        )
+
+    def has_groups(self) -> bool:
+        return any(isinstance(layer, nn.GroupedLinear) for layer in _unwrapped(self.layer))
+
+
+def _unwrapped(layer: Any) -> Any:
+    while layer is not None:
+        yield layer
+        layer = getattr(layer, "base_layer", None)
+
+
+def _weights(output: Any) -> Tensor:
+    return output if isinstance(output, Tensor) else output.weights
+
+
+def grouped(**options: Any) -> nn.GroupedLinear:
+    return nn.GroupedLinear(EXPERTS, HIDDEN, FFN, **options)
+
+
+Case = tuple[Callable[..., torch.nn.Module], list[str]]
+#: How a module is made, and the parameters that have adapters.
+CASES: dict[str, Case] = {
+    "Linear": (lambda **options: nn.Linear(HIDDEN, FFN, **options), ["weight"]),
+    "LayerNormLinear": (lambda **options: nn.LayerNormLinear(HIDDEN, FFN, **options), ["weight"]),
+    "GroupedLinear": (grouped, ["weight"]),
+    "GroupedLinear, its bias, too": (grouped, ["weight", "bias"]),
+    "GroupedLinear, list": (lambda **options: grouped(parameters="list", **options), ["weight0", "weight2"]),
+    "GroupedMLP": (
+        lambda **options: nn.GroupedMLP(EXPERTS, HIDDEN, FFN, **options),
+        ["fc1.weight", "fc2.weight"],
+    ),
+    "GroupedMLP, fc2": (
+        lambda **options: nn.GroupedMLP(EXPERTS, HIDDEN, FFN, True, **options),
+        ["fc2.weight"],
+    ),
+    "MoE, router": (lambda **options: nn.MoE(HIDDEN, FFN, EXPERTS, 2, **options), ["router.weight"]),
+    "MoE": (
+        lambda **options: nn.MoE(HIDDEN, FFN, EXPERTS, 2, **options),
+        ["router.weight", "experts.fc1.weight", "experts.fc2.weight"],
+    ),
+    "TopKRouter": (lambda recipe, **options: nn.TopKRouter(HIDDEN, EXPERTS, 2, **options), ["weight"]),
+}
+
+
+def adapted(model: Model, parameters: list[str]) -> Any:
+    names = [f"layer.{name}" for name in parameters]
+    config = peft.LoraConfig(r=RANK, lora_alpha=3, target_modules=[], target_parameters=names)
+    return peft.get_peft_model(model, config)
+
+
+def deltas(wrapped: Any, names: list[str], model: Model) -> dict[str, Tensor]:
+    """What the adapters add, by the names of the bare model's parameters."""
+    found = {}
+    for module in wrapped.modules():
+        if type(module).__name__ != "ParamWrapper":
+            continue
+        base = module.get_base_layer()
+        (name,) = (
+            f"layer.{name}" for name in names
+            if name.rpartition(".")[2] == module.parameter_name and _owner(wrapped, name) is base
+        )  # fmt: skip
+        a, b = (getattr(module, f"lora_{each}")["default"].weight for each in "AB")
+        weight = model.get_parameter(name)
+        scale = 3 / RANK
+        if weight.dim() == 2:
+            found[name] = scale * b @ a
+        else:
+            a = a.view(weight.shape[0], RANK, -1)
+            b = b.view(b.shape[0], RANK, weight.shape[0])
+            found[name] = scale * torch.einsum("ore,eri->eoi", b, a)
+    return found
+
+
+def _owner(wrapped: Any, name: str) -> Any:
+    """The innermost module that has a parameter."""
+    found = wrapped.base_model.model.layer
+    for part in name.split(".")[:-1]:
+        while not hasattr(found, part):
+            found = found.base_layer
+        found = getattr(found, part)
+    while hasattr(found, "base_layer"):
+        found = found.base_layer
+    return found
+
+
+@pytest.mark.parametrize("recipe", [None, Float8BlockScaling()], ids=["none", "fp8_block"])
+@pytest.mark.parametrize("name", CASES)
+def test_adapters_of_parameters(name: str, recipe: Any, device: torch.device) -> None:
+    make, names = CASES[name]
+    torch.manual_seed(0)
+    bare = Model(make(recipe=recipe, device=device))
+    wrapped = adapted(copy.deepcopy(bare), names)
+    x = torch.randn(ROWS, HIDDEN, device=device)
+    assert_same_bits(wrapped(x).detach(), bare(x).detach())  # B begins with zeros
+
+    adapters = {n: p for n, p in wrapped.named_parameters() if p.requires_grad}
+    assert len(adapters) == 2 * len(names) and all("lora_" in n for n in adapters)
+    with torch.no_grad():
+        for parameter in adapters.values():
+            parameter.copy_(torch.randn(parameter.shape, device=device) / 10)
+    bare.requires_grad_(False)
+    added = deltas(wrapped, names, bare)
+    assert len(added) == len(names)
+    changed = {n: bare.get_parameter(n) + delta for n, delta in added.items()}
+    expected, output = functional_call(bare, changed, (x,)), wrapped(x)
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+    wanted = torch.autograd.grad(expected.square().sum(), list(adapters.values()))
+    output.square().sum().backward()
+    for (n, parameter), grad in zip(adapters.items(), wanted, strict=True):
+        torch.testing.assert_close(parameter.grad, grad, rtol=1e-4, atol=1e-4, msg=n)
+        assert grad.abs().max() > 0, n
+    assert not any(p.grad is not None for n, p in wrapped.named_parameters() if n not in adapters)
+
+
+def test_merged() -> None:
+    make, names = CASES["MoE"]
+    torch.manual_seed(0)
+    bare = Model(make(recipe=None))
+    wrapped = adapted(copy.deepcopy(bare), names)
+    with torch.no_grad():
+        for parameter in wrapped.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.1)
+    x = torch.randn(ROWS, HIDDEN)
+    expected = wrapped(x)
+    assert not torch.equal(expected, bare(x))
+    torch.testing.assert_close(wrapped.merge_and_unload()(x), expected)
