@@ -11,9 +11,10 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from transformer_plugin.nn.quantized_weight import copies_of
+from transformer_plugin.parallel._layer_shards import note, note_shards, refuse_replaced
 from transformer_plugin.parallel._part_tensor import PartTensor, part_for
-from transformer_plugin.parallel._tensor_slices import TENSOR_SLICES
-from transformer_plugin.parallel._weight_part import WEIGHT_PART, layout_of
+from transformer_plugin.parallel._tensor_slices import slices_of
+from transformer_plugin.parallel._weight_part import layout_of, part_of
 from transformer_plugin.parallel.clip import gradient_of
 from transformer_plugin.tensor._base import FormatTensor
 from transformer_plugin.tensor._layout import message
@@ -88,6 +89,7 @@ class MasterWeights:
     """
 
     def __init__(self, parameters: Iterable[Tensor], make: Callable[[list[Tensor]], Optimizer]) -> None:
+        note_shards()
         self.parameters = [p for p in parameters if p.requires_grad]
         self.master_weights = [_master_of(p) for p in self.parameters]
         self.optimizer = make(self.master_weights)
@@ -95,6 +97,7 @@ class MasterWeights:
     @torch.no_grad()
     def step(self) -> None:
         """One step of the optimizer, and its result in the parameters."""
+        refuse_replaced(self.parameters)
         grads = [gradient_of(parameter, "MasterWeights") for parameter in self.parameters]
         for grad, master in zip(grads, self.master_weights, strict=True):
             master.grad = None if grad is None else grad.to(master.dtype)
@@ -171,7 +174,5 @@ def _master_of(parameter: Tensor) -> Tensor:
         kept = parameter.get_high_precision_init_val()  # type: ignore[attr-defined]
         value = value.dequantize(torch.float32) if kept is None else kept.to(value.device)
     master = value.to(torch.float32, copy=True).requires_grad_()
-    for name in (WEIGHT_PART, TENSOR_SLICES):  # of a part, a part
-        if name in parameter.__dict__:
-            setattr(master, name, parameter.__dict__[name])
+    note(master, part_of(parameter), slices_of(parameter))
     return master
