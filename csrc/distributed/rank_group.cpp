@@ -4,6 +4,8 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <charconv>
+#include <string_view>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -26,6 +28,27 @@ c10::intrusive_ptr<c10d::ProcessGroup> resolve(const char* op, const std::string
     TP_CHECK_VALUE(false, op, "group_name", "the name of a c10d process group of this process, or \"\"",
                    "'" << name << "'", "Pass group.group_name, and do not use a group after it is destroyed");
   }
+}
+
+// "<name>#rank=<r>": the group of the name, in which this process must have the rank r.
+constexpr std::string_view kRankMark = "#rank=";
+
+std::string without_rank(const std::string& given) { return given.substr(0, given.rfind(kRankMark)); }
+
+// A world that is destroyed and created again has the same name, and may have the processes in another order.
+void check_rank(const char* op, const std::string& given, const GroupState& state) {
+  if (given.size() == state.name.size()) return;
+  const char* const first = given.data() + state.name.size() + kRankMark.size();
+  int64_t rank = -1;
+  const auto [end, error] = std::from_chars(first, given.data() + given.size(), rank);
+  TP_CHECK_VALUE(error == std::errc() && end == given.data() + given.size(), op, "group_name",
+                 "a name, or a name with '#rank=' and a number", "'" << given << "'",
+                 "Pass group.group_name");
+  TP_CHECK_VALUE(rank == state.rank, op, "group_name",
+                 "the group '" << state.name << "' in which this process is rank " << rank
+                               << ", as when the layer was made",
+                 "one in which it is rank " << state.rank,
+                 "Make the layer again with the new group, and load its state_dict()");
 }
 
 constexpr int64_t kLongestMs = 1'000'000'000'000;  // 31 years; a clock counts nanoseconds in 64 bits
@@ -76,13 +99,14 @@ struct RankGroup::Connection {
   }
 };
 
-RankGroup::RankGroup(const char* op, const std::string& name, int64_t timeout_ms, const Tensor& like)
+RankGroup::RankGroup(const char* op, const std::string& given, int64_t timeout_ms, const Tensor& like)
     : connection_(std::make_shared<Connection>()) {
   check_timeout(op, timeout_ms);
   Connection& to = *connection_;
   to.like = like;
   to.on_cuda = like.defined() && like.is_cuda();
   to.timeout = Milliseconds(timeout_ms);
+  const std::string name = without_rank(given);
   if (name.empty()) {
     state_ = group_state(name, {});
   } else {
@@ -90,6 +114,7 @@ RankGroup::RankGroup(const char* op, const std::string& name, int64_t timeout_ms
     state_ = group_state(name, to.group);
     if (timeout_ms <= 0) to.timeout = group_timeout(*to.group, to.on_cuda ? at::kCUDA : at::kCPU);
   }
+  check_rank(op, given, *state_);
 }
 
 // If a call ends before its collectives, for example because an allocation failed, the other ranks would take

@@ -31,7 +31,8 @@ class PendingCollective {
   std::function<void()> wait_;  // empty: nothing to wait for
 };
 
-// A c10d group, given by its name, as one call of an op uses it. "" is the group of this process alone.
+// A c10d group, given by its name, as one call of an op uses it. "" is the group of this process alone. Layers pass
+// "<name>#rank=<r>" with the rank that this process had when they were made: another rank is an error.
 class RankGroup {
  public:
   // `timeout_ms` <= 0: the timeout of the group. `like`: a tensor on the device of the payload; undefined: no

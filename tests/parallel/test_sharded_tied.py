@@ -278,3 +278,80 @@ def check_refusals(rank: Rank) -> None:
 
 def test_refusals(make_pool: Any) -> None:
     make_pool(2).run(check_refusals)
+
+
+def on_meta() -> Tied:
+    with torch.device("meta"):
+        table, middle, head = tnn.Embedding(ROWS, 6), tnn.Linear(6, 6, bias=False), tnn.Linear(6, ROWS)
+    model = Tied()
+    model.table, model.middle, model.head = table, middle, head
+    model.head.weight = model.table.weight
+    return model
+
+
+def check_converted(rank: Rank) -> None:
+    """Conversions that replace parameters keep the tie, of the model or of one layer after the other."""
+
+    def to_empty(model: Any) -> None:
+        model.to_empty(device=rank.device)
+
+    def by_layers(model: Any) -> None:
+        for layer in (model.head, model.middle, model.table):
+            layer.to_empty(device=rank.device)
+
+    def overwrite(model: Any) -> None:
+        torch.__future__.set_overwrite_module_params_on_conversion(True)
+        try:
+            model.to_empty(device=rank.device).to(torch.float64).to(torch.float32)
+        finally:
+            torch.__future__.set_overwrite_module_params_on_conversion(False)
+
+    def tie_again(model: Any) -> None:
+        model.to_empty(device=rank.device)
+        model.head.weight = torch.nn.Parameter(model.head.weight.detach().clone())
+        model.head.weight = model.table.weight
+
+    whole = Tied()
+    wanted = gradients_of(whole, rank.size)
+    for convert in (to_empty, by_layers, overwrite, tie_again):
+        cut = shard_(on_meta(), rank.group, tied=True, gradient="sum")
+        optimizer = torch.optim.SGD(cut.parameters(), lr=0.5)
+        convert(cut)
+        assert cut.head.weight is cut.table.weight and not cut.head.weight.is_meta
+        cut.load_state_dict(whole.state_dict())
+        step_of(cut, rank.rank)
+        assert_same_bits(cut.head.weight.grad.cpu(), own(cut.head.weight, wanted["table.weight"]))
+        for name, parameter in cut.named_parameters():
+            assert_same_bits(whole_weight(parameter).cpu(), whole.get_parameter(name).detach(), name)
+        with pytest.raises(ValueError, match=r"got the shard 'table.weight', which \w+ replaced"):
+            optimizer.step()
+
+
+def check_untied(rank: Rank) -> None:
+    """A tied layer that gets a shard of its own, and one of a layer that is sharded in another way."""
+    whole, cut = (Tied().to(rank.device) for _ in range(2))
+    shard_(cut, rank.group, tied=True, gradient="sum")
+    whole.head.weight = torch.nn.Parameter(whole.table.weight.detach() + 1)
+    optimizer = torch.optim.SGD(cut.parameters(), lr=0.5)
+    cut.head.weight = torch.nn.Parameter(own(cut.table.weight, whole.head.weight.detach()))
+    optimizer.step()  # the table still has its parameter
+    wanted = gradients_of(whole, rank.size)
+    step_of(cut, rank.rank)
+    for name in ("table.weight", "head.weight"):
+        assert_same_bits(cut.get_parameter(name).grad, own(cut.table.weight, wanted[name]), name)
+    assert_weights(cut, whole)
+    other = tnn.Linear(6, cut.table.weight.shape[0] + 1, device=rank.device)
+    with pytest.raises(
+        ValueError, match=r"Linear: argument 'weight': expected a parameter of which this rank has all"
+    ):
+        other.weight = cut.table.weight
+    other = shard_(tnn.Linear(6, ROWS + 1, device=rank.device), rank.group)
+    with pytest.raises(
+        ValueError, match=r"Linear: argument 'weight': expected a plain tensor of sizes .*which is"
+    ):
+        other.weight = cut.table.weight
+
+
+@pytest.mark.parametrize("check", [check_converted, check_untied])
+def test_replaced(pair: Any, check: Any) -> None:
+    pair.run(check)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from transformer_plugin.functional._values import described, is_quantized
 from transformer_plugin.nn.quantized_parameters import keep_values
+from transformer_plugin.parallel._layer_shards import REPLACED
 from transformer_plugin.tensor import GroupedTensor
 from transformer_plugin.tensor._base import Buffers, FormatTensor
 
@@ -48,7 +49,7 @@ def keeping_attributes(module: torch.nn.Module) -> Iterator[None]:
 
 def _restore(parameter: Any, attributes: dict[str, Any]) -> None:
     for name, value in attributes.items():
-        if name not in parameter.__dict__:
+        if name not in parameter.__dict__ and name != REPLACED:
             setattr(parameter, name, value)
     if not isinstance(parameter, FormatTensor):
         return

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from transformer_plugin.nn._module import PluginModule
-from transformer_plugin.parallel._tensor_slices import TensorSlices
-from transformer_plugin.parallel._weight_part import WeightPart, as_copy, mark
+from transformer_plugin.parallel import _layer_shards
+from transformer_plugin.parallel._tensor_slices import TENSOR_SLICES, TensorSlices
+from transformer_plugin.parallel._weight_part import WEIGHT_PART, WeightPart, layout_of, without_set
 
 
 class ShardedWeightMixin(PluginModule):
@@ -28,22 +30,54 @@ class ShardedWeightMixin(PluginModule):
     weight_parts: Mapping[str, WeightPart] = MappingProxyType({})
     #: Of the parameters that are slices, by their names.
     tensor_slices: Mapping[str, TensorSlices] = MappingProxyType({})
+    #: Whether the parameters are full ones, for initial values; this rank's shards follow.
+    has_full_parameters: bool = False
 
     def _shard_key(self) -> str:
         """The argument of the ops. Compiled code has no name in it, so that one graph serves equal layers."""
-        return self.weight_shard if torch.compiler.is_compiling() else self.named_weight_shard
+        if torch.compiler.is_compiling():
+            return self.weight_shard
+        for name in self.weight_parts:
+            self._check_shard(name, WEIGHT_PART)
+            break
+        return self.named_weight_shard
+
+    def _check_shard(self, name: str = "weight", attribute: str = TENSOR_SLICES) -> None:
+        """In eager forwards: notes the shards again after ``swap_tensors``, which may have put a full weight there."""
+        if torch.compiler.is_compiling():
+            return
+        parameter = self._parameters.get(name)
+        if parameter is not None and attribute not in parameter.__dict__:
+            _layer_shards.note_layer(self)
+            layout_of(parameter)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if self.weight_parts or self.tensor_slices:
-            as_copy(self)
+            _layer_shards.note_layer(self)  # copies of parameters have no attributes
+            # The copy exists apart from the weights that were sharded together, so it is not gathered ahead with them.
+            self.weight_shard = without_set(self.weight_shard)
+            self.named_weight_shard = without_set(self.named_weight_shard)
         if self.tensor_parallel is not None:
             from transformer_plugin.nn._tensor_parallel import check_group
 
             check_group(self.tensor_parallel)
 
+    def register_parameter(self, name: str, param: Parameter | None) -> None:
+        """As in torch, which calls it for assignments. A shard or slice may be replaced by one of the same sizes.
+
+        Raises:
+            ValueError: another tensor, such as the full weight, in place of a shard.
+        """
+        _layer_shards.register(self, name, param, super().register_parameter)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self._parameters and (name in self.weight_parts or name in self.tensor_slices):
+            _layer_shards.refuse_deletion(self, name)
+        super().__delattr__(name)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        applied = super()._apply(fn, recurse)
-        if self.weight_parts or self.tensor_slices:
-            mark(self)
-        return applied
+        if not (self.weight_parts or self.tensor_slices):
+            return super()._apply(fn, recurse)
+        with _layer_shards.noting_conversion(self):
+            return super()._apply(fn, recurse)

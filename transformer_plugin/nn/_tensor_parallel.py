@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 import torch
@@ -14,6 +14,8 @@ from torch.distributed import distributed_c10d
 from torch.nn import Parameter
 
 from transformer_plugin import ops
+from transformer_plugin.parallel._group_names import name_with_rank
+from transformer_plugin.parallel._layer_shards import REPLACED, Replacement, note_layer
 from transformer_plugin.parallel._part_states import handle_module
 from transformer_plugin.parallel._tensor_slices import (
     TENSOR_SLICES,
@@ -22,7 +24,7 @@ from transformer_plugin.parallel._tensor_slices import (
     even_slices,
     padded_slices,
 )
-from transformer_plugin.parallel._weight_part import REPLACED, layout_of, mark
+from transformer_plugin.parallel._weight_part import layout_of
 from transformer_plugin.parallel._wrapping import install_wrapper_checks
 from transformer_plugin.tensor._layout import message
 
@@ -50,17 +52,18 @@ class TensorParallel:
     group_name: str
     #: Whether rows of the tensors outside of the sharded products are sharded, too.
     sequence_parallel: bool = False
+    #: The arguments of ops: the size of the group, and its name with this process's rank in it.
+    group: tuple[int, str] = field(init=False, compare=False, repr=False)
 
-    @property
-    def group(self) -> tuple[int, str]:
-        """The arguments of ops."""
-        return len(self.ranks), self.group_name
+    def __post_init__(self) -> None:
+        name = name_with_rank(self.group_name, self.rank)
+        object.__setattr__(self, "group", (len(self.ranks), name))
 
     def gathers(self, into: dict[str, Any]) -> bool:
         """Whether the op of the product gathers rows itself. If so, its arguments say that."""
         if self.mode == "row" or not self.sequence_parallel:
             return False
-        into.update(input_ranks=len(self.ranks), input_group=self.group_name)
+        into.update(input_ranks=self.group[0], input_group=self.group[1])
         return True
 
     def input(self, input: Tensor) -> Tensor:
@@ -151,16 +154,16 @@ def group_of(layer: str, group: Any) -> tuple[str, tuple[int, ...]]:
 
 def shard_parameters(layer: ShardedWeightMixin, parallel: TensorParallel, plan: dict[str, SlicePlan]) -> None:
     """Replaces whole parameters by this rank's slices."""
-    _check_whole(layer)
+    _check_whole(layer, plan)
     made: dict[str, TensorSlices] = {}
     for name, how in plan.items():
         given = layer._parameters.get(name)
         if given is not None:
             made[name] = _slices(type(layer).__name__, given, parallel, how)
-    for name, slices in made.items():
-        layer.register_parameter(name, _part_of(layer, name, slices))
+    parts = {name: _part_of(layer, name, slices) for name, slices in made.items()}
     layer.tensor_parallel, layer.tensor_slices = parallel, made
-    mark(layer)
+    for name, part in parts.items():
+        layer.register_parameter(name, part)
     handle_module(layer)
     install_wrapper_checks()
     watch_parts()
@@ -183,14 +186,18 @@ def _part_of(layer: ShardedWeightMixin, name: str, slices: TensorSlices) -> Para
     setattr(part, TENSOR_SLICES, slices)
     setattr(whole, _PART, part)
     # Of a model that exists an optimizer may have it already; a constructor's is nobody's.
-    setattr(whole, REPLACED, (f"{type(layer).__name__}.{name}", "parallelize_module"))
+    full_name = f"the whole '{type(layer).__name__}.{name}'"
+    setattr(whole, REPLACED, Replacement(full_name, "parallelize_module"))
     return part
 
 
-def _check_whole(layer: ShardedWeightMixin) -> None:
+def _check_whole(layer: ShardedWeightMixin, plan: dict[str, SlicePlan]) -> None:
     layout = getattr(layer, "parameter_layout", "packed")
     if layout != "packed":
         _refuse(type(layer).__name__, "parameters", "'packed' with parallel_mode", repr(layout))
+    for name in plan:
+        if name not in layer._parameters:  # a parametrization, or a hook, computes it
+            _refuse(type(layer).__name__, name, "a plain parameter, which is whole", "one that is computed")
     for name, parameter in layer._parameters.items():
         if parameter is not None and (type(parameter) is not Parameter or layout_of(parameter) is not None):
             kind = "a part" if layout_of(parameter) is not None else f"a {type(parameter).__name__}"
@@ -261,6 +268,7 @@ def whole_parameters(
     state. ``made_by_id``: whole parameters of other layers, by the part, which this layer may share.
     """
     made_by_id = {} if made_by_id is None else made_by_id
+    note_layer(layer)
     found = {name: layout_of(p) for name, p in layer._parameters.items() if p is not None}
     layouts = {name: layout for name, layout in found.items() if layout is not None}
     parts: dict[str, Any] = {name: layer._parameters[name] for name in layouts}
@@ -269,6 +277,7 @@ def whole_parameters(
             whole = part.detach().new_empty(layouts[name].shape)
             made_by_id[id(part)] = Parameter(whole, part.requires_grad)
         layer._parameters[name] = made_by_id[id(part)]
+    outer, layer.has_full_parameters = layer.has_full_parameters, True
     try:
         yield
         with torch.no_grad():
@@ -277,6 +286,7 @@ def whole_parameters(
                 part.copy_(layouts[name].cut(made))
     finally:
         layer._parameters.update(parts)
+        layer.has_full_parameters = outer
     if parts:
         same_on_ranks(layer)
 
@@ -303,17 +313,19 @@ def _on_device_of_group(tensor: Tensor, name: str) -> Tensor:
 
 
 def check_group(parallel: TensorParallel | None) -> None:
-    """Raises if a layer that was loaded has a group name that is now that of other ranks."""
+    """Raises if a layer that was loaded has a group name that is now that of other ranks, or of another place."""
     if parallel is None or not dist.is_initialized():
         return
     resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
     try:
-        ranks = tuple(dist.get_process_group_ranks(resolve(parallel.group_name)))
+        group = resolve(parallel.group_name)
+        ranks, rank = tuple(dist.get_process_group_ranks(group)), dist.get_rank(group)
     except (RuntimeError, ValueError, KeyError):
         return  # the first forward says so
-    if ranks != parallel.ranks:
-        got = f"a group '{parallel.group_name}' of the ranks {list(ranks)}"
+    if (ranks, rank) != (parallel.ranks, parallel.rank):
+        got = f"a group '{parallel.group_name}' of the ranks {list(ranks)}, and its rank {rank}"
         expected = f"the group of the ranks {list(parallel.ranks)}, as when the layer was saved"
+        expected += "" if ranks != parallel.ranks else f" on its rank {parallel.rank}"
         advice = "Make the groups in the same order as then, or load a state_dict into a new layer"
         raise ValueError(message("tensor_parallel", "tp_group", expected, got, advice))
 

@@ -82,6 +82,7 @@ class Embedding(ShardedWeightMixin, torch.nn.Embedding):
 
     def _own_rows(self, input: Tensor, weight: Tensor, padding: int) -> Tensor:
         """The rows that this rank has, and zeros for those of the others."""
+        self._check_shard()
         slices = self.tensor_slices["weight"]
         first, rows = next(iter(slices.own), (0, 0))
         _check_range(input, slices.size)

@@ -211,8 +211,10 @@ class GroupedLinear(RecipeModule):
         """This rank's part of the packed weight and bias."""
         found = self._parameters
         weight, bias = registered(self, found, "weight"), registered(self, found, "bias")
-        if self.tensor_parallel is not None and self.tensor_parallel.mode == "row":
-            bias = self.tensor_parallel.once(bias)
+        if self.tensor_parallel is not None:
+            self._check_shard()
+            if self.tensor_parallel.mode == "row":
+                bias = self.tensor_parallel.once(bias)
         if self._expert_ranks is None:
             return weight, bias
         return self._local(weight), None if bias is None else self._local(bias)

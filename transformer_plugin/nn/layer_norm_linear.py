@@ -180,6 +180,7 @@ class LayerNormLinear(RecipeModule):
         into, parallel = self._weight_gradient(), self.tensor_parallel
         if parallel is not None:
             without_buffers(type(self).__name__, parallel, out, dgrad_out)
+            self._check_shard()
         if out is not None or dgrad_out is not None:
             out, _ = into_buffers(type(self).__name__, self.recipe, out, dgrad_out, self.weight_shard)
             if dgrad_out is not None:

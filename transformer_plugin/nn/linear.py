@@ -137,6 +137,7 @@ class Linear(RecipeModule, torch.nn.Linear):
         into = self._weight_gradient()
         if parallel is not None:
             without_buffers(type(self).__name__, parallel, out, dgrad_out)
+            self._check_shard()
             gathering = None if isinstance(self._recipe, DelayedScaling) else into
             input, bias, own_bias, added = parallel.before(input, bias, own_bias, gathering)
         if out is not None or dgrad_out is not None:

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from transformer_plugin.formats import Format
 from transformer_plugin.functional._values import is_quantized
 from transformer_plugin.functional.quantize import quantize
-from transformer_plugin.parallel._weight_part import mark
+from transformer_plugin.parallel._layer_shards import note_layer
 from transformer_plugin.parallel._wrapping import install_wrapper_checks
 from transformer_plugin.recipes import DelayedScaling, Recipe
 from transformer_plugin.tensor import GroupedTensor
@@ -99,10 +99,15 @@ def quantize_parameter(module: torch.nn.Module, name: str, key: str) -> None:
     if choice.keeps_values:
         quantized.high_precision_init_val = _kept(weight)  # type: ignore[attr-defined]
     setattr(module, name, quantized)
-    if getattr(module, "tensor_slices", None):
-        mark(module)
+    _watch_parametrizations()
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         install_wrapper_checks()
+
+
+def _watch_parametrizations() -> None:
+    from transformer_plugin.parallel._watching import watch_parametrizations
+
+    watch_parametrizations()
 
 
 def keep_values(parameter: Any, values: Tensor | None) -> None:
@@ -148,7 +153,7 @@ def in_high_precision(module: torch.nn.Module, *names: str) -> Iterator[None]:
         values = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
         module._parameters[name] = Parameter(values)
     if quantized:
-        mark(module)  # slices are slices inside, too
+        note_layer(module)  # slices are slices inside, too
     drawn: dict[str, Tensor] = {}
     try:
         yield

@@ -14,10 +14,11 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from transformer_plugin.nn.quantized_weight import Seen, copies_of
+from transformer_plugin.parallel._layer_shards import note, note_shards, refuse_replaced
 from transformer_plugin.parallel._part_tensor import PartTensor, part_for
 from transformer_plugin.parallel._shard_experts import local
-from transformer_plugin.parallel._tensor_slices import TENSOR_SLICES
-from transformer_plugin.parallel._weight_part import WEIGHT_PART, layout_of
+from transformer_plugin.parallel._tensor_slices import slices_of
+from transformer_plugin.parallel._weight_part import layout_of, part_of
 from transformer_plugin.parallel.clip import gradient_of
 from transformer_plugin.tensor._base import FormatTensor
 from transformer_plugin.tensor._layout import message
@@ -100,6 +101,7 @@ class MasterWeights:
     """
 
     def __init__(self, parameters: Iterable[Tensor], make: Callable[[list[Tensor]], Optimizer]) -> None:
+        note_shards()
         self.parameters = [p for p in parameters if p.requires_grad]
         self.master_weights = [_master_of(p) for p in self.parameters]
         #: The names of parameters that modules have replaced by others, by id.
@@ -118,6 +120,7 @@ class MasterWeights:
             ValueError: a parameter has no gradient, and a module has another in its place, for example since
             ``load_state_dict(assign=True)``; or no ``main_grad``. Nothing is changed then.
         """
+        refuse_replaced(self.parameters)
         grads = [gradient_of(parameter, "MasterWeights") for parameter in self.parameters]
         self._check_replaced(grads)
         self._follow_changed()
@@ -260,9 +263,7 @@ def _part_of(saved: Tensor, master: Tensor, i: int) -> Tensor:
 def _master_of(parameter: Tensor) -> Tensor:
     """A float32 copy of a parameter."""
     master = _value_of(parameter).to(torch.float32, copy=True).requires_grad_()
-    for name in (WEIGHT_PART, TENSOR_SLICES):  # of a part, a part
-        if name in parameter.__dict__:
-            setattr(master, name, parameter.__dict__[name])
+    note(master, part_of(parameter), slices_of(parameter))
     return master
 
 

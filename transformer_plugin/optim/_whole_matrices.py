@@ -43,9 +43,9 @@ class Target:
         """Those of rows and of slices, in the order in which they gather."""
         found = []
         if self.rows is not None:
-            found.append(Group(self.rows.group.group_name, self.rows.rows.ranks, self.rows.rank))
+            found.append(Group(self.rows.group_name, self.rows.rows.ranks, self.rows.rank))
         if self.slices is not None:
-            found.append(Group(self.slices.group_name, len(self.slices.ranks), self.slices.rank))
+            found.append(Group(self.slices.group, len(self.slices.ranks), self.slices.rank))
         return tuple(found)
 
     @property

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
+from transformer_plugin.parallel._layer_shards import note_layer
 from transformer_plugin.parallel._part_states import handle_module
 from transformer_plugin.parallel._shard_experts import EXPERT_RANKS, Ranks
 from transformer_plugin.parallel._tensor_slices import EXPERTS, TensorSlices, even_slices
-from transformer_plugin.parallel._weight_part import mark
 
 
 def mark_experts(layer: Any) -> bool:
@@ -23,7 +23,7 @@ def mark_experts(layer: Any) -> bool:
     if "weight" not in found:
         return False
     layer.tensor_slices = {name: _slices(parameter.shape[0], ranks) for name, parameter in found.items()}
-    mark(layer)
+    note_layer(layer)
     handle_module(layer)
     return True
 

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from transformer_plugin.parallel._layer_shards import note_layer
 from transformer_plugin.parallel._part_tensor import PartTensor, part_for, values_of
 from transformer_plugin.parallel._shard_experts import delayed_buffers
 from transformer_plugin.parallel._tensor_slices import EXPERTS, PartLayout, even_slices
-from transformer_plugin.parallel._weight_part import layout_of, mark
+from transformer_plugin.parallel._weight_part import layout_of
 from transformer_plugin.tensor._layout import message
 
 #: Set on layers and optimizers whose state dicts are handled.
@@ -24,7 +25,6 @@ def handle_module(layer: torch.nn.Module) -> None:
         return
     setattr(layer, _HANDLED, True)
     layer.register_state_dict_post_hook(_save_module)
-    layer.register_load_state_dict_post_hook(_mark_loaded)
     layer.register_load_state_dict_pre_hook(_load_module)
 
 
@@ -36,6 +36,7 @@ def _save_module(layer: Any, state: dict[str, Any], prefix: str, *_: Any) -> Non
 
 
 def _layouts(layer: torch.nn.Module) -> dict[str, PartLayout]:
+    note_layer(layer)
     found = {name: layout_of(p) for name, p in layer._parameters.items() if p is not None}
     layouts = {name: layout for name, layout in found.items() if layout is not None}
     return {**layouts, **_layouts_of_delayed_scaling(layer)}
@@ -54,10 +55,6 @@ def _layouts_of_delayed_scaling(layer: Any) -> dict[str, PartLayout]:
         slices = dataclasses.replace(of_weight, dim=buffer.dim() - 1, **sizes)
         found[name] = PartLayout((*buffer.shape[:-1], size), slices)
     return found
-
-
-def _mark_loaded(layer: Any, _: Any) -> None:
-    mark(layer)
 
 
 def _load_module(layer: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -83,7 +83,7 @@ class QuantizedPart(QuantizedWeight):
         place = self.place
         timeout = -1 if place.timeout_ms is None else place.timeout_ms
         try:
-            every = ops.all_gather(values.unsqueeze(0), len(place.ranks), place.group.group_name, timeout)
+            every = ops.all_gather(values.unsqueeze(0), len(place.ranks), place.group_name, timeout)
         except PeerTimeoutError as error:
             message = f"{error.message} (The largest magnitudes of '{place.name}' and others were compared.)"
             raise PeerTimeoutError(error.rank, error.op, error.phase, message, error.ranks) from None
@@ -128,9 +128,9 @@ def refresh_together(parts: Iterable[QuantizedPart], noop: Tensor | None) -> Non
         kinds: dict[Any, list[QuantizedPart]] = {}
         for part in parts:
             if part.reduces_amax:
-                kinds.setdefault(
-                    (part.place.group.group_name, part.formats[1], part._sources[0].dtype), []
-                ).append(part)
+                kinds.setdefault((part.place.group_name, part.formats[1], part._sources[0].dtype), []).append(
+                    part
+                )
             else:
                 part._quantize_into(part.op_tensors(), noop)
             part.note_refreshed()

@@ -50,6 +50,32 @@ class ExpertShardMixin(torch.nn.Module):
     num_groups: int
     _expert_ranks: Ranks | None = None
 
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        """As in torch, which calls it for assignments. A ``DTensor`` of experts may be replaced by one like it."""
+        old: Any = self._parameters.get(name)
+        if param is not None and hasattr(old, "to_local"):
+            self._check_like(name, param, old)
+        super().register_parameter(name, param)
+        if hasattr(param, "to_local") and self._expert_ranks is not None:
+            from transformer_plugin.parallel._sharded_parameter import restore_sharded_class
+
+            restore_sharded_class(self)
+
+    def _check_like(self, name: str, parameter: Any, old: Any) -> None:
+        if self._expert_ranks is None or old.device_mesh.ndim > 1:  # another wrapper's
+            return
+        given, kept = ((tuple(p.shape), getattr(p, "placements", None)) for p in (parameter, old))
+        if given == kept:
+            return
+        got = f"a {type(parameter).__name__} of sizes {list(given[0])}"
+        got += "" if given[1] is None else f" in {given[1]}"
+        raise ValueError(
+            f"transformer_plugin::{type(self).__name__}: argument '{name}': expected a DTensor of sizes "
+            f"{list(kept[0])} in {kept[1]}, as the experts are sharded over the ranks "
+            f"{list(self._expert_ranks.ranks)}, got {got}. Make it with DTensor.from_local, or copy values into the "
+            "parameter."
+        )
+
     @property
     def local_weight(self) -> Tensor:
         """This rank's part of the weight."""

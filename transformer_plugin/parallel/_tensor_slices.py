@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from transformer_plugin.parallel._group_names import name_with_rank
 from transformer_plugin.parallel._row_shard import RowShard
 
 #: The attribute of a parameter that is one rank's slices.
@@ -33,6 +34,11 @@ class TensorSlices:
     ranks: tuple[int, ...]
     group_name: str
     kind: str = TENSOR_PARALLELISM
+
+    @property
+    def group(self) -> str:
+        """The argument ``group_name`` of ops."""
+        return name_with_rank(self.group_name, self.rank)
 
     @property
     def own(self) -> Pieces:

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from transformer_plugin import ops
+from transformer_plugin.parallel._layer_shards import note_shards, refuse_computed, refuse_replaced
 from transformer_plugin.parallel._part_states import handle_optimizer
 from transformer_plugin.parallel._tensor_slices import EXPERTS, slices_of
-from transformer_plugin.parallel._weight_part import REPLACED, WEIGHT_PART, WeightPart, part_of
+from transformer_plugin.parallel._weight_part import WEIGHT_PART, WeightPart, part_of
+from transformer_plugin.tensor._base import FormatTensor
 from transformer_plugin.tensor._layout import message
 
 
@@ -21,6 +23,7 @@ def watch_parts() -> None:
     watch_steps()
     _watch_state_dicts()
     _watch_clipping()
+    watch_parametrizations()
 
 
 @functools.cache
@@ -51,6 +54,7 @@ def _watch_clipping() -> None:
     @functools.wraps(original)
     def clip(parameters: Any, *arguments: Any, **options: Any) -> Any:
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        note_shards()
         _refuse_parts(parameters, "clip_grad_norm_", "parameters", "parallel.clip_grad_norm_")
         return original(parameters, *arguments, **options)
 
@@ -58,6 +62,35 @@ def _watch_clipping() -> None:
         for name in ("_clip_grads_with_norm_", "clip_grads_with_norm_"):
             if hasattr(module, name):
                 setattr(module, name, clip)
+
+
+@functools.cache
+def watch_parametrizations() -> None:
+    """Once per process: torch changes a parameter, or its layer, before the layer could refuse a parametrization."""
+    from torch.nn.utils.parametrize import ParametrizationList
+    from torch.nn.utils.weight_norm import WeightNorm
+
+    make: Any = ParametrizationList.__init__
+    apply: Any = WeightNorm.apply
+
+    @functools.wraps(make)
+    def checked_make(self: Any, modules: Any, original: Any, *arguments: Any, **options: Any) -> None:
+        note_shards()
+        refuse_computed(original, "register_parametrization")
+        make(self, modules, original, *arguments, **options)
+
+    @functools.wraps(apply)
+    def checked_apply(module: Any, name: str, *arguments: Any, **options: Any) -> Any:
+        note_shards()
+        weight = getattr(module, name)
+        refuse_computed(weight, "weight_norm", name)
+        if isinstance(weight, FormatTensor):  # whose norm raises after the parameter was removed
+            got, advice = f"a {weight._described()}", "Make the layer without quantized_init"
+            raise ValueError(message("weight_norm", name, "a plain parameter", got, advice))
+        return apply(module, name, *arguments, **options)
+
+    ParametrizationList.__init__ = checked_make  # type: ignore[method-assign]
+    WeightNorm.apply = staticmethod(checked_apply)  # type: ignore[method-assign]
 
 
 def _refuse_parts(parameters: Iterable[Tensor], op: str, argument: str, instead: str) -> None:
@@ -75,6 +108,7 @@ def _handling(method: Any) -> Any:
 
     @functools.wraps(method)
     def call(optimizer: torch.optim.Optimizer, *arguments: Any, **options: Any) -> Any:
+        note_shards()
         handle_optimizer(optimizer)
         return method(optimizer, *arguments, **options)
 
@@ -84,6 +118,7 @@ def _handling(method: Any) -> Any:
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if torch.compiler.is_compiling():
         return
+    note_shards()
     _check_parameters(optimizer)
     hooks: Any = optimizer._optimizer_step_post_hooks
     if _after_step not in hooks.values():
@@ -94,11 +129,7 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 def _check_parameters(optimizer: torch.optim.Optimizer) -> None:
     for settings in optimizer.param_groups:
-        for parameter in settings["params"]:
-            if REPLACED in parameter.__dict__:
-                name, by = parameter.__dict__[REPLACED]
-                got, advice = f"the whole '{name}', which {by} replaced", f"Make the optimizer after {by}"
-                raise ValueError(message(by, "optimizer", "parameters of the model", got, advice))
+        refuse_replaced(settings["params"])
         if isinstance(optimizer, torch.optim.Muon) and not getattr(optimizer, "handles_parts", False):
             _refuse_parts(settings["params"], "torch.optim.Muon", "params", "optim.Muon")
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 
+from transformer_plugin.parallel._group_names import name_with_rank
 from transformer_plugin.parallel._row_shard import RowShard
-from transformer_plugin.parallel._tensor_slices import TENSOR_SLICES, PartLayout, slices_of
+from transformer_plugin.parallel._tensor_slices import PartLayout, slices_of
+from transformer_plugin.tensor._layout import message
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 #: The attribute of such a parameter.
 WEIGHT_PART = "weight_part"
-#: Set on a whole parameter that a part has replaced: its name, and the function that did so.
-REPLACED = "replaced_by_part"
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,11 @@ class WeightPart:
     layers: tuple[weakref.ref[Any], ...] = ()
 
     @property
+    def group_name(self) -> str:
+        """The argument of ops."""
+        return name_with_rank(self.group.group_name, self.rank)
+
+    @property
     def first_row(self) -> int:
         """The first row of this part."""
         return self.rows.offset(self.rank)
@@ -51,28 +56,16 @@ class WeightPart:
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightPart:
         return self
 
-
-def mark(layer: Any) -> None:
-    """Says again what the parameters of a layer are parts of, where other parameters have taken their place."""
-    for attribute, known in ((WEIGHT_PART, layer.weight_parts), (TENSOR_SLICES, layer.tensor_slices)):
-        for name, value in known.items():
-            parameter = layer._parameters.get(name)
-            if parameter is not None and attribute not in parameter.__dict__:
-                setattr(parameter, attribute, value)
+    def __reduce__(self) -> NoReturn:
+        expected = "a model without sharded weights to pickle"
+        got, advice = f"'{self.name}', sharded over the ranks {list(self.ranks)}", "Save its state_dict()"
+        raise TypeError(message("shard_", "module", expected, got, advice))
 
 
 def without_set(key: str) -> str:
     """The key of a weight that does not exist as long as the others of its set. Compiled code can call this."""
     before, found, after = key.partition(",set=")
     return before + "," + after.partition(",")[2] if found and "group=" not in before else key
-
-
-def as_copy(layer: Any) -> None:
-    """Of a copy of a layer: its weight is a part, too, but exists apart from the weights of the original, so it is
-    not gathered ahead with them. Copies of parameters have no attributes."""
-    mark(layer)
-    for name in ("weight_shard", "named_weight_shard"):
-        setattr(layer, name, without_set(getattr(layer, name)))
 
 
 def part_of(parameter: Tensor) -> WeightPart | None:
@@ -91,5 +84,14 @@ def layout_of(parameter: Tensor) -> PartLayout | None:
     if slices is not None:
         shape[slices.dim] = slices.size
     if part is None:
-        return PartLayout(tuple(shape), slices)
-    return PartLayout(tuple(shape), slices, part.rows, part.rank)
+        layout = PartLayout(tuple(shape), slices)
+    else:
+        layout = PartLayout(tuple(shape), slices, part.rows, part.rank)
+    if layout.part_shape != tuple(
+        parameter.shape
+    ):  # written into a layer in another way than by an assignment
+        expected = f"this rank's shard, of sizes {list(layout.part_shape)}"
+        name, got = "parameter" if part is None else part.name, f"a tensor of sizes {list(parameter.shape)}"
+        advice = "Assign this rank's shard, or load the full tensor with load_state_dict"
+        raise ValueError(message("ShardedWeight", name, expected, got, advice))
+    return layout

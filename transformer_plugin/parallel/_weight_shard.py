@@ -17,7 +17,7 @@ class WeightShard:
     rows: int
     #: Size of the group.
     ranks: int
-    #: ``group_name`` of the c10d group.
+    #: ``group_name`` of the c10d group. With ``"#rank=0"`` after it this process must have that rank in the group.
     group_name: str
     #: Whether the gradient is the mean over the ranks, or their sum.
     mean: bool = True

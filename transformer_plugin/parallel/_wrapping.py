@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from transformer_plugin.parallel._layer_shards import note_shards
 from transformer_plugin.parallel._shard_experts import EXPERT_RANKS, ROUTER_RANKS, Ranks
 from transformer_plugin.parallel._tensor_slices import TENSOR_PARALLELISM, slices_of
 from transformer_plugin.parallel._weight_part import part_of
@@ -48,6 +49,7 @@ def install_wrapper_checks() -> None:
 
     @functools.wraps(original)
     def init(self: Any, params: list[Any], modules: Any, mesh_info: Any, *rest: Any, **named: Any) -> None:
+        note_shards()
         _check_not_quantized(params)
         ranks = _check_fsdp_group(params, modules, mesh_info.mesh)
         original(self, params, modules, mesh_info, *rest, **named)
@@ -81,6 +83,7 @@ def keep_rank_buffers() -> None:
 def _check_ddp(wrapper: torch.nn.Module, name: str, model: torch.nn.Module | None) -> None:
     if not isinstance(wrapper, DistributedDataParallel) or name != "module" or model is None:
         return
+    note_shards()
     together = set(dist.get_process_group_ranks(wrapper.process_group))
     for prefix, module in model.named_modules():
         expert_ranks, router_ranks = getattr(module, EXPERT_RANKS, None), getattr(module, ROUTER_RANKS, None)

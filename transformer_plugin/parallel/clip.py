@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
 from transformer_plugin.parallel._collectives import all_reduce_max, all_reduce_sum
+from transformer_plugin.parallel._group_names import group_named
+from transformer_plugin.parallel._layer_shards import note_shards
 from transformer_plugin.parallel._tensor_slices import slices_of
-from transformer_plugin.parallel._weight_part import part_of
+from transformer_plugin.parallel._weight_part import layout_of, part_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -58,12 +59,14 @@ def clip_grad_norm_(
         PeerTimeoutError: a rank does not call this.
     """
     norm_type = _checked_order(norm_type)
+    note_shards()
     gradients = _gradients(parameters)  # raises before anything is scaled
     if not gradients:
         return torch.tensor(0.0, dtype=torch.float32)
     parts: dict[Place, tuple[list[ProcessGroup], list[Tensor]]] = {}
+    known: dict[tuple[str, int], ProcessGroup] = {}
     for parameter, gradient in gradients:
-        groups, part = _groups_and_part(parameter, gradient)
+        groups, part = _groups_and_part(parameter, gradient, known)
         place = tuple(group.group_name for group in groups)
         parts.setdefault(place, (groups, []))[1].append(part)
     device = parts[next(iter(parts))][1][0].device
@@ -137,12 +140,22 @@ def gradient_of(parameter: Any, op: str) -> Tensor | None:
     )
 
 
-def _groups_and_part(parameter: Tensor, gradient: Tensor) -> tuple[list[ProcessGroup], Tensor]:
-    """Returns the groups over which a gradient is sharded, and this rank's shard of it."""
+def _groups_and_part(
+    parameter: Tensor, gradient: Tensor, known: dict[tuple[str, int], ProcessGroup]
+) -> tuple[list[ProcessGroup], Tensor]:
+    """Returns the groups over which a gradient is sharded, and this rank's shard of it.
+
+    ``known``: groups by their names and this process's ranks in them, to which it adds.
+    """
     if not hasattr(gradient, "to_local"):
+        layout_of(parameter)  # raises if a full weight has taken the place of a shard
         part, slices = part_of(parameter), slices_of(parameter)  # padding is zeros
-        groups = [] if part is None else [part.group]
-        return groups + ([] if slices is None else [_group_named(slices.group_name)]), gradient
+        places: list[tuple[str, int]] = [] if part is None else [(part.group.group_name, part.rank)]
+        places += [] if slices is None else [(slices.group_name, slices.rank)]
+        for place in places:
+            if place not in known:
+                known[place] = group_named("clip_grad_norm_", *place)
+        return [known[place] for place in places], gradient
     from torch.distributed.tensor import Replicate
 
     whole: Any = gradient
@@ -154,12 +167,6 @@ def _groups_and_part(parameter: Tensor, gradient: Tensor) -> tuple[list[ProcessG
     dimensions = [d for d, placement in enumerate(whole.placements) if not isinstance(placement, Replicate)]
     mesh = whole.device_mesh
     return [mesh.get_group(d) for d in dimensions if mesh.size(d) > 1], whole.to_local()
-
-
-def _group_named(name: str) -> ProcessGroup:
-    resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
-    group: ProcessGroup = resolve(name)
-    return group
 
 
 def _reduced(tensors: list[Tensor], groups: list[ProcessGroup], p: float) -> Tensor:

@@ -20,6 +20,7 @@ from transformer_plugin.parallel._collectives import (
     seconds_of,
     torch_collectives,
 )
+from transformer_plugin.parallel._layer_shards import note_shards
 from transformer_plugin.parallel._shard_experts import EXPERT_RANKS, Ranks, local
 from transformer_plugin.parallel._tensor_slices import slices_of
 from transformer_plugin.parallel._weight_part import part_of
@@ -81,6 +82,7 @@ def data_parallel(
     for prefix, (module, _) in mine.items():
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         ignored += [f"{prefix}.{name}" if prefix else name for name, _ in tensors]
+    note_shards()
     every = model.named_parameters(remove_duplicate=False)  # layers may share a parameter
     parts = {name: p for name, p in every if part_of(p) or slices_of(p)}
     ignored += parts

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from transformer_plugin.config import settings
 from transformer_plugin.ops import expert_parallel as ops
+from transformer_plugin.parallel._group_names import name_with_rank
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -117,6 +118,8 @@ class EpContext:
         self.num_ranks = 1 if group is None else group.size()
         self.rank = 0 if group is None else group.rank()
         self.group_name = "" if group is None else group.group_name
+        #: The argument of ops.
+        self._name_with_rank = "" if group is None else name_with_rank(self.group_name, self.rank)
         self.device = torch.device(device) if device is not None else _device_of(group)
         timeout = settings.peer_timeout if timeout is None else timeout
         _check_config(self.config, self.num_ranks, timeout)
@@ -176,7 +179,7 @@ class EpContext:
             limit if capacity is None else capacity,
             alignment,
             self.num_ranks,
-            self.group_name,
+            self._name_with_rank,
             self.config.overflow == "raise",
             self.timeout_ms,
         )
@@ -193,7 +196,9 @@ class EpContext:
         self._check_tokens("tokens", tokens, plan.num_tokens, "dispatch")
         if topk_weights is not None:
             topk_weights = topk_weights.reshape(-1, topk_weights.shape[-1])
-        return ops.dispatch(tokens, topk_weights, plan.slot, plan.source, self.group_name, self.timeout_ms)
+        return ops.dispatch(
+            tokens, topk_weights, plan.slot, plan.source, self._name_with_rank, self.timeout_ms
+        )
 
     def combine(self, plan: EpPlan, rows: Tensor, num_tokens: int | None = None) -> Tensor:
         """Sum the experts' ``rows [capacity, H]`` for each token: ``[T, H]`` (or ``num_tokens`` rows).
@@ -202,7 +207,7 @@ class EpContext:
         """
         self._check_open()
         tokens = plan.num_tokens if num_tokens is None else num_tokens
-        return ops.combine(rows, plan.slot, plan.source, tokens, self.group_name, self.timeout_ms)
+        return ops.combine(rows, plan.slot, plan.source, tokens, self._name_with_rank, self.timeout_ms)
 
     def finalize(self) -> None:
         """Closes the context. It is local and may be repeated. Later calls on the context raise an error."""

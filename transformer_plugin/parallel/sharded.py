@@ -17,13 +17,14 @@ from transformer_plugin import ops
 from transformer_plugin.formats import Format
 from transformer_plugin.parallel._collectives import all_gather_value
 from transformer_plugin.parallel._expert_slices import mark_experts
+from transformer_plugin.parallel._layer_shards import REPLACED, Replacement
 from transformer_plugin.parallel._other_layers import not_sharded, warn_of
 from transformer_plugin.parallel._part_states import handle_module
 from transformer_plugin.parallel._row_shard import RowShard
 from transformer_plugin.parallel._shard_formats import align_of, formats_of, sends_values
 from transformer_plugin.parallel._tensor_slices import TENSOR_PARALLELISM, TensorSlices, slices_of
 from transformer_plugin.parallel._watching import watch_parts
-from transformer_plugin.parallel._weight_part import REPLACED, WEIGHT_PART, WeightPart, part_of
+from transformer_plugin.parallel._weight_part import WEIGHT_PART, WeightPart, part_of
 from transformer_plugin.parallel._weight_shard import WeightShard
 from transformer_plugin.parallel._wrapping import install_wrapper_checks
 from transformer_plugin.recipes import DelayedScaling
@@ -337,7 +338,7 @@ def _cut(targets: list[_Target], group: ProcessGroup, options: _Options) -> dict
             setattr(part, name, value)
         place = (target.full_name, rows_of_ranks, group.rank(), ranks, group)
         setattr(part, WEIGHT_PART, WeightPart(*place, options.mean, options.timeout_ms, layers))
-        setattr(whole, REPLACED, (target.full_name, _OP))
+        setattr(whole, REPLACED, Replacement(f"the whole '{target.full_name}'", _OP))
         parts[id(whole)] = part
     return parts
 
@@ -365,7 +366,7 @@ def _place_one(target: _Target, part: Parameter, options: _Options) -> None:
     shard = WeightShard(
         rows=weight_part.rows.rows,
         ranks=weight_part.rows.ranks,
-        group_name=weight_part.group.group_name,
+        group_name=weight_part.group_name,
         mean=options.mean,
         bfloat16_parts=options.bfloat16_parts,
         asynchronous=True,

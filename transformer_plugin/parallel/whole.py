@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from transformer_plugin import ops
+from transformer_plugin.parallel._layer_shards import note_shards
 from transformer_plugin.parallel._part_tensor import PartTensor, values_of
 from transformer_plugin.parallel._tensor_slices import TensorSlices, slices_of
-from transformer_plugin.parallel._weight_part import part_of
+from transformer_plugin.parallel._weight_part import layout_of, part_of
 
 
 def whole_weight(parameter: Tensor) -> Tensor:
@@ -21,10 +22,12 @@ def whole_weight(parameter: Tensor) -> Tensor:
     Of sharded weights and of tensor-parallel ones, of quantized ones the values. All ranks that have parts call it. A
     parameter that is not a part is returned as a copy.
     """
+    if layout_of(parameter) is None:
+        note_shards()
     part, slices = part_of(parameter), slices_of(parameter)
     whole = values_of(parameter.detach())
     if part is not None:
-        whole = part.rows.strip(ops.all_gather(whole, part.rows.ranks, part.group.group_name))
+        whole = part.rows.strip(ops.all_gather(whole, part.rows.ranks, part.group_name))
     if slices is not None:
         whole = _joined(whole, slices)
     return whole.clone() if part is None and slices is None else whole
@@ -46,7 +49,7 @@ def whole_state_dict(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def _joined(own: Tensor, slices: TensorSlices) -> Tensor:
-    every = ops.all_gather(own.unsqueeze(0), len(slices.ranks), slices.group_name)
+    every = ops.all_gather(own.unsqueeze(0), len(slices.ranks), slices.group)
     return slices.join(every.unbind(0))
 
 
