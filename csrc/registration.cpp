@@ -209,7 +209,7 @@ TORCH_LIBRARY(transformer_plugin, m) {
   // Autograd passes the gradient of "value", a new tensor, on to "source", which stands for the same numbers.
   m.def("connect_gradient(Tensor value, Tensor source) -> ()");
 
-  // Raises what a GPU noticed about the group sizes of earlier calls; calls with group sizes do so too.
+  // Raises what a GPU noticed about group sizes, row and expert indices of earlier calls; calls with these do so too.
   m.def("check_group_sizes() -> ()");
 
   // activation
@@ -242,7 +242,8 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "Tensor mean, Tensor rstd)");
 
   // routing: which experts, and rows to them and back. "Slots" are the rows of an expert-major layout of
-  // fixed capacity (routing/slots_args.h); indices outside the experts are masked.
+  // fixed capacity (routing/slots_args.h). An index is one of "total_experts", by default those up to the last of the
+  // layout, or -1 for none; those outside the layout get no row. Others are an error, on a GPU of a later call.
   // router_logits: input [T, H] x weight [E, H] transposed, summed and kept in FP32.
   m.def("router_logits(Tensor input, Tensor weight) -> Tensor");
   m.def("router_logits_with_tokens(Tensor(a) input, Tensor weight) -> (Tensor logits, Tensor(a) tokens)");
@@ -268,11 +269,12 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "aux_loss_backward(Tensor grad, Tensor tokens_per_expert, Tensor total_tokens, SymInt tokens, int topk, "
       "float coeff) -> Tensor");
   m.def(
-      "assign_slots(Tensor indices, int first_expert, int num_experts, SymInt capacity, int alignment=1) -> "
-      "(Tensor slot, Tensor source, Tensor source_k, Tensor group_sizes, Tensor total)");
+      "assign_slots(Tensor indices, int first_expert, int num_experts, SymInt capacity, int alignment=1, "
+      "int total_experts=-1) -> (Tensor slot, Tensor source, Tensor source_k, Tensor group_sizes, Tensor total)");
   m.def(
       "assign_weighted_slots(Tensor indices, Tensor weights, int first_expert, int num_experts, SymInt capacity, "
-      "int alignment=1) -> (Tensor slot, Tensor source, Tensor group_sizes, Tensor total, Tensor probs)");
+      "int alignment=1, int total_experts=-1) -> (Tensor slot, Tensor source, Tensor group_sizes, Tensor total, "
+      "Tensor probs)");
   m.def("count_tokens_per_expert(Tensor indices, int num_experts) -> Tensor");
   m.def(
       "permute(Tensor tokens, Tensor indices, int num_experts, SymInt capacity, int alignment=1) -> "

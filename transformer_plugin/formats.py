@@ -82,6 +82,15 @@ _EXCLUSIONS = (
 )
 
 
+def _names_of(families: tuple[Family, ...]) -> str:
+    return f"{', '.join(families[:-1])} or {families[-1]}"
+
+
+#: What errors about a key say: what was expected, and what to do.
+EXPECTED_KEY = f"a format key: {_names_of(FAMILIES)}, then options like fp8_block:e4m3,pow2,square,eps=1e-12"
+KEY_ADVICE = "transformer_plugin.formats lists them"
+
+
 @dataclass(frozen=True)
 class Format:
     """How the values of a matrix are stored.
@@ -228,9 +237,7 @@ class Format:
             valid = valid and not (values.get(name) and any(values.get(other) for other in excluded))
         if not valid:
             raise ValueError(
-                "transformer_plugin.Format.parse: argument 'key': expected a format key: "
-                f"{_names_of(FAMILIES)}, then options like fp8_block:e4m3,pow2,square,eps=1e-12, got '{key}'. "
-                "transformer_plugin.formats lists them."
+                f"transformer_plugin.Format.parse: argument 'key': expected {EXPECTED_KEY}, got '{key}'. {KEY_ADVICE}."
             )
         return cls(family, **values)  # type: ignore[arg-type]
 
@@ -385,10 +392,6 @@ def _read_option(family: str, option: str) -> tuple[str, object] | None:
     if option.startswith("eps=") and is_epsilon(option[4:]):
         return "epsilon", float(option[4:])
     return None
-
-
-def _names_of(families: tuple[Family, ...]) -> str:
-    return f"{', '.join(families[:-1])} or {families[-1]}"
 
 
 def _error(argument: str, expected: str, got: str, advice: str) -> ValueError:

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <limits>
 
+#include "common/expert_index.h"
 #include "common/row_index.h"
 #include "common/shared_offsets.h"
 #include "common/tensor.h"
@@ -45,6 +46,7 @@ std::atomic<bool> has_word = false;
 
 void check_earlier_sizes(const char* op) {
   check_earlier_rows(op);
+  check_earlier_experts(op);
 #ifdef TRANSFORMER_PLUGIN_CUDA
   if (!has_word) return;
   WrongSizesWord* word = wrong_sizes_word();

@@ -25,8 +25,8 @@ struct DeviceSizes {
 };
 DeviceSizes device_sizes(const Argument& group_sizes, const Argument& data, int64_t rows);
 
-// Raises a ValueError in the name of `op` if a kernel has reported wrong sizes or row indices
-// (common/row_index.h) since the last error. Does not synchronize.
+// Raises a ValueError in the name of `op` if a kernel has reported wrong sizes, row indices (common/row_index.h) or
+// expert indices (common/expert_index.h) since the last error. Does not synchronize.
 void check_earlier_sizes(const char* op);
 
 }  // namespace transformer_plugin

@@ -4,25 +4,26 @@
 #include <cstdint>
 
 #include "common/dtype.h"
+#include "common/expert_index_args.h"
 #include "common/math.h"
 
 namespace transformer_plugin::expert_parallel {
 
-// packed[t, k] = indices[t, k] if that is an expert, else -1; rows t >= tokens are -1.
+// packed[t, k] = indices[t, k], or the nearest int32; rows t >= tokens are -1. Wrong indices are sent too, so that
+// all ranks find them.
 struct PackIndicesArgs {
   const void* indices;  // [tokens, topk] int32 or int64
   bool indices_are_int64;
   int64_t tokens;
   int64_t max_tokens;
   int64_t topk;
-  int64_t experts;
   int32_t* packed;  // [max_tokens, topk]
 };
 
 // The number of rows that each rank needs: the sum of its experts' counts, each rounded up to `alignment`.
 // Every rank computes the same values from the same gathered indices.
 struct CountRowsArgs {
-  const int32_t* indices;  // [numel], each an expert or -1
+  const int32_t* indices;  // [numel], the packed ones of all ranks
   int64_t numel;
   int64_t experts;
   int64_t ranks;
@@ -32,10 +33,12 @@ struct CountRowsArgs {
   int32_t* overflow;  // [1]: 1 if any of `required` exceeds the capacity, else 0
   int64_t* report;    // null, or where the largest of `required` is stored on overflow
   int32_t* counts;    // [experts], scratch memory of the CUDA kernel
+  ExpertRange range;  // of the indices
 };
 
-TP_HOST_DEVICE int32_t packed_index(int64_t index, int64_t experts) {
-  return index >= 0 && index < experts ? static_cast<int32_t>(index) : -1;
+TP_HOST_DEVICE int32_t packed_index(int64_t index) {
+  constexpr int64_t kLargest = 0x7fffffff;
+  return static_cast<int32_t>(index > kLargest ? kLargest : index < -kLargest ? -kLargest : index);
 }
 
 TP_HOST_DEVICE int64_t padded_rows(int64_t rows, int64_t alignment) {

@@ -5,6 +5,7 @@
 #include <bit>
 #include <limits>
 
+#include "common/expert_index.h"
 #include "common/register.h"
 #include "common/tensor.h"
 #include "expert_parallel/exchange.h"
@@ -90,7 +91,6 @@ Tensor pack_indices(const Tensor& topk_idx, const Sizes& sizes, int64_t max_toke
                              topk_idx.numel() / topk,
                              max_tokens,
                              topk,
-                             sizes.experts,
                              packed.mutable_data_ptr<int32_t>()};
   if (topk_idx.is_cpu()) {
     pack_indices_cpu(args);
@@ -101,6 +101,13 @@ Tensor pack_indices(const Tensor& topk_idx, const Sizes& sizes, int64_t max_toke
   launch_pack_indices(args, scope.stream());
 #endif
   return packed;
+}
+
+// Checks the indices of all ranks, so that all ranks raise the same error.
+ExpertRange check_indices(const Tensor& indices, const Sizes& sizes) {
+  const Tensor of_ranks = indices.view({sizes.ranks, indices.size(0) / sizes.ranks, indices.size(1)});
+  return check_expert_indices({kOp, "topk_idx", of_ranks}, sizes.experts,
+                              "Name an expert, or pass -1 for none; the position is [rank, token, k]");
 }
 
 void count_rows(const Tensor& indices, const Sizes& sizes, int64_t capacity, int64_t* report,
@@ -114,7 +121,8 @@ void count_rows(const Tensor& indices, const Sizes& sizes, int64_t capacity, int
                      required.mutable_data_ptr<int64_t>(),
                      overflow.mutable_data_ptr<int32_t>(),
                      report,
-                     nullptr};
+                     nullptr,
+                     check_indices(indices, sizes)};
   if (indices.is_cpu()) return count_rows_cpu(args);
 #ifdef TRANSFORMER_PLUGIN_CUDA
   const CudaScope scope(indices);
@@ -156,7 +164,7 @@ Plan plan(const Tensor& topk_idx, int64_t num_experts, int64_t max_tokens, int64
   }
   const int64_t local = num_experts / num_ranks;
   const routing::Slots slots = routing::assign_slots({kOp, "topk_idx", indices}, group.rank() * local, local,
-                                                     capacity, sizes.alignment, false);
+                                                     capacity, sizes.alignment, false, std::nullopt);
   group.remember_plan(slots.slot, topk_idx.numel() / topk_idx.size(-1));
   return {slots.slot, slots.source, slots.group_sizes, required, overflow};
 }

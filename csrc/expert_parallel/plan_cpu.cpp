@@ -11,9 +11,8 @@ template <typename Index>
 void pack(const PackIndicesArgs& args) {
   const Index* indices = static_cast<const Index*>(args.indices);
   const int64_t used = args.tokens * args.topk;
-  for (int64_t i = 0; i < used; ++i)
-    args.packed[i] = packed_index(static_cast<int64_t>(indices[i]), args.experts);
-  std::fill(args.packed + used, args.packed + args.max_tokens * args.topk, -1);
+  for (int64_t i = 0; i < used; ++i) args.packed[i] = packed_index(static_cast<int64_t>(indices[i]));
+  std::fill(args.packed + used, args.packed + args.max_tokens * args.topk, kNoExpert);
 }
 
 }  // namespace

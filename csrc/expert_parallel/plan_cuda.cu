@@ -5,6 +5,7 @@
 // count_experts_kernel: counts[e] = number of indices equal to e, one index a thread and step, grid-stride.
 // require_rows_kernel: one block of 256 threads; required[r] = sum over rank r's experts of their counts,
 // each rounded up to the alignment. No shared memory.
+#include "common/expert_index.cuh"
 #include "common/launch.cuh"
 #include "expert_parallel/exchange_args.h"
 
@@ -19,9 +20,8 @@ __global__ void pack_indices_kernel(PackIndicesArgs args) {
   const int64_t total = args.max_tokens * args.topk;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < total; i += step) {
-    args.packed[i] = i < used ? packed_index(static_cast<int64_t>(static_cast<const Index*>(args.indices)[i]),
-                                             args.experts)
-                              : -1;
+    args.packed[i] =
+        i < used ? packed_index(static_cast<int64_t>(static_cast<const Index*>(args.indices)[i])) : kNoExpert;
   }
 }
 
@@ -30,6 +30,7 @@ __global__ void count_experts_kernel(CountRowsArgs args) {
   const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < args.numel; i += step) {
     const int32_t expert = args.indices[i];
+    report_wrong_expert(args.range, expert, i);
     if (expert >= 0 && expert < args.experts) atomicAdd(args.counts + expert, 1);
   }
 }

@@ -5,6 +5,7 @@
 //                             memory. One block, without a cluster, serves few indices on any GPU.
 //   count_in_grid_kernel      more indices: blocks of 256 threads add to counters in global memory
 // Integer atomics are deterministic.
+#include "common/expert_index.cuh"
 #include "common/launch.cuh"
 #include "common/shared_memory.cuh"
 #include "routing/block_counts.cuh"
@@ -50,8 +51,10 @@ __device__ __forceinline__ int32_t load_of_block(const int32_t* address, unsigne
 }
 
 template <typename Index>
-__device__ __forceinline__ void count_index(Index index, int64_t experts, int32_t* counts) {
-  const int expert = local_expert(index, 0, experts);
+__device__ __forceinline__ void count_index(const CountTokensArgs& args, Index index, int64_t place,
+                                            int32_t* counts) {
+  report_wrong_expert(args.range, static_cast<int64_t>(index), place);
+  const int expert = local_expert(index, 0, args.experts);
   if (expert >= 0) atomicAdd(&counts[expert], 1);
 }
 
@@ -76,11 +79,13 @@ __device__ __forceinline__ void count_part(const CountTokensArgs& args, int32_t*
       Index values[kPerVector];
       memcpy(values, &words[u], sizeof(int4));
 #pragma unroll
-      for (int i = 0; i < kPerVector; ++i) count_index(values[i], args.experts, counts);
+      for (int i = 0; i < kPerVector; ++i) {
+        count_index(args, values[i], (v + u * step) * kPerVector + i, counts);
+      }
     }
   }
   for (int64_t i = vectors * kPerVector + first; i < args.numel; i += step) {
-    count_index(indices[i], args.experts, counts);
+    count_index(args, indices[i], i, counts);
   }
 }
 
@@ -115,7 +120,7 @@ __global__ void count_in_grid_kernel(CountTokensArgs args) {
   clear_counts(counts, args.experts);
   const int64_t step = static_cast<int64_t>(gridDim.x) * kGridThreads;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kGridThreads + threadIdx.x; i < args.numel; i += step) {
-    count_index(static_cast<const Index*>(args.indices)[i], args.experts, counts);
+    count_index(args, static_cast<const Index*>(args.indices)[i], i, counts);
   }
   add_counts(counts, args.experts, args.counts);
 }

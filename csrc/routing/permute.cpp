@@ -74,7 +74,8 @@ Permuted permute_meta(const Tensor& tokens, const Tensor& indices, int64_t exper
 Permuted permute(const Tensor& tokens, const Tensor& indices, int64_t experts, int64_t capacity,
                  int64_t alignment) {
   check_permute(tokens, indices);
-  const Slots slots = assign_slots({kPermute, "indices", indices}, 0, experts, capacity, alignment, false);
+  const Slots slots = assign_slots({kPermute, "indices", indices}, 0, experts, capacity, alignment, false,
+                                   NamedExperts{experts});
   return {gather_rows(tokens, slots.source, slots.slot), slots.group_sizes, slots.slot, slots.source,
           slots.total};
 }

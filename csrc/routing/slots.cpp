@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "common/autograd.h"
+#include "common/expert_index.h"
 #include "common/register.h"
 #include "common/tensor.h"
 
@@ -57,9 +58,12 @@ Slots empty_slots(const Argument& indices, int64_t first, int64_t experts, const
 }
 
 Slots assign_slots(const Argument& indices, int64_t first, int64_t experts, int64_t capacity,
-                   int64_t alignment, bool with_k, const std::optional<Tensor>& weights) {
+                   int64_t alignment, bool with_k, const std::optional<NamedExperts>& named,
+                   const std::optional<Tensor>& weights) {
   Slots slots = empty_slots(indices, first, experts, capacity, alignment, with_k);
   const Tensor input = indices.tensor.contiguous();
+  ExpertRange range{first + experts, nullptr};
+  if (named) range = check_expert_indices({indices.op, indices.name, input}, named->all, named->advice);
   Tensor w;
   if (weights) {
     TORCH_INTERNAL_ASSERT(weights->scalar_type() == at::kFloat && weights->sizes() == input.sizes());
@@ -83,7 +87,8 @@ Slots assign_slots(const Argument& indices, int64_t first, int64_t experts, int6
                        weights ? slots.probs.mutable_data_ptr<float>() : nullptr,
                        nullptr,
                        0,
-                       0};
+                       0,
+                       range};
   if (input.is_cpu()) {
     assign_slots_cpu(args);
     return slots;
@@ -110,16 +115,30 @@ SlotTensors as_tuple(const Slots& slots) {
   return {slots.slot, slots.source, slots.source_k, slots.group_sizes, slots.total};
 }
 
+// `total`: the experts of all ranks, or -1, where the layout has the last of them.
+NamedExperts named_experts(const char* op, int64_t first, int64_t experts, int64_t total) {
+  int64_t end;
+  if (__builtin_add_overflow(first, experts, &end)) end = std::numeric_limits<int64_t>::max();
+  TP_CHECK_VALUE(total == -1 || total >= end, op, "total_experts",
+                 "at least " << end << ", which are those up to the last of the layout, or -1", total,
+                 "Pass the number of experts of all ranks");
+  return {total == -1 ? end : total,
+          "Name an expert, or pass -1 for none; with more experts on other ranks pass the number of all as "
+          "total_experts"};
+}
+
 SlotTensors assign_slots_meta(const Tensor& indices, int64_t first, int64_t experts, c10::SymInt capacity,
-                              int64_t alignment) {
-  return as_tuple(
-      empty_slots({"assign_slots", "indices", indices}, first, experts, capacity, alignment, true));
+                              int64_t alignment, int64_t total_experts) {
+  const Argument argument{"assign_slots", "indices", indices};
+  named_experts(argument.op, first, experts, total_experts);
+  return as_tuple(empty_slots(argument, first, experts, capacity, alignment, true));
 }
 
 SlotTensors assign_slots_op(const Tensor& indices, int64_t first, int64_t experts, int64_t capacity,
-                            int64_t alignment) {
-  return as_tuple(
-      assign_slots({"assign_slots", "indices", indices}, first, experts, capacity, alignment, true));
+                            int64_t alignment, int64_t total_experts) {
+  const Argument argument{"assign_slots", "indices", indices};
+  const NamedExperts named = named_experts(argument.op, first, experts, total_experts);
+  return as_tuple(assign_slots(argument, first, experts, capacity, alignment, true, named));
 }
 
 constexpr const char* kWeighted = "assign_weighted_slots";
@@ -139,19 +158,23 @@ SlotTensors with_probs(const Slots& slots) {
 }
 
 SlotTensors assign_weighted_slots_meta(const Tensor& indices, const Tensor& weights, int64_t first,
-                                       int64_t experts, c10::SymInt capacity, int64_t alignment) {
+                                       int64_t experts, c10::SymInt capacity, int64_t alignment,
+                                       int64_t total_experts) {
   const Argument argument{kWeighted, "indices", indices};
   check_slot_weights({kWeighted, "weights", weights}, argument);
+  named_experts(kWeighted, first, experts, total_experts);
   Slots slots = empty_slots(argument, first, experts, capacity, alignment, false);
   slots.probs = empty(indices, {capacity}, at::kFloat);
   return with_probs(slots);
 }
 
 SlotTensors assign_weighted_slots(const Tensor& indices, const Tensor& weights, int64_t first,
-                                  int64_t experts, int64_t capacity, int64_t alignment) {
+                                  int64_t experts, int64_t capacity, int64_t alignment,
+                                  int64_t total_experts) {
   const Argument argument{kWeighted, "indices", indices};
   check_slot_weights({kWeighted, "weights", weights}, argument);
-  return with_probs(assign_slots(argument, first, experts, capacity, alignment, false, weights));
+  const NamedExperts named = named_experts(kWeighted, first, experts, total_experts);
+  return with_probs(assign_slots(argument, first, experts, capacity, alignment, false, named, weights));
 }
 
 class WeightedSlotsFunction : public DifferentiableOnce<WeightedSlotsFunction> {
@@ -160,18 +183,19 @@ class WeightedSlotsFunction : public DifferentiableOnce<WeightedSlotsFunction> {
   static constexpr bool is_traceable = true;
 
   static SlotTensors call(const Tensor& indices, const Tensor& weights, int64_t first, int64_t experts,
-                          const c10::SymInt& capacity, int64_t alignment) {
-    using Signature = SlotTensors(const Tensor&, const Tensor&, int64_t, int64_t, c10::SymInt, int64_t);
+                          const c10::SymInt& capacity, int64_t alignment, int64_t total_experts) {
+    using Signature =
+        SlotTensors(const Tensor&, const Tensor&, int64_t, int64_t, c10::SymInt, int64_t, int64_t);
     static const auto op = find_op<Signature>(kName);
-    return op.call(indices, weights, first, experts, capacity, alignment);
+    return op.call(indices, weights, first, experts, capacity, alignment, total_experts);
   }
 
   static variable_list forward(AutogradContext* ctx, const Tensor& indices, const Tensor& weights,
-                               int64_t first, int64_t experts, const c10::SymInt& capacity,
-                               int64_t alignment) {
+                               int64_t first, int64_t experts, const c10::SymInt& capacity, int64_t alignment,
+                               int64_t total_experts) {
     const BelowAutograd guard;
     const auto [slot, source, group_sizes, total, probs] =
-        call(indices, weights, first, experts, capacity, alignment);
+        call(indices, weights, first, experts, capacity, alignment, total_experts);
     ctx->save_for_backward({slot});
     ctx->mark_non_differentiable({slot, source, group_sizes, total});
     ctx->set_materialize_grads(false);
@@ -179,7 +203,7 @@ class WeightedSlotsFunction : public DifferentiableOnce<WeightedSlotsFunction> {
   }
 
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
-    variable_list result(6);
+    variable_list result(7);
     if (!grads[4].defined()) return result;
     static const auto op = find_op<Tensor(const Tensor&, const Tensor&)>("permute_weights_backward");
     result[1] = op.call(grads[4], ctx->get_saved_variables()[0]);
@@ -188,14 +212,15 @@ class WeightedSlotsFunction : public DifferentiableOnce<WeightedSlotsFunction> {
 };
 
 SlotTensors assign_weighted_slots_autograd(const Tensor& indices, const Tensor& weights, int64_t first,
-                                           int64_t experts, c10::SymInt capacity, int64_t alignment) {
+                                           int64_t experts, c10::SymInt capacity, int64_t alignment,
+                                           int64_t total_experts) {
   if (any_wants_grad(weights)) {
     const variable_list out =
-        WeightedSlotsFunction::apply(indices, weights, first, experts, capacity, alignment);
+        WeightedSlotsFunction::apply(indices, weights, first, experts, capacity, alignment, total_experts);
     return {out[0], out[1], out[2], out[3], out[4]};
   }
   const BelowAutograd guard;
-  return WeightedSlotsFunction::call(indices, weights, first, experts, capacity, alignment);
+  return WeightedSlotsFunction::call(indices, weights, first, experts, capacity, alignment, total_experts);
 }
 
 Tensor count_output(const Tensor& indices, int64_t experts) {
@@ -210,8 +235,12 @@ Tensor count_output(const Tensor& indices, int64_t experts) {
 Tensor count_tokens(const Tensor& indices, int64_t experts) {
   const Tensor counts = count_output(indices, experts);
   const Tensor input = indices.contiguous();
-  const CountTokensArgs args{input.const_data_ptr(), input.scalar_type() == at::kLong, input.numel(), experts,
-                             counts.mutable_data_ptr<int64_t>()};
+  const CountTokensArgs args{input.const_data_ptr(),
+                             input.scalar_type() == at::kLong,
+                             input.numel(),
+                             experts,
+                             counts.mutable_data_ptr<int64_t>(),
+                             check_expert_indices({"count_tokens_per_expert", "indices", input}, experts)};
   if (input.is_cpu()) {
     count_tokens_cpu(args);
     return counts;

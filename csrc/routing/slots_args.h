@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "common/expert_index_args.h"
 #include "common/math.h"
 
 namespace transformer_plugin::routing {
@@ -16,7 +17,7 @@ namespace transformer_plugin::routing {
 inline constexpr int64_t kMaxExperts = 1024;
 
 struct AssignSlotsArgs {
-  const void* indices;  // [tokens, topk] int32 or int64; anything outside [first, first + experts) is masked
+  const void* indices;  // [tokens, topk] int32 or int64; experts outside [first, first + experts) get no row
   bool indices_are_int64;
   int64_t tokens;
   int64_t topk;
@@ -35,6 +36,7 @@ struct AssignSlotsArgs {
   int32_t* chunk_counts;  // [chunks, experts]
   int64_t chunks;
   int64_t chunk_size;
+  ExpertRange range;  // of the indices
 
   TP_HOST_DEVICE int64_t items() const { return tokens * topk; }
   TP_HOST_DEVICE int64_t chunk_end(int64_t begin) const {
@@ -50,6 +52,7 @@ struct CountTokensArgs {
   int64_t numel;
   int64_t experts;
   int64_t* counts;  // [experts]
+  ExpertRange range;
 };
 
 void assign_slots_cpu(const AssignSlotsArgs& args);

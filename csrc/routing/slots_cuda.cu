@@ -11,6 +11,7 @@
 // A small problem is one chunk, for which assign_kernel does everything.
 #include <algorithm>
 
+#include "common/expert_index.cuh"
 #include "common/launch.cuh"
 #include "common/scan.cuh"
 #include "routing/local_expert.cuh"
@@ -44,9 +45,14 @@ __device__ __forceinline__ void clear_rows(const AssignSlotsArgs& args) {
   if (args.probs) fill(args.probs, args.capacity, 0);
 }
 
-template <typename Index>
+// The number of the i-th index's expert in the layout, or -1. A wrong index is reported if `report` is true, which it
+// is in one pass over the indices.
+template <typename Index, bool report>
 __device__ __forceinline__ int expert_at(const AssignSlotsArgs& args, uint32_t i, uint32_t end) {
-  return i < end ? local_expert(static_cast<const Index*>(args.indices)[i], args.first, args.experts) : -1;
+  if (i >= end) return -1;
+  const Index index = static_cast<const Index*>(args.indices)[i];
+  if constexpr (report) report_wrong_expert(args.range, static_cast<int64_t>(index), i);
+  return local_expert(index, args.first, args.experts);
 }
 
 // One block per chunk. Integer atomics are deterministic.
@@ -64,7 +70,8 @@ __global__ void __launch_bounds__(kCountThreads) count_chunks_kernel(AssignSlots
   for (uint32_t first = begin + threadIdx.x; first < end; first += kLoads * kCountThreads) {
     int experts[kLoads];
 #pragma unroll
-    for (int u = 0; u < kLoads; ++u) experts[u] = expert_at<Index>(args, first + u * kCountThreads, end);
+    for (int u = 0; u < kLoads; ++u)
+      experts[u] = expert_at<Index, true>(args, first + u * kCountThreads, end);
 #pragma unroll
     for (int u = 0; u < kLoads; ++u) {
       if (experts[u] >= 0) atomicAdd(&counts[experts[u]], 1);
@@ -126,13 +133,13 @@ __device__ __forceinline__ uint32_t first_row(const AssignSlotsArgs& args, int32
 
 // Calls visit(i, expert, same) for 32 indices at a time, in order, by all lanes of a warp. `same` are the
 // lanes that have the same expert; past the end the expert is -1. Indices are fewer than 2^31.
-template <typename Index, typename Visit>
+template <typename Index, bool report, typename Visit>
 __device__ __forceinline__ void visit_indices(const AssignSlotsArgs& args, uint32_t begin, uint32_t end,
                                               Visit visit) {
   uint32_t i = begin + threadIdx.x % kWarpSize;
-  int expert = expert_at<Index>(args, i, end);
+  int expert = expert_at<Index, report>(args, i, end);
   for (uint32_t first = begin; first < end; first += kWarpSize) {
-    const int next = expert_at<Index>(args, i + kWarpSize, end);
+    const int next = expert_at<Index, report>(args, i + kWarpSize, end);
     visit(i, expert, __match_any_sync(kAllLanes, expert));
     i += kWarpSize;
     expert = next;
@@ -173,7 +180,7 @@ __global__ void __launch_bounds__(kThreads) assign_kernel(AssignSlotsArgs args) 
   if (alone) clear_rows(args);
   for (int i = threadIdx.x; i < warps * experts; i += kThreads) rows[i] = 0;
   __syncthreads();
-  visit_indices<Index>(args, begin, end, [&](uint32_t, int expert, unsigned same) {
+  visit_indices<Index, alone>(args, begin, end, [&](uint32_t, int expert, unsigned same) {
     if (expert >= 0 && (same & lower_lanes) == 0) own[expert] += __popc(same);
     __syncwarp();
   });
@@ -196,7 +203,7 @@ __global__ void __launch_bounds__(kThreads) assign_kernel(AssignSlotsArgs args) 
   }
   __syncthreads();
 
-  visit_indices<Index>(args, begin, end, [&](uint32_t i, int expert, unsigned same) {
+  visit_indices<Index, false>(args, begin, end, [&](uint32_t i, int expert, unsigned same) {
     const uint32_t before = expert >= 0 ? own[expert] : 0;
     __syncwarp();
     if (expert >= 0 && (same & lower_lanes) == 0) own[expert] = before + __popc(same);

@@ -3,6 +3,7 @@
 #include "routing/topk_router.h"
 
 #include "common/autograd.h"
+#include "common/expert_index.h"
 #include "common/register.h"
 #include "common/tensor.h"
 #include "routing/score_name.h"
@@ -153,7 +154,8 @@ Tensor topk_router_backward(const Tensor& grad, const Tensor& logits, const Tens
                                     scaling,
                                     parse_score_function("", name),
                                     pre_softmax,
-                                    to_dtype(x.scalar_type())};
+                                    to_dtype(x.scalar_type()),
+                                    check_expert_indices({"topk_router_backward", "indices", i}, x.size(1))};
 #ifdef TRANSFORMER_PLUGIN_CUDA
   if (x.is_cuda()) {
     const CudaScope scope(x);

@@ -12,6 +12,7 @@
 #include <cstdint>
 
 #include "common/dtype.h"
+#include "common/expert_index_args.h"
 #include "routing/score.h"
 #include "routing/slots_args.h"
 
@@ -48,6 +49,7 @@ struct TopkRouterBackwardArgs {
   ScoreFunction function;
   bool pre_softmax;
   DType dtype;
+  ExpertRange range;  // of the indices
 };
 
 // An integer in the order of the floats: NaN highest, both zeros equal, never 0.

@@ -138,7 +138,8 @@ void topk_router_cpu(const TopkRouterArgs& args) {
     });
   });
   if (!args.load) return;
-  count_tokens_cpu({args.indices, false, args.tokens * args.topk, args.experts, args.load});
+  count_tokens_cpu(
+      {args.indices, false, args.tokens * args.topk, args.experts, args.load, {args.experts, nullptr}});
   *args.aux_loss = 0.0f;
 }
 

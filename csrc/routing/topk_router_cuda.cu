@@ -2,6 +2,7 @@
 // faster ones (topk_router_registers.h). Logits [tokens, experts], weights and indices [tokens, topk].
 // Grid-stride over tokens, one warp per token, up to 4 warps per block, as many as their shared memory (keys,
 // values, terms; at most 48 KiB) allows. The counts of a block's experts follow those of its warps.
+#include "common/expert_index.cuh"
 #include "routing/block_counts.cuh"
 #include "routing/score_cuda.cuh"
 #include "routing/topk_router.h"
@@ -140,6 +141,7 @@ __global__ void topk_router_backward_kernel(TopkRouterBackwardArgs args, int64_t
     RowScale row = no_scale();
     if (args.pre_softmax) row = row_scale(args.function, logits, args.experts);
     for (int64_t k = lane; k < args.topk; k += kWarpSize) {
+      report_wrong_expert(args.range, indices[k], t * args.topk + k);
       const bool valid = indices[k] >= 0 && indices[k] < args.experts;
       chosen[k] = valid ? to_float(logits[indices[k]]) : -INFINITY;
     }

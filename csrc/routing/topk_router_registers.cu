@@ -5,6 +5,7 @@
 //
 // Lane l of a warp has the keys of experts l, l + 32, ... in registers. The warp finds the largest key word
 // by word (redux.sync), removes it, and repeats that. Lane k has the k-th chosen expert, and its weight.
+#include "common/expert_index.cuh"
 #include "routing/block_counts.cuh"
 #include "routing/score_cuda.cuh"
 #include "routing/topk_router_registers.h"
@@ -275,6 +276,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize)
        t += step) {
     const T* logits = static_cast<const T*>(args.logits) + t * experts;
     const int32_t index = lane < topk ? args.indices[t * topk + lane] : -1;
+    report_wrong_expert(args.range, index, t * topk + lane);
     const float grad = lane < topk ? args.grad[t * topk + lane] : 0.0f;
     const float logit = index >= 0 && index < experts ? to_float(logits[index]) : -INFINITY;
     const RowScale row = scale_before_choice(pre_softmax, logits, experts);

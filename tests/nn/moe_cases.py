@@ -122,7 +122,7 @@ def planned(case: Case, generator: torch.Generator) -> Tensor:
     if case.plan == "masked":
         indices[torch.rand(indices.shape, generator=generator) < 0.3] = -1
         indices[3] = -1
-        indices[7, 0] = case.experts  # of another rank
+        indices[7, 0] = -1
     else:
         indices[::3, 1] = indices[::3, 0]
     return indices

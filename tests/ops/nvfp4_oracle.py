@@ -168,23 +168,24 @@ def quantize(
     common = encode_scale(amax, spec).reshape(-1, 1)
     one = np.float32(1)
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-        wanted = block_amax * (common * np.float32(1 / 6))
 
         def factor(scale: np.ndarray) -> np.ndarray:
             return np.repeat(np.minimum(one / (value_of(scale) * (one / common)), FLT_MAX), 16, 1)
 
         if not spec.four_over_six:
-            scale = e4m3(np.minimum(wanted, FLT_MAX))
+            scale = e4m3(np.minimum(block_amax * (common * np.float32(1 / 6)), FLT_MAX))
             scaled = values * factor(scale)
             return e2m1(scaled) if bytes is None else e2m1_stochastic(scaled, bytes), scale
+        target = block_amax / np.float32(6) * common
         tried = []
         for times in (1.0, 1.5):
-            scale = e4m3(np.minimum(wanted * np.float32(times), np.float32(448)))
+            scale = e4m3(np.minimum(target * np.float32(times), np.float32(448)))
             data = e2m1(values * factor(scale))
             back = np.where(data & 8, -E2M1[data & 7], E2M1[data & 7]).astype(np.float32)
-            missed = np.abs(back * np.repeat(value_of(scale) * (one / common), 16, 1) - values)
+            scaled = back * np.repeat(value_of(scale), 16, 1) * amax.astype(np.float32).reshape(-1, 1)
+            missed = np.abs(scaled / np.float32(6 * spec.bound) - values)
             missed = missed * missed if spec.four_over_six == "mse" else missed
-            missed = np.where(np.isnan(values), np.float32(0), missed).reshape(rows, columns // 16, 16)
+            missed = missed.reshape(rows, columns // 16, 16)
             error = np.zeros(missed.shape[:2], np.float32)
             for i in range(16):
                 error += missed[:, :, i]

@@ -137,6 +137,36 @@ def test_four_over_six_by_hand(of: ModuleType) -> None:
     torch.testing.assert_close(back, row, rtol=1e-6, atol=0)
 
 
+@by_implementation
+@pytest.mark.parametrize(
+    ("format", "second", "bits"),
+    [
+        ("nvfp4:4over6", 1.125, 0x70),  # 2.390625 / 6 * S = 136, a tie of 128 and 144: to the even pattern
+        ("nvfp4:4over6_mse,tiled", 1.125, 0x70),
+        ("nvfp4:4over6", 1.828125, 0x75),  # 204, from 192 or 208, maps 1.828125 to 3, exactly
+        ("nvfp4", 1.125, 0x77),  # 2.390625 * (448 * 6 / 4.5 * (1 / 6)) = 238, from 224 or 240
+    ],
+)
+def test_a_tie_of_two_scales(of: ModuleType, format: str, second: float, bits: int) -> None:
+    """With the amax 4.5, S = 256 * 6 / 4.5 is rounded up, so that the block's amax times S / 6 would be above the
+    tie. The bits are those of TransformerEngine."""
+    row = torch.tensor([[2.390625] + [second] * 15])
+    data, scale = of.quantize(row, format, amax=torch.tensor([4.5]))
+    assert scale.view(torch.uint8)[0, 0].item() == bits
+    assert unpack(data)[0, 1].item() == 5  # 3, exactly
+
+
+@by_implementation
+@pytest.mark.parametrize("format", ["nvfp4:4over6", "nvfp4:4over6_mse,tiled"])
+@pytest.mark.parametrize(("second", "amax"), [(float("nan"), 6.0), (3.0, np.inf)])
+def test_four_over_six_keeps_six(of: ModuleType, format: str, second: float, amax: float) -> None:
+    """An error that is NaN is not smaller: where a value of the block is NaN, or the amax of the matrix is infinite,
+    the amax of the block becomes 6, though the values 4, 3, 2 and 1 would be exact with 4."""
+    row = torch.tensor([[4.0, second, 2.0, 1.0] + [0.0] * 12])
+    data, _ = of.quantize(row, format, amax=torch.tensor([amax]))
+    assert unpack(data)[0, 0].item() == 7
+
+
 def bfloat16_values_up_to(amax: float) -> Tensor:
     """Returns [n, 16]: all bfloat16 values up to a magnitude, and NaN, 15 per row; the first column is ``amax``
     rounded to bfloat16."""
@@ -157,6 +187,22 @@ def test_every_bfloat16_value(amax: float, format: str, device: torch.device) ->
         check(values, format, torch.tensor([amax * over]), device)
     for amax_tensor in (0.0, 1.0, np.inf):
         check(values, format, torch.tensor([amax_tensor]), device)
+
+
+@pytest.mark.parametrize("amax", [4.5, 1.0, 3.390625, 448.0, 6e4, 2.0**-100, 2.0**120])
+@pytest.mark.parametrize("format", ["nvfp4", "nvfp4:4over6", "nvfp4:4over6_mse,tiled"])
+def test_every_bfloat16_amax_of_a_block(format: str, amax: float, device: torch.device) -> None:
+    """Blocks with every bfloat16 amax from that of the matrix down to 2^-16 of it, whose scales range down to 0. The
+    other values are 2/3 of the block's amax, which are better mapped to 4 of 6, or 3/4 of it, to 3 of 4."""
+    every = every_value(torch.bfloat16).reshape(-1).float()
+    own = every[(every >= amax * 2.0**-16) & (every <= amax)][:, None]
+    for others in (2 / 3, 3 / 4):
+        check(
+            torch.cat([own, own * others * torch.ones(15)], 1).bfloat16(),
+            format,
+            torch.tensor([amax]),
+            device,
+        )
 
 
 @by_dtype

@@ -181,8 +181,8 @@ def test_nan_and_inf_propagate_and_experts_stay_distinct(route, device: torch.de
     torch.testing.assert_close(weights[1].sum().item(), 1.0)
 
 
-def test_gradient_of_masked_and_invalid_indices(device: torch.device) -> None:
-    """Masked experts give no NaN, and indices that are not experts have no effect."""
+def test_gradient_of_masked_experts_and_of_none(device: torch.device) -> None:
+    """Masked experts give no NaN, and -1 has no effect."""
     logits = torch.full((2, 4), -INF, device=device)
     logits[0, 1] = 0.5
     indices = torch.tensor([[1, 0], [0, 1]], dtype=torch.int32, device=device)
@@ -190,8 +190,8 @@ def test_gradient_of_masked_and_invalid_indices(device: torch.device) -> None:
     for function, pre in (("softmax", False), ("softmax", True), ("sigmoid", False), ("sqrtsoftplus", False)):
         got = ops.topk_router_backward(grad, logits, indices, function, pre, 1.0)
         assert bool((got == 0).all()), function  # with one unmasked expert its share is always 1
-    foreign = torch.tensor([[1, 99], [-3, 2**31 - 1]], dtype=torch.int32, device=device)
-    got = ops.topk_router_backward(grad, torch.zeros(2, 4, device=device), foreign, "sigmoid", False, 1.0)
+    none = torch.tensor([[1, -1], [-1, -1]], dtype=torch.int32, device=device)
+    got = ops.topk_router_backward(grad, torch.zeros(2, 4, device=device), none, "sigmoid", False, 1.0)
     assert got[1].tolist() == [0.0] * 4 and got[0, [0, 2, 3]].tolist() == [0.0] * 3
 
 

@@ -17,7 +17,8 @@ tp = torch.ops.transformer_plugin
 ASSIGN = list(assign_slots_cases())
 assign_cases = pytest.mark.parametrize("case", ASSIGN, ids=lambda case: case.name)
 
-# Indices, (first, experts, capacity, alignment), slot, source, source_k, group_sizes, total; written by hand.
+# Indices, (first, experts, capacity, alignment) and perhaps the experts of all ranks, slot, source, source_k,
+# group_sizes, total; written by hand.
 GOLDEN = {
     "alignment_1": (
         [[2, 0], [1, 2], [0, 2]],
@@ -47,8 +48,8 @@ GOLDEN = {
         32,
     ),
     "masked": (
-        [[-1, 1], [7, -1], [2, 0], [-5, 2]],
-        (0, 3, 5, 1),
+        [[-1, 1], [7, -1], [2, 0], [-1, 2]],
+        (0, 3, 5, 1, 8),
         [[-1, 1], [-1, -1], [2, 0], [-1, 3]],
         [2, 0, 2, 3, -1],
         [1, 1, 0, 1, -1],
@@ -68,7 +69,7 @@ GOLDEN = {
     "duplicates": ([[1, 1], [0, 1]], (0, 2, 4, 1), [[1, 2], [0, 3]], [1, 0, 0, 1], [0, 0, 1, 1], [1, 3], 4),
     "window": (
         [[0, 1], [2, 3], [1, 2]],
-        (1, 2, 4, 1),
+        (1, 2, 4, 1, 4),
         [[-1, 0], [2, -1], [1, 3]],
         [0, 2, 1, 2],
         [1, 0, 0, 1],
@@ -146,7 +147,7 @@ def test_many_indices_agree_with_a_stable_sort(device: torch.device) -> None:
 
 @assign_cases
 def test_count_tokens_per_expert_agrees_with_the_reference(case: Case, device: torch.device) -> None:
-    indices, _, experts, _, _ = case.arguments(device)
+    indices, *_, experts = case.arguments(device)
     got = ops.count_tokens_per_expert(indices, experts)
     assert_same_bits(got, reference.count_tokens_per_expert(indices.cpu(), experts))
     assert_same_bits(ops.count_tokens_per_expert(indices.reshape(-1), experts), got)
@@ -157,9 +158,9 @@ def test_count_tokens_per_expert_agrees_with_the_reference(case: Case, device: t
 def test_any_number_of_indices_is_counted(count: int, experts: int, device: torch.device) -> None:
     """One block, clusters of 2 to 8 blocks, and a grid; addresses that are and are not multiples of 16 bytes."""
     generator = torch.Generator().manual_seed(count)
-    values = torch.randint(-2, experts + 2, (count + 1,), generator=generator)
+    values = torch.randint(-1, experts, (count + 1,), generator=generator)
     for indices in (values[:-1], values[1:]):
-        expected = torch.bincount(indices[(indices >= 0) & (indices < experts)], minlength=experts)
+        expected = torch.bincount(indices[indices >= 0], minlength=experts)
         for dtype in (torch.int32, torch.int64):
             there = torch.empty(count + 1, dtype=dtype, device=device)
             there = there[1:] if indices.data_ptr() % 16 else there[:-1]
@@ -174,8 +175,9 @@ def test_ranges_of_many_indices(tokens: int, topk: int, experts: int, device: to
     generator = torch.Generator().manual_seed(tokens)
     indices = torch.randint(-1, experts + 3, (tokens, topk), generator=generator, dtype=torch.int32)
     capacity = tokens * topk // 2
-    got = ops.assign_slots(indices.to(device), 1, experts, capacity, 4)
-    for a, b in zip(got, ops.assign_slots(indices, 1, experts, capacity, 4), strict=True):
+    layout = (1, experts, capacity, 4, experts + 3)
+    got = ops.assign_slots(indices.to(device), *layout)
+    for a, b in zip(got, ops.assign_slots(indices, *layout), strict=True):
         assert_same_bits(a, b)
     slot, _, _, _, total = (t.cpu() for t in got)
     flat = indices.reshape(-1) - 1
@@ -195,7 +197,7 @@ def test_ranges_of_many_indices(tokens: int, topk: int, experts: int, device: to
 def test_opcheck_assign_slots(case: Case, device: torch.device) -> None:
     arguments = case.arguments(device)
     opcheck(tp.assign_slots.default, arguments)
-    opcheck(tp.count_tokens_per_expert.default, (arguments[0], arguments[2]))
+    opcheck(tp.count_tokens_per_expert.default, (arguments[0], arguments[5]))
 
 
 def test_cases_contain_drops_masks_and_duplicates() -> None:
@@ -207,7 +209,7 @@ def test_cases_contain_drops_masks_and_duplicates() -> None:
         slot, _, _, sizes, total = ops.assign_slots(
             indices, 0, routing.experts, routing.capacity, routing.alignment
         )
-        valid = (indices >= 0) & (indices < routing.experts)
+        valid = indices >= 0
         drops += int((valid & (slot < 0)).sum())
         masks += int((~valid).sum())
         ordered = indices.masked_fill(~valid, -1).sort(dim=1).values

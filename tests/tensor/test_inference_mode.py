@@ -123,3 +123,98 @@ def test_layers(recipe: Recipe | None, parameters: Any, in_format: bool, device:
         state = layer.state_dict()
     layer.load_state_dict(state)
     assert torch.equal(layer(x, group_sizes), expected)
+
+
+P = torch.nn.Parameter
+#: How an inference tensor is made of ``x``, which was made outside of the mode; called inside of it.
+MADE: dict[str, Call] = {
+    "clone": lambda x: x.clone(),
+    "to": lambda x: x.to(x.dtype, copy=True),
+    "slice of a clone": lambda x: x.clone()[0:],
+    "detached clone": lambda x: x.clone().detach(),
+}
+#: What is done with it, inside or outside of the mode.
+USES: dict[str, Call] = {
+    **EVERY,
+    **OF_STACKS,
+    "view": lambda v: v.view(-1),
+    "packed": lambda v: v.detach().packed() if isinstance(v, GroupedTensor) else v.detach(),
+    "detached view": lambda v: v.detach().view(-1),
+    "detached member": lambda v: v.detach()[0],
+    "member of a slice": lambda v: v[1:].detach()[0],
+    "alias": lambda v: torch.ops.aten.alias(v),
+    "as_strided": lambda v: v.as_strided(v.shape, v.stride()),
+    "data": lambda v: v.data.view(-1),
+    "detach_": lambda v: v.detach_(),
+    "add": lambda v: v + 1,
+    "sum": lambda v: v.sum(),
+    "parameter": lambda v: P(v, requires_grad=False),
+    "packed parameter": lambda v: P(v, requires_grad=False).view(-1),
+    "member of a parameter": lambda v: P(v, requires_grad=False)[0],
+    "members of a parameter": lambda v: P(v, requires_grad=False).unbind(),
+    "parameter with a gradient": lambda v: P(v),
+    "parameter of a clone": lambda v: P(v.clone()),
+    "requires_grad_": lambda v: v.detach().requires_grad_(),
+    "mul_": lambda v: v.mul_(2),
+    "zero_": lambda v: v.zero_(),
+    "copy_": lambda v: v.copy_(torch.ones(v.shape, device=v.device)),
+    "foreach": lambda v: torch._foreach_add_([v], 1.0),
+    "copy of it": lambda v: torch.zeros(v.shape, device=v.device, dtype=v.dtype).copy_(v),
+    "zeros_like": lambda v: torch.zeros_like(v),
+    "saved for a backward": lambda v: (
+        (v * torch.ones(1, device=v.device, requires_grad=True)).sum().backward()
+    ),
+}
+del USES["dequantize"]  # which plain tensors do not have
+
+
+def outcome(use: Call, v: Any) -> tuple[Any, ...]:
+    """Whether it works, and whether the first result is an inference tensor; or the type of the error."""
+    try:
+        result = first(use(v))
+    except Exception as error:
+        return ("error", type(error))
+    return ("works", result.is_inference() if isinstance(result, torch.Tensor) else None)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
+@pytest.mark.parametrize("name", USES)
+def test_inference_tensors_behave_as_plain_ones(name: str, inside: bool, device: torch.device) -> None:
+    for made in MADE:
+        outcomes = []
+        for x in (stack(device), stack(device).packed()):
+            with torch.inference_mode():
+                v = MADE[made](x)
+            assert v.is_inference()
+            with torch.inference_mode(inside):
+                outcomes.append(outcome(USES[name], v))
+        assert outcomes[0] == outcomes[1], made
+
+
+@pytest.mark.parametrize("kind", ["matrix", "stack", "ragged"])
+def test_quantized_inference_tensors_outside(kind: str, device: torch.device) -> None:
+    """Views are inference tensors, copies are not, and a write is refused."""
+    value = quantized(("fp8_block", kind, (True, True)), device)
+    with torch.inference_mode():
+        made = value.clone()
+    for name in ("detach", "expand_as", "view_as", *(OF_STACKS if kind == "stack" else ())):
+        got = first({**EVERY, **OF_STACKS}[name](made))
+        assert got.is_inference() and got.dequantize().isfinite().all()
+    parameter = P(made, requires_grad=False)
+    assert parameter.is_inference() and torch.equal(parameter.detach(), value)
+    assert not made.clone().is_inference() and not copy.deepcopy(made).is_inference()
+    for write in (made.quantize_, made.copy_):
+        with pytest.raises(RuntimeError, match=r"[Ii]nference"):
+            write(torch.zeros(value.shape, device=device))
+    assert torch.equal(made, value)
+
+
+def test_values_over_tensors_of_the_other_mode(device: torch.device) -> None:
+    """A value is an inference tensor if its data is one, wherever it is made."""
+    x = torch.ones(2, 3, 4, device=device)
+    with torch.inference_mode():
+        y = x.clone()
+        of_x = GroupedTensor(x)
+    assert not of_x.is_inference() and GroupedTensor(y).is_inference()
+    of_x.mul_(2)
+    assert bool((x == 2).all())

@@ -40,7 +40,8 @@ def permute(
 
     Args:
         tokens: ``[T, H]``.
-        indices: int32 or int64 ``[T, K]``; values outside ``[0, num_experts)`` are masked.
+        indices: int32 or int64 ``[T, K]``; -1: no expert. Another value that is no expert is an error, on a GPU of a
+            later call.
         num_experts, capacity: of the result. ``T * K + num_experts * (alignment - 1)`` rows hold every choice.
         alignment: each expert's rows are padded up to a multiple of it.
 

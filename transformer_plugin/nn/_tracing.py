@@ -22,11 +22,11 @@ def is_tracing() -> bool:
 
 
 def assign_all(
-    indices: Tensor, weights: Tensor, num_experts: int, alignment: int, multiple: int
+    indices: Tensor, weights: Tensor, num_experts: int, alignment: int, multiple: int, total_experts: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``ops.assign_weighted_slots`` with capacity for all rows of the actual tokens, not of the example's tokens."""
     result: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = _script(_assign_all)(
-        indices, weights, num_experts, alignment, multiple
+        indices, weights, num_experts, alignment, multiple, total_experts
     )
     return result
 
@@ -52,12 +52,12 @@ def _script(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _assign_all(
-    indices: Tensor, weights: Tensor, num_experts: int, alignment: int, multiple: int
+    indices: Tensor, weights: Tensor, num_experts: int, alignment: int, multiple: int, total_experts: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     capacity = indices.numel() + num_experts * (alignment - 1)
     capacity = (capacity + multiple - 1) // multiple * multiple
     return torch.ops.transformer_plugin.assign_weighted_slots(
-        indices, weights, 0, num_experts, capacity, alignment
+        indices, weights, 0, num_experts, capacity, alignment, total_experts
     )
 
 

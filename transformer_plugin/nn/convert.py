@@ -33,7 +33,8 @@ class ConvertedExperts(PluginModule):
 
     ``forward(hidden_states [T, H], top_k_index [T, K], top_k_weights [T, K])`` returns ``[T, H]``. Parameters:
     ``gate_up_proj [E, 2F, H]``, the gate first, and ``down_proj [E, H, F]``, those of the module that was converted.
-    Routing weights are applied between the two products, in float32.
+    Routing weights are applied between the two products, in float32. The indices -1 and E name no expert; other indices
+    that are no expert are an error, as in :func:`transformer_plugin.ops.assign_slots`.
 
     The host reads no group size: there is room for every choice, ``T * K`` rows and padding.
     """
@@ -57,9 +58,10 @@ class ConvertedExperts(PluginModule):
                 "Use Float8CurrentScaling()",
             )
         self._recipe = recipe
-        self._exchange = LocalExchange(
-            self.gate_up_proj.shape[0], DispatchConfig(), *row_rules(formats_of(recipe))
-        )
+        experts = self.gate_up_proj.shape[0]
+        # Under expert parallelism transformers gives choices of other ranks' experts the index `experts`.
+        rules = row_rules(formats_of(recipe))
+        self._exchange = LocalExchange(experts, DispatchConfig(), *rules, total_experts=experts + 1)
 
     @layer_forward
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

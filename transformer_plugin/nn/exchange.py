@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 
 import torch
@@ -101,6 +101,8 @@ class LocalExchange:
     gpu_alignment: int
     #: each expert's rows must be a multiple of this.
     row_multiple: int = 1
+    #: indices from ``num_experts`` up to this name no expert here; -1: there are none of these.
+    total_experts: int = -1
     #: None, because the experts are not distributed.
     group: ClassVar[None] = None
 
@@ -109,7 +111,7 @@ class LocalExchange:
 
     def with_alignment(self, gpu_alignment: int, row_multiple: int) -> LocalExchange:
         """Returns a copy with the alignments of another recipe."""
-        return LocalExchange(self.num_experts, self.config, gpu_alignment, row_multiple)
+        return replace(self, gpu_alignment=gpu_alignment, row_multiple=row_multiple)
 
     def run(self, experts: Any, tokens: Tensor, indices: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the sum of each token's rows, and the total of :class:`Received`.
@@ -128,12 +130,13 @@ class LocalExchange:
         alignment = self.alignment_of(indices.numel(), indices.is_cuda)
         capacity, weights = self.config.capacity, as_float32(weights)
         if capacity is None and is_tracing():
-            assigned = assign_all(indices, weights, self.num_experts, alignment, multiple)
+            assigned = assign_all(indices, weights, self.num_experts, alignment, multiple, self.total_experts)
         else:
             if capacity is None:
                 capacity = indices.numel() + self.num_experts * (alignment - 1)
                 capacity = -(-capacity // multiple) * multiple
-            assigned = ops.assign_weighted_slots(indices, weights, 0, self.num_experts, capacity, alignment)
+            layout = (0, self.num_experts, capacity, alignment, self.total_experts)
+            assigned = ops.assign_weighted_slots(indices, weights, *layout)
         slot, source, sizes, total, probs = assigned
         return Slots(slot, source, sizes), probs, total
 

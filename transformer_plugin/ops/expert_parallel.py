@@ -44,7 +44,7 @@ class Plan(NamedTuple):
     """The destination of every (token, k) of the group, as plain tensors on the device of the indices."""
 
     #: int32 ``[R * max_tokens, K]``: at ``r * max_tokens + t`` the row of (token t of rank r, k) in this rank's
-    #: layout, or -1 if its expert is on another rank, it is masked, or the row was dropped.
+    #: layout, or -1 if its expert is on another rank, it has none, or the row was dropped.
     slot: Tensor
     #: int32 ``[capacity]``: ``r * max_tokens + t`` of each row, or -1 in padding and in unused rows.
     source: Tensor
@@ -71,9 +71,8 @@ def plan(
     """Gather the expert indices of all ranks and assign a row to each (token, k).
 
     Args:
-        topk_idx: ``[..., K]`` int32 or int64, contiguous, 2 dimensions or more: the experts of this rank's tokens. Any
-            value outside ``[0, num_experts)``, for example -1, is masked: no row, no weight, no gradient. A token that
-            names an expert twice gets two rows.
+        topk_idx: ``[..., K]`` int32 or int64, contiguous, 2 dimensions or more: the experts of this rank's tokens, or
+            -1 for none: no row, no weight, no gradient. A token that names an expert twice gets two rows.
         num_experts: E, a multiple of R.
         max_tokens: an upper bound of the tokens of each rank, the same on every rank.
         capacity: rows of the layout, the same on every rank. Rows past it are dropped, those of the last expert first:
@@ -90,11 +89,13 @@ def plan(
         TypeError: indices of another dtype.
         ValueError: a constant out of range, too many tokens, an index tensor that is not contiguous or has fewer
             than 2 dimensions, a group of another size, rows that do not fit (``raise_on_overflow``), ranks that make
-            different calls.
+            different calls. An index of any rank that is neither an expert nor -1: on a CPU this call raises, on every
+            rank; on CUDA such an index counts as -1, and a later call with indices or group sizes raises, or
+            :func:`~transformer_plugin.ops.check_group_sizes`.
         PeerTimeoutError: a rank did not take part in time.
 
     Source: the layout and semantics of TransformerEngine pull request 3035, with static sizes; duplicate and
-    out-of-range indices are defined here.
+    wrong indices are defined here.
     """
     arguments = (topk_idx, num_experts, max_tokens, capacity, alignment, num_ranks, group_name)
     out = with_peers(_ops.plan.default, *arguments, raise_on_overflow, timeout_ms)

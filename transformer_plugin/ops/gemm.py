@@ -279,9 +279,10 @@ def check_group_sizes() -> None:
     does not read sizes: a negative size counts as 0, rows past the buffer are left out, and the next op with
     group sizes raises, or this one does. After ``torch.cuda.synchronize()`` it covers every earlier call, also
     captured and replayed graphs. It also covers out-of-range entries of ``rows``,
-    ``input_rows`` and ``grad_rows``, other than -1, which is a row of zeros.
+    ``input_rows`` and ``grad_rows``, other than -1, which is a row of zeros, and indices other than -1 that name no
+    expert, in :func:`assign_slots` and other ops of routing and expert parallelism; it says how many.
 
     Raises:
-        ValueError: an earlier call had invalid group sizes or row indices. Raised once per error.
+        ValueError: an earlier call had invalid group sizes, row indices or expert indices. Raised once per error.
     """
     _ops.check_group_sizes.default()

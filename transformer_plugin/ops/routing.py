@@ -237,7 +237,8 @@ def topk_router_backward(
     Args:
         grad: ``[T, topk]`` float32, the gradient of the weights.
         logits, score_function, pre_softmax, scaling_factor: what the forward was given.
-        indices: ``[T, topk]`` int32, what it chose; values outside ``[0, E)`` are left out.
+        indices: ``[T, topk]`` int32, what it chose; -1 has no effect. Others as in
+            :func:`~transformer_plugin.ops.assign_slots`.
 
     Returns:
         ``[T, E]`` in the dtype of ``logits``, computed in float64 and rounded to float32, then to the dtype; 0 for
@@ -304,7 +305,8 @@ def aux_loss(
 
     Source: Switch Transformer (arXiv:2101.03961), equations 4 to 6; Megatron-LM ``switch_load_balancing_loss_func``.
     """
-    if not isinstance(total_tokens, Tensor):
+    number = isinstance(total_tokens, int | torch.SymInt) and -(2**63) <= total_tokens < 2**63
+    if number and isinstance(scores, Tensor):  # others are left to the op, which names them
         total_tokens = torch.full((), total_tokens, dtype=torch.int64, device=scores.device)
     return _ops.aux_loss.default(scores, tokens_per_expert, total_tokens, topk, coeff)
 
@@ -320,10 +322,12 @@ def count_tokens_per_expert(indices: Tensor, num_experts: int) -> Tensor:
     """How often each expert is named, without padding: int64 ``[num_experts]``.
 
     Args:
-        indices: int32 or int64 of any shape; values outside ``[0, num_experts)`` are not counted.
+        indices: int32 or int64 of any shape; -1 is not counted.
         num_experts: 0 to 1024.
 
     Raises:
-        TypeError: another dtype. ValueError: ``num_experts`` out of range, 2^31 elements or more.
+        TypeError: another dtype. ValueError: ``num_experts`` out of range, 2^31 elements or more; on a CPU an index
+        that is neither an expert nor -1, on a GPU one of an earlier call, as in
+        :func:`~transformer_plugin.ops.assign_slots`.
     """
     return _ops.count_tokens_per_expert.default(indices, num_experts)

@@ -6,6 +6,10 @@ A *slot* is a row of the expert-major layout: all rows of expert 0, padded up to
 of expert 1, and so on; inside an expert in the order of (token, k). ``slot [T, K]`` and ``source [capacity]`` are the
 two directions of the map; -1 means none. The capacity is an argument, so that no size is ever read on the host:
 ``tokens * K + num_experts * (alignment - 1)`` rows always suffice.
+
+An index names an expert, or is -1 for none. Any other is a ``ValueError`` on a CPU. On a GPU, whose values the host
+does not read, it counts as -1, and the GPU counts it: a later call with indices or group sizes raises, and so does
+:func:`~transformer_plugin.ops.check_group_sizes`.
 """
 
 from __future__ import annotations
@@ -29,18 +33,24 @@ _ops = torch.ops.transformer_plugin
 
 
 def assign_slots(
-    indices: Tensor, first_expert: int, num_experts: int, capacity: int, alignment: int = 1
+    indices: Tensor,
+    first_expert: int,
+    num_experts: int,
+    capacity: int,
+    alignment: int = 1,
+    total_experts: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Give each (token, k) whose expert is one of ``num_experts`` from ``first_expert`` on a row of the layout.
 
     Args:
-        indices: ``[T, K]`` int32 or int64, the experts of each token. Values outside
-            ``[first_expert, first_expert + num_experts)``, -1 for one, are masked: they get no row. A token that
-            names an expert twice gets two rows.
+        indices: ``[T, K]`` int32 or int64, the experts of each token, -1 for none. Experts outside
+            ``[first_expert, first_expert + num_experts)``, those of other ranks, get no row. A token that names an
+            expert twice gets two rows.
         first_expert: number of the layout's first expert.
         num_experts: experts in the layout, 0 to 1024.
         capacity: rows of the layout. What would come after is dropped: its slot is -1.
         alignment: each expert's rows are padded up to a multiple of it.
+        total_experts: the experts of all ranks, which ``indices`` may name; -1: ``first_expert + num_experts``.
 
     Returns:
         ``slot`` int32 ``[T, K]``, the row of each (token, k) or -1; ``source`` and ``source_k`` int32 ``[capacity]``,
@@ -52,25 +62,32 @@ def assign_slots(
     when replayed in a CUDA graph with other indices.
 
     Raises:
-        TypeError: another dtype. ValueError: ``indices`` not 2-D or of 2^31 elements or more, ``num_experts``,
-        ``capacity`` (0 to 2^31 - 1) or ``alignment`` (1 to 2^31 - 1) out of range.
+        TypeError: another dtype. ValueError: ``indices`` not 2-D or of 2^31 elements or more, or, on a CPU, with a
+        value that is neither an expert nor -1; ``num_experts``, ``capacity`` (0 to 2^31 - 1), ``alignment`` (1 to
+        2^31 - 1) or ``total_experts`` out of range.
     """
-    return _ops.assign_slots.default(indices, first_expert, num_experts, capacity, alignment)
+    return _ops.assign_slots.default(indices, first_expert, num_experts, capacity, alignment, total_experts)
 
 
 def assign_weighted_slots(
-    indices: Tensor, weights: Tensor, first_expert: int, num_experts: int, capacity: int, alignment: int = 1
+    indices: Tensor,
+    weights: Tensor,
+    first_expert: int,
+    num_experts: int,
+    capacity: int,
+    alignment: int = 1,
+    total_experts: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """:func:`assign_slots` and :func:`permute_weights` in one: the map, and the weight of each row.
 
     Args:
-        indices, first_expert, num_experts, capacity, alignment: as in :func:`assign_slots`.
+        indices, first_expert, num_experts, capacity, alignment, total_experts: as in :func:`assign_slots`.
         weights: ``[T, K]`` float32, on the device of ``indices``. Any strides.
 
     Returns:
         ``slot``, ``source``, ``group_sizes`` and ``total`` as in :func:`assign_slots`; ``probs``, float32
-        ``[capacity]``, the weight of each row's (token, k), 0 in rows without one. The weight of a masked or dropped
-        pair is not used.
+        ``[capacity]``, the weight of each row's (token, k), 0 in rows without one. The weight of a pair without a row
+        is not used.
 
     Differentiable in ``weights``: the gradient comes back in the order of the input, 0 where a pair has no slot.
     The same bits as the two ops on CPU and CUDA, no host read.
@@ -79,7 +96,7 @@ def assign_weighted_slots(
         TypeError: another dtype. ValueError: what :func:`assign_slots` refuses, ``weights`` of another size or device.
     """
     return _ops.assign_weighted_slots.default(
-        indices, weights, first_expert, num_experts, capacity, alignment
+        indices, weights, first_expert, num_experts, capacity, alignment, total_experts
     )
 
 
@@ -90,7 +107,7 @@ def permute(
 
     Args:
         tokens: ``[T, H]`` float32, bfloat16, float16, float64, float8_e4m3fn, float8_e5m2, uint8 or int8. Any strides.
-        indices: ``[T, K]`` int32 or int64, K at most 1024; values outside ``[0, num_experts)`` are masked.
+        indices: ``[T, K]`` int32 or int64, K at most 1024; -1: no expert.
         num_experts, capacity, alignment: as in :func:`assign_slots`.
 
     Returns:
@@ -102,7 +119,8 @@ def permute(
     host read.
 
     Raises:
-        TypeError: another dtype. ValueError: other dimensions, another device, a number out of range.
+        TypeError: another dtype. ValueError: other dimensions, another device, a number out of range; on a CPU an index
+        that is neither an expert nor -1.
     """
     return _ops.permute.default(tokens, indices, num_experts, capacity, alignment)
 

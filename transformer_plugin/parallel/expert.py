@@ -135,12 +135,14 @@ class EpContext:
     def _compare(self) -> None:
         mine = {**asdict(self.config), "ranks": self.num_ranks, "device": self.device.type}
         texts = ops.all_gather_text(json.dumps(mine), self.group_name, self.timeout_ms)
-        all_ranks: list[dict[str, Any]] = [json.loads(text) for text in texts]
-        differing = [name for name in mine if any(other[name] != all_ranks[0][name] for other in all_ranks)]
+        all_ranks = [_configuration(text, rank) for rank, text in enumerate(texts)]
+        names = dict.fromkeys(name for other in (mine, *all_ranks) for name in other)
+        values = {name: [repr(other.get(name, "missing")) for other in all_ranks] for name in names}
+        differing = [name for name, each in values.items() if len(set(each)) > 1]
         if not differing:
             return
         differences = "; ".join(
-            f"{name} is " + ", ".join(f"{other[name]!r} on rank {r}" for r, other in enumerate(all_ranks))
+            f"{name} is " + ", ".join(f"{value} on rank {r}" for r, value in enumerate(values[name]))
             for name in differing
         )
         raise ValueError(
@@ -157,13 +159,15 @@ class EpContext:
         """Compute the destination of every token of the group.
 
         Args:
-            topk_idx: ``[..., K]`` int32 or int64, contiguous, at most ``max_tokens_per_rank`` tokens; -1: no expert.
+            topk_idx: ``[..., K]`` int32 or int64, contiguous, at most ``max_tokens_per_rank`` tokens: experts of the
+                group, -1 for none.
             capacity: rows of this call, at most the context's and the same on every rank; None for the context's.
             alignment: alignment of this call, the same on every rank; None for the context's.
 
         Raises:
-            ValueError: an invalid argument; or rows do not fit and the policy is "raise". The latter is raised on a CPU
-                in this call, on every rank; on CUDA in a later call on this group, after the GPU has counted the rows.
+            ValueError: an invalid argument; an index of any rank that is neither an expert nor -1; or rows do not fit
+                and the policy is "raise". The last two are raised on a CPU in this call, on every rank; on CUDA in a
+                later call, after the GPU has counted them (``ops.check_group_sizes()`` raises the second, too).
         """
         self._check_open()
         if topk_idx.shape[-1] != self.config.num_topk:
@@ -251,6 +255,20 @@ class EpContext:
                 tuple(tokens.shape),
                 op,
             )
+
+
+def _configuration(text: str, rank: int) -> dict[str, Any]:
+    """What a rank sent. Another rank may run other code, and send anything."""
+    try:
+        configuration = json.loads(text)
+    except (ValueError, RecursionError):
+        configuration = None
+    if not isinstance(configuration, dict):
+        shown = repr(text if len(text) <= 80 else text[:80] + "...")
+        advice = "Make the same calls in the same order on every rank, with one version of the package"
+        expected = "the configuration of an EpContext from every rank"
+        _refuse("group", expected, f"{shown} from rank {rank}", "EpContext", advice)
+    return configuration
 
 
 def _group_exists(group: ProcessGroup) -> bool:

@@ -151,10 +151,10 @@ def quantize_matrix(
     padded = torch.nn.functional.pad(magnitudes, (0, 0, 0, down * height - rows))
     block_amax = padded.view(down, height, across, width).amax((1, 3))
     common = encode_scale(amax, format).unsqueeze(-1)
-    t = block_amax * (common * _constant(1 / 6, common))
     if format.four_over_six:
-        return _four_over_six(values, t, common, format)
-    scale = round_to_fp8(t.clamp(max=_FLT_MAX), _E4M3)
+        return _four_over_six(values, block_amax, common, amax, format)
+    target = block_amax * (common * _constant(1 / 6, common))
+    scale = round_to_fp8(target.clamp(max=_FLT_MAX), _E4M3)
     factor = spread_blocks(encode_factor(scale, common), format, rows)
     bits = round_to_e2m1(values * factor) if bytes is None else round_stochastically(values * factor, bytes)
     return pack(bits), scale.view(torch.uint8)
@@ -171,17 +171,21 @@ def spread_blocks(blocks: Tensor, format: Format, rows: int) -> Tensor:
     return blocks.repeat_interleave(format.block[0], 0)[:rows].repeat_interleave(format.block[1], 1)
 
 
-def _four_over_six(values: Tensor, t: Tensor, common: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    """Maps the block's amax to 6, or to 4 if that has the smaller error; errors are summed in index order."""
+def _four_over_six(
+    values: Tensor, block_amax: Tensor, common: Tensor, amax: Tensor, format: Format
+) -> tuple[Tensor, Tensor]:
+    """Maps the block's amax to 6, or to 4 if that has the smaller error; errors are summed in index order. An error
+    that is NaN is not smaller."""
+    target = block_amax / _constant(6, common) * common
     candidates = []
-    for wanted in (t, t * 1.5):
+    for wanted in (target, target * 1.5):
         scale = round_to_fp8(wanted.clamp(max=448.0), _E4M3)
         bits = round_to_e2m1(values * encode_factor(scale, common).repeat_interleave(NV_BLOCK, 1))
-        dequantized = decode(bits) * (scale.float() * (1 / common)).repeat_interleave(NV_BLOCK, 1)
-        difference = (dequantized - values).abs()
+        scaled = decode(bits) * scale.float().repeat_interleave(NV_BLOCK, 1) * amax.unsqueeze(-1)
+        difference = (scaled / _constant(_largest(format), amax) - values).abs()
         terms = difference * difference if format.four_over_six == "mse" else difference
-        terms = torch.where(values.isnan(), torch.zeros_like(terms), terms).unflatten(1, (-1, NV_BLOCK))
-        error = torch.zeros_like(t)
+        terms = terms.unflatten(1, (-1, NV_BLOCK))
+        error = torch.zeros_like(block_amax)
         for i in range(NV_BLOCK):
             error = error + terms[..., i]
         candidates.append((bits, scale.view(torch.uint8), error))

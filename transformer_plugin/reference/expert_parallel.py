@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from transformer_plugin.ops.expert_parallel import Plan
+from transformer_plugin.reference.routing import check_expert_indices
 
 
 def plan(
@@ -19,9 +20,10 @@ def plan(
     align = max(1, alignment)
     chosen = [[] for _ in range(num_experts)]  # type: list[list[tuple[int, int]]]
     for r, indices in enumerate(topk_idx):
+        check_expert_indices(indices, num_experts)
         for t, row in enumerate(indices.reshape(-1, topk).tolist()):
             for k, expert in enumerate(row):
-                if 0 <= expert < num_experts:
+                if expert >= 0:
                     chosen[expert].append((r * max_tokens + t, k))
     sizes = [-(-len(pairs) // align) * align for pairs in chosen]
     required = torch.tensor(

@@ -235,10 +235,22 @@ def aux_loss(
     return (scores.sum(0) * tokens_per_expert).sum() * factor
 
 
+def check_expert_indices(indices: Tensor, experts: int) -> None:
+    """Raises if an index is neither an expert nor -1."""
+    if bool(((indices < -1) | (indices >= experts)).any()):
+        raise ValueError(f"expected experts from 0 to {experts - 1}, or -1, got {indices.tolist()}")
+
+
 def assign_slots(
-    indices: Tensor, first_expert: int, num_experts: int, capacity: int, alignment: int = 1
+    indices: Tensor,
+    first_expert: int,
+    num_experts: int,
+    capacity: int,
+    alignment: int = 1,
+    total_experts: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Assigns to each (token, k), in order, the next row of its expert."""
+    check_expert_indices(indices, first_expert + num_experts if total_experts == -1 else total_experts)
     tokens, topk = indices.shape
     experts = [[int(e) - first_expert for e in row] for row in indices.tolist()]
     counts = [sum(row.count(e) for row in experts) for e in range(num_experts)]
@@ -264,19 +276,25 @@ def assign_slots(
 
 
 def assign_weighted_slots(
-    indices: Tensor, weights: Tensor, first_expert: int, num_experts: int, capacity: int, alignment: int = 1
+    indices: Tensor,
+    weights: Tensor,
+    first_expert: int,
+    num_experts: int,
+    capacity: int,
+    alignment: int = 1,
+    total_experts: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The slots of :func:`assign_slots`, and the weights in them."""
     slot, source, _, group_sizes, total = assign_slots(
-        indices, first_expert, num_experts, capacity, alignment
+        indices, first_expert, num_experts, capacity, alignment, total_experts
     )
     return slot, source, group_sizes, total, permute_weights(weights, slot, source)
 
 
 def count_tokens_per_expert(indices: Tensor, num_experts: int) -> Tensor:
-    """Returns a histogram of the indices; those that are not experts are ignored."""
-    experts = indices[(indices >= 0) & (indices < num_experts)]
-    return torch.bincount(experts.long(), minlength=num_experts)
+    """Returns a histogram of the indices without -1."""
+    check_expert_indices(indices, num_experts)
+    return torch.bincount(indices[indices >= 0].long(), minlength=num_experts)
 
 
 def permute(

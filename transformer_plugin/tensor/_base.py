@@ -8,15 +8,19 @@ numbers are in the tensors of :class:`Buffers`. Ops of aten on it go to the tabl
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+import torch.utils.dlpack
 from torch import Tensor
 
 from transformer_plugin.formats import Format
 from transformer_plugin.tensor import _layout, _table
 
+#: The key of values as they are.
+UNQUANTIZED = "none"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -43,6 +47,8 @@ class Buffers(NamedTuple):
         return ((name, t) for name, t in self.present() if name != "group_sizes")
 
 
+_forbid_access = torch._C._set_throw_on_mutable_data_ptr  # type: ignore[attr-defined]
+
 #: The two types by name.
 KINDS: dict[str, type[FormatTensor]] = {}
 
@@ -50,12 +56,20 @@ KINDS: dict[str, type[FormatTensor]] = {}
 def new_value(
     kind: str, key: str, shape: Any, dtype: torch.dtype, requires_grad: bool, *buffers: Tensor | None
 ) -> Any:
-    """A value over buffers. A call of this function is one node of a graph that torch.compile traces."""
+    """A value over buffers. A call of this function is one node of a graph that torch.compile traces.
+
+    It is an inference tensor if its data is one, also where the mode is another now: as torch has it for views.
+    """
     data = buffers[0] if buffers[0] is not None else buffers[3]
     assert data is not None
-    value = Tensor._make_wrapper_subclass(
-        KINDS[kind], shape, dtype=dtype, device=data.device, requires_grad=requires_grad
-    )
+    options = {"dtype": dtype, "device": data.device, "requires_grad": requires_grad}
+    of_inference = data.is_inference()
+    if of_inference is torch.is_inference_mode_enabled():
+        value = Tensor._make_wrapper_subclass(KINDS[kind], shape, **options)
+    else:
+        with torch.inference_mode(of_inference):
+            value = Tensor._make_wrapper_subclass(KINDS[kind], shape, **options)
+    _forbid_access(value)  # code in C++ that asks for its address gets an error, not 0
     value._buffers = Buffers(*buffers)
     value._key = key
     return value
@@ -109,8 +123,13 @@ class FormatTensor(Tensor):
         return self._buffers.scale_inv
 
     @property
-    def amax(self) -> Tensor | None:  # type: ignore[override]
-        """The largest magnitudes that ``nvfp4`` scales :attr:`rowwise_data` by."""
+    def amax(self) -> Any:  # type: ignore[override]
+        """The largest magnitudes that ``nvfp4`` scales :attr:`rowwise_data` by; None of other formats.
+
+        Of an unquantized value it is the method of a tensor: ``value.amax(dim)``.
+        """
+        if self._key == UNQUANTIZED:
+            return super().amax
         return self._buffers.amax
 
     @property
@@ -177,6 +196,8 @@ class FormatTensor(Tensor):
         Returns:
             A fresh tensor of the shape of the value. Its gradient is that of the value, unchanged.
         """
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            self._refuse("dtype", "a torch.dtype or None", repr(dtype), "Pass torch.float32", TypeError)
         value = self if dtype is None or dtype == self.dtype else self.to(dtype)
         return torch.ops.aten.view_copy.default(value, value.shape)
 
@@ -305,11 +326,25 @@ class FormatTensor(Tensor):
         return _rebuild, (cls, stored, *rest, self._attributes())
 
 
-for _name in ("numpy", "tolist", "item", "apply_", "map_", "map2_", "__array__", "__dlpack__"):
+for _name in ("numpy", "tolist", "item", "apply_", "map_", "map2_", "storage", "__array__", "__dlpack__"):
     setattr(FormatTensor, _name, _table.refused_method(_name))
 # Libraries ask whether this attribute exists, which an AttributeError denies.
 _interface = "__cuda_array_interface__"
 setattr(FormatTensor, _interface, property(_table.refused_method(_interface, AttributeError)))
+
+
+def _refuse_values(to_dlpack: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's function, which asks a tensor for its address and calls no method that a subclass could have."""
+    refused = _table.refused_method("to_dlpack")
+
+    @functools.wraps(to_dlpack)
+    def checked(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return (refused if isinstance(tensor, FormatTensor) else to_dlpack)(tensor, *args, **kwargs)
+
+    return checked
+
+
+torch.to_dlpack = torch.utils.dlpack.to_dlpack = _refuse_values(torch.utils.dlpack.to_dlpack)  # type: ignore[assignment]
 
 
 def _is_byte(dtype: torch.dtype) -> bool:

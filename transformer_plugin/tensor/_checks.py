@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from transformer_plugin import ops
-from transformer_plugin.formats import Format
+from transformer_plugin.formats import EXPECTED_KEY, KEY_ADVICE, Format
 from transformer_plugin.tensor import _layout
 from transformer_plugin.tensor._base import FLOATS, Buffers, FormatTensor
 from transformer_plugin.tensor._layout import Facts, Shape, describe, sizes
@@ -36,12 +36,20 @@ def key_of(op: str, format: object) -> str:
 
 def format_of(op: str, format: str | Format) -> Format:
     """The format that a key names."""
-    return _layout.parsed(key_of(op, format))
+    key = key_of(op, format)
+    try:
+        return _layout.parsed(key)
+    except ValueError:
+        refuse(op, "format", EXPECTED_KEY, f"'{key}'", KEY_ADVICE)
 
 
 def facts_of(op: str, format: str | Format) -> Facts:
     """What functions ask of a format."""
-    return _layout.facts(key_of(op, format))
+    key = key_of(op, format)
+    try:
+        return _layout.facts(key)
+    except ValueError:
+        refuse(op, "format", EXPECTED_KEY, f"'{key}'", KEY_ADVICE)
 
 
 def check_plain(op: str, name: str, value: object) -> Tensor:
@@ -179,9 +187,18 @@ def bump_versions(tensors: Iterable[Tensor]) -> None:
         increment_version([t for t in tensors if not t.is_inference()])
 
 
+def check_inference(value: Any) -> None:
+    """Refuses to write an inference tensor outside of the mode, as torch does."""
+    if value.is_inference() and not torch.is_inference_mode_enabled():
+        expected = "a value that was made outside of inference_mode, to be changed outside of it"
+        got = f"an inference tensor, {value._described()}"
+        value._refuse("self", expected, got, "Change its clone()", RuntimeError)
+
+
 def write(value: Any, source: Tensor, seed: Tensor | None = None, noop: Tensor | None = None) -> None:
     """Quantizes ``source`` into the buffers of a value; the buffers' versions change."""
     op = type(value).__name__
+    check_inference(value)
     if not isinstance(source, Tensor) or source.shape != value.shape:
         refuse(op, "source", f"a tensor {sizes(value)}", describe(source), "Pass values of the same shape")
     if isinstance(source, FormatTensor):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from transformer_plugin.tensor._base import FormatTensor
-from transformer_plugin.tensor._checks import bump_versions, refuse
+from transformer_plugin.tensor._checks import bump_versions, check_inference, refuse
 from transformer_plugin.tensor._table import HANDLERS, handles, name_of, values_in
 from transformer_plugin.tensor.grouped import GroupedTensor
 
@@ -81,6 +81,9 @@ def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     ragged = [value for value in written if _is_ragged(value)]
     if len(ragged) < len(written) and "copy_" not in func._schema.name:
         _check_sources(func, written, (*args[1:], *kwargs.values()))
+    if isinstance(args[0], list | tuple):  # of a single tensor torch checks it
+        for value in values_in(written):
+            check_inference(value)
     plain = unwrapped(args, func)
     kwargs = {name: unwrapped(value, func) for name, value in kwargs.items()}
     before = [value._buffers.rowwise_data.clone() for value in ragged]

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-import torch
-
 from transformer_plugin.tensor import _layout
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -30,25 +28,6 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             raise _of_this_library(func, args, kwargs)
         raise unsupported(func, values_in((*args, *kwargs.values()))[0])
     return handler(func, args, kwargs)
-
-
-def views(*names: str) -> Callable[[Handler], Handler]:
-    """Enters a handler of ops that give a value over the same memory.
-
-    Under inference_mode a view of a tensor from outside is no inference tensor, as torch has it for plain tensors.
-    """
-
-    def enter(handler: Handler) -> Handler:
-        def view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if not torch.is_inference_mode_enabled() or args[0].is_inference():
-                return handler(func, args, kwargs)
-            with torch.inference_mode(False):
-                return handler(func, args, kwargs)
-
-        handles(*names)(view)
-        return handler
-
-    return enter
 
 
 def handles(*names: str) -> Callable[[Handler], Handler]:

@@ -9,17 +9,23 @@ from torch import Tensor
 
 from transformer_plugin.tensor import _layout
 from transformer_plugin.tensor._base import Buffers, FormatTensor
-from transformer_plugin.tensor._table import name_of, unsupported, views
+from transformer_plugin.tensor._table import handles, name_of, unsupported
 from transformer_plugin.tensor.grouped import GroupedTensor
 from transformer_plugin.tensor.quantized import QuantizedTensor
 
 
-@views("detach", "alias", "lift_fresh")
+@handles("detach", "alias", "lift_fresh")
 def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0]._with(args[0]._buffers)
 
 
-@views("expand")
+@handles("detach_")
+def _detach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """torch has changed the history of the value already."""
+    return args[0]
+
+
+@handles("expand")
 def _expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     value, shape = args[0], list(args[1])
     if len(shape) == value.dim():
@@ -30,7 +36,7 @@ def _expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return value._with(value._buffers)
 
 
-@views("as_strided")
+@handles("as_strided")
 def _as_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Of its own sizes and strides: FSDP2 makes its parameter so."""
     value, size, stride, offset = [*args, None, None][:4]
@@ -39,7 +45,7 @@ def _as_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return value._with(value._buffers)
 
 
-@views("view", "_unsafe_view")
+@handles("view", "_unsafe_view")
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     value = args[0]
     if isinstance(args[1], torch.dtype):
@@ -94,7 +100,7 @@ def _members_from(value: GroupedTensor, begin: int, end: int) -> GroupedTensor:
     return result
 
 
-@views("select")
+@handles("select")
 def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     value, i = _stack(args[0], func, args[1]), args[2]
     if not -value.num_groups <= i < value.num_groups:
@@ -103,13 +109,13 @@ def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _member(value, i % value.num_groups)
 
 
-@views("unbind")
+@handles("unbind")
 def _unbind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     value = _stack(args[0], func, args[1] if len(args) > 1 else 0)
     return [_member(value, i) for i in range(value.num_groups)]
 
 
-@views("slice")
+@handles("slice")
 def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     rest: list[Any] = [*args[1:], *(0, None, None, 1)[len(args) - 1 :]]
     dim, start, end, step = rest
@@ -120,7 +126,7 @@ def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _members_from(value, begin, max(begin, stop))
 
 
-@views("split", "split_with_sizes")
+@handles("split", "split_with_sizes")
 def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     value = _stack(args[0], func, args[2] if len(args) > 2 else kwargs.get("dim", 0))
     sizes, groups = args[1], value.num_groups

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from transformer_plugin.formats import Format
 from transformer_plugin.tensor import _checks, _layout
-from transformer_plugin.tensor._base import Buffers, FormatTensor, new_value
+from transformer_plugin.tensor._base import UNQUANTIZED, Buffers, FormatTensor, new_value
 
-UNQUANTIZED = "none"
 _ops = torch.ops.transformer_plugin
 
 

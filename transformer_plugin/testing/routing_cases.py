@@ -22,7 +22,7 @@ class Routing:
     capacity: int
     alignment: int = 1
     skew: float = 0.0  # additional weight of expert 0 in the random draw; each expert has weight 1
-    masked: float = 0.0  # fraction of entries that are -1 or past the last expert
+    masked: float = 0.0  # fraction of entries that are -1
     dtype: torch.dtype = torch.int32
 
     def indices(self, device: torch.device, generator: torch.Generator) -> Tensor:
@@ -36,8 +36,7 @@ class Routing:
         )
         drawn = drawn[: self.tokens * self.topk].view(self.tokens, self.topk)
         masks = torch.rand(self.tokens, self.topk, generator=generator)
-        drawn = torch.where(masks < self.masked / 2, -1, drawn)
-        drawn = torch.where(masks > 1 - self.masked / 2, self.experts + 3, drawn)
+        drawn = torch.where(masks < self.masked, -1, drawn)
         return drawn.to(self.dtype).to(device)
 
 
@@ -70,11 +69,11 @@ def assign_slots_cases() -> Iterator[Case]:
     for routing in ROUTINGS:
 
         def all_experts(device: torch.device, generator: torch.Generator, r: Routing = routing) -> tuple:
-            return r.indices(device, generator), 0, r.experts, r.capacity, r.alignment
+            return r.indices(device, generator), 0, r.experts, r.capacity, r.alignment, r.experts
 
         def window(device: torch.device, generator: torch.Generator, r: Routing = routing) -> tuple:
             first, last = r.experts // 3, r.experts - r.experts // 4
-            return r.indices(device, generator), first, last - first, r.capacity, r.alignment
+            return r.indices(device, generator), first, last - first, r.capacity, r.alignment, r.experts
 
         yield Case(routing.name, all_experts)
         yield Case(routing.name + "-window", window)

@@ -5,10 +5,12 @@
 //   scale = E4M3(amax of the block * (S * (1 / 6))), saturating
 //   q     = E2M1(x * min(1 / (float(scale) * (1 / S)), largest float))
 //   value = q * ((float(scale) * amax) * (1 / (bound * 6)))
-// Four-over-six encodes a block twice, with `scale` and with 1.5 times as much (so that the largest magnitude
-// becomes 4), and keeps the second if its summed error is smaller.
+// Four-over-six encodes a block twice: with target = amax of the block / 6 * S, once with E4M3(target) and once
+// with E4M3(1.5 * target), so that the largest magnitude becomes 4. It keeps the second if its error is smaller;
+// the error sums |q * scale * amax / (bound * 6) - x|, or its square, in index order. Both quotients are rounded
+// ones: they are not the products with 1 / 6 and 1 / (bound * 6) above.
 // Source: the NVFP4 recipe of NVIDIA TransformerEngine 2.20 and "Pretraining Large Language Models with
-// NVFP4", arXiv:2509.25149; four-over-six: arXiv:2512.02010.
+// NVFP4", arXiv:2509.25149; four-over-six: arXiv:2512.02010, with the order of TransformerEngine's operations.
 //
 // Transposed data has blocks of 16 rows, so each group must have whole blocks. The host cannot check group
 // sizes in GPU memory. If they violate this, 16 rows of the buffer (counted from its start) that are not one
@@ -69,15 +71,21 @@ TP_HOST_DEVICE float nv_bound(NvMethod method) { return is_four_over_six(method)
 
 // The global scale of a matrix, or of a row with `row_scaled`, that is applied before the scales of blocks.
 struct NvGlobal {
-  float sixth;    // S * (1 / 6)
+  float factor;   // S * (1 / 6), or S with four-over-six
   float inverse;  // 1 / S
+  float amax;     // of the matrix or row; four-over-six alone uses it
 };
 
-TP_HOST_DEVICE NvGlobal nv_global(float amax, float bound) {
-  const float quotient = bound * 6.0f / amax;
+TP_HOST_DEVICE NvGlobal nv_global(float amax, NvMethod method) {
+  const float quotient = nv_bound(method) * 6.0f / amax;
   float s = quotient < kLargestFloat ? quotient : kLargestFloat;
   if (amax == 0.0f || s == 0.0f) s = 1.0f;
-  return {s * (1.0f / 6.0f), 1.0f / s};
+  return {is_four_over_six(method) ? s : s * (1.0f / 6.0f), 1.0f / s, amax};
+}
+
+// What the scale of a block is rounded from. `factor` is that of NvGlobal.
+TP_HOST_DEVICE float nv_target(float block_amax, float factor, bool four_over_six) {
+  return (four_over_six ? block_amax / 6.0f : block_amax) * factor;
 }
 
 TP_HOST_DEVICE uint8_t nv_e4m3(float value) {
@@ -96,28 +104,28 @@ TP_HOST_DEVICE float nv_e4m3_to_float(uint8_t bits) {
 #endif
 }
 
-// The scale of a block: its E4M3 bits, the factor that decodes elements, and the inverse factor that encodes
-// them.
+// The scale of a block: its E4M3 bits, their value, and the factor that encodes elements.
 struct NvScale {
   uint8_t bits;
-  float decode;
+  float value;
   float encode;
 };
 
-TP_HOST_DEVICE NvScale nv_scale(float target, const NvGlobal& global) {
+// `inverse` is that of NvGlobal.
+TP_HOST_DEVICE NvScale nv_scale(float target, float inverse) {
   NvScale scale;
   scale.bits = nv_e4m3(target < kLargestFloat ? target : kLargestFloat);
-  scale.decode = nv_e4m3_to_float(scale.bits) * global.inverse;
-  const float encode = 1.0f / scale.decode;
+  scale.value = nv_e4m3_to_float(scale.bits);
+  const float encode = 1.0f / (scale.value * inverse);
   scale.encode = encode < kLargestFloat ? encode : kLargestFloat;
   return scale;
 }
 
-// What one element adds to the error of a block's encoding; NaN adds 0.
-TP_HOST_DEVICE float nv_error(float value, uint32_t bits, float decode, bool squared) {
-  const float difference = e2m1_to_float(bits) * decode - value;
-  const float error = squared ? difference * difference : fabsf(difference);
-  return value == value ? error : 0.0f;
+// What one element adds to the error of a block's encoding with four-over-six. `scale` is the value of the
+// block's scale, `amax` that of the matrix. The result is NaN for a NaN, and for 0 where the amax is infinite.
+TP_HOST_DEVICE float nv_error(float value, uint32_t bits, float scale, float amax, bool squared) {
+  const float difference = e2m1_to_float(bits) * scale * amax / (256.0f * 6.0f) - value;
+  return squared ? difference * difference : fabsf(difference);
 }
 
 // Random bytes for the 16 elements of a block, from the number of the block and the direction (0 row-wise, 1

@@ -16,13 +16,14 @@ using PackedRows = uint32_t[2][kTile];  // eight elements of each row per word
 
 // The global scales of rows, applied before the scales of their blocks.
 struct RowGlobals {
-  alignas(64) RowFloats sixth;
+  alignas(64) RowFloats factor;
   alignas(64) RowFloats inverse;
+  alignas(64) RowFloats amax;
 };
 
 struct RowScales {
   alignas(64) uint8_t bits[kTile];
-  alignas(64) RowFloats decode;
+  alignas(64) RowFloats value;
   alignas(64) RowFloats encode;
 };
 
@@ -53,11 +54,11 @@ TP_CPU_CLONES void find_magnitudes(const RowFloats* values, int rows, int32_t* m
   }
 }
 
-// Targets: the amax of each block times the global scale.
 TP_CPU_CLONES void find_targets(const int32_t* magnitudes, int rows, const RowGlobals& globals,
-                                float* targets) {
+                                bool four_over_six, float* targets) {
   for (int row = 0; row < rows; ++row) {
-    targets[row] = bits_to_float(static_cast<uint32_t>(magnitudes[row])) * globals.sixth[row];
+    const float amax = bits_to_float(static_cast<uint32_t>(magnitudes[row]));
+    targets[row] = nv_target(amax, globals.factor[row], four_over_six);
   }
 }
 
@@ -65,9 +66,9 @@ TP_CPU_CLONES void find_scales(const float* targets, int rows, float factor, flo
                                const RowGlobals& globals, RowScales& scales) {
   for (int row = 0; row < rows; ++row) {
     const float target = targets[row] * factor;
-    const NvScale scale = nv_scale(target < most ? target : most, {0.0f, globals.inverse[row]});
+    const NvScale scale = nv_scale(target < most ? target : most, globals.inverse[row]);
     scales.bits[row] = scale.bits;
-    scales.decode[row] = scale.decode;
+    scales.value[row] = scale.value;
     scales.encode[row] = scale.encode;
   }
 }
@@ -105,13 +106,13 @@ TP_CPU_CLONES void round_stochastic(const RowFloats* values, int rows, const Row
   }
 }
 
-TP_CPU_CLONES void find_errors(const RowFloats* values, int rows, const EncodedBlocks& encoded, bool squared,
-                               float* errors) {
+TP_CPU_CLONES void find_errors(const RowFloats* values, int rows, const RowGlobals& globals,
+                               const EncodedBlocks& encoded, bool squared, float* errors) {
   std::fill_n(errors, rows, 0.0f);
   for (int i = 0; i < kNvBlock; ++i) {
     for (int row = 0; row < rows; ++row) {
       const uint32_t bits = encoded.data[i / 8][row] >> (4 * (i % 8));
-      errors[row] += nv_error(values[i][row], bits, encoded.scales.decode[row], squared);
+      errors[row] += nv_error(values[i][row], bits, encoded.scales.value[row], globals.amax[row], squared);
     }
   }
 }
@@ -134,8 +135,8 @@ void round_four_over_six(const RowFloats* values, int rows, const float* targets
   round_nearest(values, rows, encoded.scales, encoded.data);
   round_nearest(values, rows, four.scales, four.data);
   alignas(64) RowFloats errors6, errors4;
-  find_errors(values, rows, encoded, squared, errors6);
-  find_errors(values, rows, four, squared, errors4);
+  find_errors(values, rows, globals, encoded, squared, errors6);
+  find_errors(values, rows, globals, four, squared, errors4);
   keep_better(four, rows, errors4, errors6, encoded);
 }
 
@@ -148,8 +149,9 @@ void encode(const NvArgs& args, const Direction& direction, int rows, int64_t bl
     std::fill_n(magnitudes + row, kNvBlock, *std::max_element(magnitudes + row, magnitudes + row + kNvBlock));
   }
   alignas(64) RowFloats targets;
-  find_targets(magnitudes, rows, globals, targets);
-  if (is_four_over_six(args.method)) {
+  const bool four_over_six = is_four_over_six(args.method);
+  find_targets(magnitudes, rows, globals, four_over_six, targets);
+  if (four_over_six) {
     const bool squared = args.method == NvMethod::kFourOverSixMse;
     return round_four_over_six(values, rows, targets, globals, squared, encoded);
   }
@@ -165,14 +167,16 @@ void find_globals(const NvArgs& args, const Tile& tile, const Direction& directi
   for (int row = 0; row < rows; ++row) {
     const bool own = args.row_scaled && row < direction.rows;
     if (row > 0 && !own) {
-      globals.sixth[row] = globals.sixth[0];
+      globals.factor[row] = globals.factor[0];
       globals.inverse[row] = globals.inverse[0];
+      globals.amax[row] = globals.amax[0];
       continue;
     }
     const NvGlobal global =
-        nv_global(tile.tail ? 0.0f : direction.amax[args.row_scaled ? row : 0], nv_bound(args.method));
-    globals.sixth[row] = global.sixth;
+        nv_global(tile.tail ? 0.0f : direction.amax[args.row_scaled ? row : 0], args.method);
+    globals.factor[row] = global.factor;
     globals.inverse[row] = global.inverse;
+    globals.amax[row] = global.amax;
   }
 }
 

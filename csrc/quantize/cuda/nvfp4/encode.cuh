@@ -165,23 +165,25 @@ __device__ __forceinline__ uint32_t pack_random(const float* x, float quarter, u
   return __byte_perm(low, high, 0x6420) | signs;
 }
 
-__device__ __forceinline__ float error_of(const float (&x)[kNvBlock], uint2 data, float decode,
+__device__ __forceinline__ float error_of(const float (&x)[kNvBlock], uint2 data, float scale, float amax,
                                           bool squared) {
   float error = 0.0f;
 #pragma unroll
   for (int i = 0; i < kNvBlock; ++i) {
     const uint32_t bits = (i < 8 ? data.x : data.y) >> (4 * (i % 8));
-    error += nv_error(x[i], bits, decode, squared);
+    error += nv_error(x[i], bits, scale, amax, squared);
   }
   return error;
 }
 
 __device__ __forceinline__ NvBlock encode_four_over_six(const float (&x)[kNvBlock], float target,
                                                         const NvGlobal& global, bool squared) {
-  const NvScale six = nv_scale(fminf(target, 448.0f), global);
-  const NvScale four = nv_scale(fminf(target * 1.5f, 448.0f), global);
+  const NvScale six = nv_scale(fminf(target, 448.0f), global.inverse);
+  const NvScale four = nv_scale(fminf(target * 1.5f, 448.0f), global.inverse);
   const uint2 data6 = pack_any(x, six.encode), data4 = pack_any(x, four.encode);
-  const bool better = error_of(x, data4, four.decode, squared) < error_of(x, data6, six.decode, squared);
+  const float error6 = error_of(x, data6, six.value, global.amax, squared),
+              error4 = error_of(x, data4, four.value, global.amax, squared);
+  const bool better = error4 < error6;
   return better ? NvBlock{data4, four.bits} : NvBlock{data6, six.bits};
 }
 
@@ -193,7 +195,7 @@ __device__ __forceinline__ bool is_fast(const NvGlobal& global) {
 
 // nv_scale for a matrix for which is_fast holds and a target that is not NaN. The inverse of 0 becomes NaN,
 // which fminf ignores.
-__device__ __forceinline__ NvScale nv_scale_fast(float target, const NvGlobal& global) {
+__device__ __forceinline__ NvScale nv_scale_fast(float target, float inverse) {
   uint16_t bits;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(bits) : "f"(0.0f), "f"(target));
   uint32_t halves;
@@ -202,8 +204,8 @@ __device__ __forceinline__ NvScale nv_scale_fast(float target, const NvGlobal& g
   memcpy(&value, &halves, sizeof(value));
   NvScale scale;
   scale.bits = static_cast<uint8_t>(bits);
-  scale.decode = __low2float(value) * global.inverse;
-  scale.encode = fminf(reciprocal_by_steps(scale.decode), kLargestFloat);
+  scale.value = __low2float(value);
+  scale.encode = fminf(reciprocal_by_steps(scale.value * inverse), kLargestFloat);
   return scale;
 }
 
@@ -214,12 +216,12 @@ __device__ __forceinline__ float largest_number(const float (&x)[kNvBlock]) {
   return largest;
 }
 
-// Encodes any block. Not inlined; all arguments are in registers.
+// Encodes any block. `factor` and `inverse` are those of NvGlobal. Not inlined; all arguments are in registers.
 template <NvEncoding encoding>
-__device__ __noinline__ NvBlock encode_any_values(const NvBlockValues values, float amax,
-                                                  const NvGlobal global, const Philox4 random) {
+__device__ __noinline__ NvBlock encode_any_values(const NvBlockValues values, float amax, float factor,
+                                                  float inverse, const Philox4 random) {
   const float known = amax == amax ? amax : largest_number(values.at);
-  const NvScale scale = nv_scale(known * global.sixth, global);
+  const NvScale scale = nv_scale(nv_target(known, factor, false), inverse);
   if constexpr (encoding == NvEncoding::kStochastic)
     return {pack_any(values.at, scale.encode, random), scale.bits};
   return {pack_any(values.at, scale.encode), scale.bits};
@@ -233,11 +235,12 @@ __device__ __forceinline__ NvBlock encode_with(NvMethod method, const NvBlockVal
   const float(&x)[kNvBlock] = values.at;
   if constexpr (encoding == NvEncoding::kFourOverSix) {
     const float known = amax == amax ? amax : largest_number(x);
-    return encode_four_over_six(x, known * global.sixth, global, method == NvMethod::kFourOverSixMse);
+    return encode_four_over_six(x, nv_target(known, global.factor, true), global,
+                                method == NvMethod::kFourOverSixMse);
   }
-  const NvScale scale = nv_scale_fast(amax * global.sixth, global);
+  const NvScale scale = nv_scale_fast(nv_target(amax, global.factor, false), global.inverse);
   const bool is_common = check * scale.encode < kNvFastBound && is_fast(global);
-  if (!is_common) return encode_any_values<encoding>(values, amax, global, random);
+  if (!is_common) return encode_any_values<encoding>(values, amax, global.factor, global.inverse, random);
   const uint2 signs = values.signs;
   uint2 data;
   if constexpr (encoding == NvEncoding::kStochastic) {

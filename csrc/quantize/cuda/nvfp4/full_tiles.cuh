@@ -96,7 +96,7 @@ __device__ __forceinline__ void find_common(const NvArgs& args, const Tile& tile
                                             NvFullTileShared<T>& shared) {
   if (threadIdx.x < 2) {
     const float* amax = threadIdx.x == 0 ? (args.rowwise ? args.amax : nullptr) : args.amax_t;
-    if (amax) shared.globals[threadIdx.x] = nv_global(amax[tile.group], nv_bound(args.method));
+    if (amax) shared.globals[threadIdx.x] = nv_global(amax[tile.group], args.method);
   }
   if (encoding == NvEncoding::kStochastic && threadIdx.x == kWarpSize) {
     shared.keys = PhiloxKeys(static_cast<uint64_t>(*args.seed));

@@ -34,7 +34,7 @@ __device__ __forceinline__ void load_block(const T* source, bool exists, NvPairs
 // `amax` is null in a direction that is not requested.
 __device__ __forceinline__ NvGlobal tile_global(const NvArgs& args, const Tile& tile, const float* amax) {
   const bool exists = amax && !args.row_scaled && !tile.tail;
-  return nv_global(exists ? amax[tile.group] : 0.0f, nv_bound(args.method));
+  return nv_global(exists ? amax[tile.group] : 0.0f, args.method);
 }
 
 // Common to all row blocks of a thread, which lie in one block column of the tile.
@@ -76,7 +76,7 @@ __device__ __forceinline__ void write_row_block(const NvArgs& args, const Tile& 
   NvGlobal global = rows.global;
   if (args.row_scaled) {
     const bool exists = !tile.tail && row < tile.rows;
-    global = nv_global(exists ? args.amax[rows.first_line + row] : 0.0f, nv_bound(args.method));
+    global = nv_global(exists ? args.amax[rows.first_line + row] : 0.0f, args.method);
   }
   NvBlockValues values;
   const float check = unpack<T>(pairs, values);
@@ -210,8 +210,8 @@ __device__ __forceinline__ void encode_columns(const NvArgs& args, const Tile& t
     if (whole) {
       if (args.row_scaled) {
         const bool exists = !tile.tail && column < tile.cols;
-        global = nv_global(exists ? args.amax_t[tile.group * layout.cols + tile.col + column] : 0.0f,
-                           nv_bound(args.method));
+        global =
+            nv_global(exists ? args.amax_t[tile.group * layout.cols + tile.col + column] : 0.0f, args.method);
       }
       NvBlockValues x;
       float& check = checks[c];
