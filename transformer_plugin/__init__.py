@@ -19,6 +19,7 @@ from transformer_plugin import (  # noqa: E402
 from transformer_plugin.functional import *  # noqa: E402, F403
 from transformer_plugin.functional import _compiled  # noqa: E402
 from transformer_plugin.launch import LaunchOptions  # noqa: E402
+from transformer_plugin.nn import _pipelining  # noqa: E402
 from transformer_plugin.nn.checkpoint import checkpoint  # noqa: E402
 from transformer_plugin.nn.convert import convert  # noqa: E402
 from transformer_plugin.nn.quantized_parameters import quantized_init  # noqa: E402
@@ -28,6 +29,7 @@ from transformer_plugin.tensor import GroupedTensor, QuantizedTensor  # noqa: E4
 
 _on_import.on_import("torch.utils.flop_counter", _flops.register)
 _on_import.on_import("torch.distributed.tensor", _sharding.register)
+_on_import.on_import("torch.distributed.pipelining.stage", _pipelining.register)
 _on_import.on_import("torch._dynamo", _compiled.register)
 
 __version__ = "0.1.0"

@@ -7,6 +7,7 @@
 #include "gemm/generic/dense_gemm.h"
 #include "gemm/ops/calls.h"
 #include "gemm/ops/leading_dims.h"
+#include "linear/calls.h"
 #include "linear/input_rows.h"
 #include "linear/main_grad.h"
 #include "linear/quantized_linear.h"
@@ -115,10 +116,6 @@ Tensor linear(const Call& call) {
 
 // Calls the op below autograd.
 Tensor redispatch(const Call& call) {
-  using Signature =
-      Tensor(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view, std::string_view,
-             std::string_view, OptionalList, const OptionalTensor&, bool, std::string_view,
-             const OptionalTensor&, bool, const OptionalTensor&, std::string_view, int64_t, std::string_view);
   using OutSignature =
       void(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, std::string_view,
            std::string_view, std::string_view, OptionalList, const OptionalTensor&, bool, std::string_view,
@@ -134,7 +131,7 @@ Tensor redispatch(const Call& call) {
             call.main_grad.queue, call.save_original_input, dgrad_out);
     return *out;
   }
-  static const auto op = find_op<Signature>(kOp);
+  static const auto op = find_op<LinearSignature>(kOp);
   return op.call(call.input, call.weight, call.bias, call.input_format, call.weight_format, call.grad_format,
                  call.quantized_weight, main_grad, call.main_grad.accumulate, call.main_grad.weight_grad,
                  call.main_grad.queue, call.save_original_input, dgrad_out, call.main_grad.weight_shard,

@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 
@@ -132,8 +133,7 @@ void check_cut_list(const WeightArgument& weight, const MainGrad& main_grad, boo
   constexpr const char* name = "weight_shard";
   const bool is_list = weight.is_list() || (weight.first().dim() == 3 && weight.groups() == 1);
   const std::string_view given = main_grad.weight_shard;
-  TP_CHECK_VALUE(is_list && !shard.is_foreign(), weight.op, name,
-                 "no 'each' for a weight of one tensor or of another runtime", "'" << given << "'",
+  TP_CHECK_VALUE(is_list, weight.op, name, "no 'each' for a weight of one tensor", "'" << given << "'",
                  "Pass a matrix for each group");
   TP_CHECK_VALUE(!is_quantized, weight.op, name, "no 'each' with a quantized weight", "'" << given << "'",
                  "Leave out the quantized weight: ranks exchange the values of a list");
@@ -149,6 +149,10 @@ void check_weight_shard(const WeightArgument& weight, const MainGrad& main_grad,
   const sharded::WeightShard shard = sharded::parse_weight_shard(weight.op, main_grad.weight_shard);
   if (!shard.is_cut()) return;
   constexpr const char* name = "weight_shard";
+  TP_CHECK_VALUE(!shard.is_foreign() || !is_traced(weight.first()), weight.op, weight.first_name(),
+                 "eager code with a weight that another runtime gathers (attach_distributed_weights)",
+                 "'" << shard.name << "' in code that is compiled, exported or traced",
+                 "Leave the layer out with torch.compiler.disable(layer)");
   if (shard.each) {
     check_cut_list(weight, main_grad, is_quantized);
   } else {
@@ -165,6 +169,15 @@ void check_weight_shard(const WeightArgument& weight, const MainGrad& main_grad,
                  "Leave out the queue: ranks add gradients in the backward");
   TP_CHECK_VALUE(!main_grad.buffers || main_grad.buffers->size() == 1 || shard.each, weight.op, "main_grad",
                  "one buffer of the sizes of the weight", main_grad.buffers->size(), "Pass one tensor");
+}
+
+std::vector<Tensor> saved_matrices(AutogradContext* ctx, const char* name) {
+  std::vector<Tensor> result;
+  const auto matrix = [&] { return ctx->saved_data.find(entry(name, result.size())); };
+  for (auto next = matrix(); next != ctx->saved_data.end(); next = matrix()) {
+    result.push_back(next->second.toTensor());
+  }
+  return result;
 }
 
 void save_weight_shard(AutogradContext* ctx, const MainGrad& main_grad) {
@@ -192,27 +205,60 @@ void save_main_grad(AutogradContext* ctx, const char* name, const MainGrad& main
   if (main_grad.weight_grad != kNone) ctx->saved_data["weight_grad"] = std::string(main_grad.weight_grad);
 }
 
+namespace {
+
+using Tasks = std::unordered_map<torch::autograd::Node*, torch::autograd::GraphTask::ExecInfo>;
+
+// Whether torch.autograd.grad asks for what a node returns for its `i`-th tensor, also behind a cast.
+bool is_captured(const Tasks& tasks, const torch::autograd::Node& node, size_t i) {
+  torch::autograd::Node* next = node.next_edge(i).function.get();
+  while (next && next->name() == "ToCopyBackward0") next = next->next_edge(0).function.get();
+  const auto task = tasks.find(next);
+  return task != tasks.end() && task->second.captures_ && !task->second.captures_->empty();
+}
+
+// A schedule that computes the gradients of weights later asks for each of them. There are no tasks in a backward that accumulates.
+void refuse_capture(const char* name, size_t place, size_t count, bool is_deferred) {
+  const Tasks* tasks = torch::autograd::get_current_graph_task_exec_info();
+  const auto node = torch::autograd::get_current_node();
+  if (!tasks || tasks->empty() || !node) return;
+  const std::string prefix = "transformer_plugin::", suffix = "_backward_node", own = node->name();
+  if (own.find(prefix) != 0) return;  // a node of compiled code
+  bool wanted = false;
+  for (size_t i = place; i < place + count && !wanted; ++i) {
+    wanted = node->task_should_compute_output(i) && is_captured(*tasks, *node, i);
+  }
+  const char* option = is_deferred ? "delay_wgrad_compute" : "fuse_wgrad_accumulation";
+  TP_CHECK_VALUE(
+      !wanted, own.substr(prefix.size(), own.size() - prefix.size() - suffix.size()),
+      (is_deferred ? queue_of(name) : name),
+      "a backward that accumulates, as the layer has " << option << "=True",
+      "torch.autograd.grad for the gradient of its weight, as pipeline schedules with a zero bubble "
+      "call it",
+      "Pass dw_builder=transformer_plugin.nn.dw_builder(module) to PipelineStage, or leave the option "
+      "out");
+}
+
+}  // namespace
+
 WeightGradient::WeightGradient(AutogradContext* ctx, const char* name, size_t place, size_t count,
                                bool is_grouped)
     : ctx_(ctx), place_(place), count_(count), is_grouped_(is_grouped) {
   for (size_t i = 0; i < count && !is_wanted_; ++i) is_wanted_ = wants(i);
   if (!is_wanted_) return;
-  const auto buffer = [&] { return ctx->saved_data.find(entry(name, buffers_.size())); };
-  for (auto next = buffer(); next != ctx->saved_data.end(); next = buffer()) {
-    buffers_.push_back(next->second.toTensor());
-  }
+  buffers_ = saved_matrices(ctx, name);
   const auto queue = ctx->saved_data.find(queue_of(name));
   if (queue != ctx->saved_data.end()) queue_ = queue->second.toTensor();
+  const bool returns_none =
+      (queue_ || !buffers_.empty()) && ctx->saved_data.find("weight_grad") == ctx->saved_data.end();
+  if (returns_none && !is_traced(queue_ ? *queue_ : buffers_[0]))
+    refuse_capture(name, place, count, queue_.has_value());
   const auto weight = ctx->saved_data.find(std::string(name) + "_weight");
   if (weight == ctx->saved_data.end()) return;
   weight_ = weight->second.toTensor();
   shard_ = ctx->saved_data["weight_shard"].toStringRef();
   is_foreign_ = sharded::parse_weight_shard("linear", shard_).is_foreign();
-  const std::string key = std::string(name) + "_weight";
-  const auto matrix = [&] { return ctx->saved_data.find(entry(key.c_str(), list_.size())); };
-  for (auto next = matrix(); next != ctx->saved_data.end(); next = matrix()) {
-    list_.push_back(next->second.toTensor());
-  }
+  list_ = saved_matrices(ctx, (std::string(name) + "_weight").c_str());
 }
 
 // Those of matrices that want no gradient stay.
@@ -271,6 +317,7 @@ variable_list WeightGradient::compute(const Quantized& grad, const Quantized& in
                                       const gemm::LaunchOptions& options) const {
   // The options of a node with two weights are those of the one that has buffers.
   const bool accumulates = buffers_.empty() || ctx_->saved_data.find("overwrites") == ctx_->saved_data.end();
+  if (is_foreign_) return foreign(grad, input, group_sizes, dtype, options);
   if (is_cut()) {
     Tensor own = list_.empty() ? reduced(grad, input, group_sizes, dtype, options)
                                : reduced_list(grad, input, group_sizes, dtype, options);

@@ -33,6 +33,9 @@ void save_main_grad(torch::autograd::AutogradContext* ctx, const char* name, con
 // In the forward: saves the key of a sharded weight, which the backward gathers again.
 void save_weight_shard(torch::autograd::AutogradContext* ctx, const MainGrad& main_grad);
 
+// In the backward: the tensors that were kept one by one under a name; none if it was one tensor.
+std::vector<at::Tensor> saved_matrices(torch::autograd::AutogradContext* ctx, const char* name);
+
 // In the backward: what becomes of the gradient of one weight.
 class WeightGradient {
  public:
@@ -67,6 +70,10 @@ class WeightGradient {
   at::Tensor reduced(const Quantized& grad, const Quantized& input,
                      const std::optional<at::Tensor>& group_sizes, at::ScalarType dtype,
                      const gemm::LaunchOptions& options) const;
+  // Of a weight of another runtime, in whose buffers it is written.
+  torch::autograd::variable_list foreign(const Quantized& grad, const Quantized& input,
+                                         const std::optional<at::Tensor>& group_sizes, at::ScalarType dtype,
+                                         const gemm::LaunchOptions& options) const;
   bool is_returned(const at::Tensor& parts) const;
   at::Tensor like_the_sum() const;
   sharded::ListTarget list_target() const;

@@ -1,6 +1,5 @@
 // norm_linear: linear of an RMSNorm or LayerNorm, as one op with one autograd node and the bits of both ops. In formats with
 // block scales one pass computes and quantizes the norm, whose values are never in memory.
-#include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
 
 #include <functional>
@@ -11,6 +10,7 @@
 #include "gemm/dispatch/checks.h"
 #include "gemm/ops/calls.h"
 #include "gemm/ops/leading_dims.h"
+#include "linear/calls.h"
 #include "linear/main_grad.h"
 #include "linear/nonfinite.h"
 #include "linear/products.h"
@@ -206,24 +206,22 @@ class NormLinearFunction : public DifferentiableOnce<NormLinearFunction> {
   static constexpr const char* kName = "norm_linear";
   static constexpr bool is_traceable = true;
 
-  // With return_normalized the node has two outputs.
-  static variable_list forward(AutogradContext* ctx, const Tensor& input, const OptionalTensor& norm_weight,
-                               const OptionalTensor& norm_bias, const Tensor& weight,
-                               const OptionalTensor& bias, double eps, bool centered, bool zero_centered,
-                               bool return_normalized, std::string_view input_key,
-                               std::string_view weight_key, std::string_view grad_key,
-                               const OptionalList& quantized_weight, const MainGrad& main_grad) {
+  static Tensor forward(AutogradContext* ctx, const Tensor& input, const OptionalTensor& norm_weight,
+                        const OptionalTensor& norm_bias, const Tensor& weight, const OptionalTensor& bias,
+                        double eps, bool centered, bool zero_centered, std::string_view input_key,
+                        std::string_view weight_key, std::string_view grad_key,
+                        const OptionalList& quantized_weight, const MainGrad& main_grad) {
     const NormLinear layer{{kOp, centered, input, norm_weight, norm_bias, eps, zero_centered},
                            weight,
                            bias,
                            quantized_weight,
-                           return_normalized,
+                           /*return_normalized=*/false,
                            main_grad};
     const OperandFormats formats = operand_formats(kOp, input_key, weight_key, grad_key);
     const NeedsGrad wanted{input.requires_grad() || wants_grad(norm_weight) || wants_grad(norm_bias),
                            weight.requires_grad()};
     SavedTensors kept;
-    const Outputs outputs = forward_of(layer, formats, wanted, kept);
+    const Tensor output = forward_of(layer, formats, wanted, kept).output;
     const bool norms_again = wanted.weight && !kept.columns.data.defined();
     const bool keeps_input = wanted.normalized || norms_again;
     if (!wanted.normalized) kept.stats = {};
@@ -245,8 +243,7 @@ class NormLinearFunction : public DifferentiableOnce<NormLinearFunction> {
     ctx->saved_data["has_norm_bias"] = norm_bias.has_value();
     ctx->saved_data["has_bias"] = bias.has_value();
     ctx->set_materialize_grads(false);
-    if (!return_normalized) return {outputs.output};
-    return {outputs.output, outputs.normalized};
+    return output;
   }
 
   // Which of the differentiable arguments want a gradient; those that are not given do not.
@@ -281,22 +278,15 @@ class NormLinearFunction : public DifferentiableOnce<NormLinearFunction> {
                         ctx->saved_data["zero_centered"].toBool()};
     const Stats stats{saved[3], saved[4]};
     const Wanted wanted(ctx);
-    variable_list result(14);
-    Tensor grad_normalized = wanted.normalized() && grads.size() > 1 ? grads[1] : Tensor();
-    if (grads[0].defined()) {
-      const WeightGradient weight(ctx, "main_grad", wanted.place_of_weight, 1, false);
-      LayerGradients layer =
-          gradients_of_layer(ctx, grads[0], norm, saved, {wanted.normalized(), weight, wanted.bias});
-      weight.finish(layer.weight, grads[0].scalar_type(), layer.input);
-      std::tie(result[3], result[4]) = std::pair(std::move(layer.weight), std::move(layer.bias));
-      if (layer.input.defined()) {
-        grad_normalized =
-            grad_normalized.defined() ? at::add(layer.input, grad_normalized) : std::move(layer.input);
-      }
-    }
-    if (!grad_normalized.defined()) return result;
-    auto [input, of_weight, of_bias] =
-        norm::call_norm_backward(grad_normalized, norm, stats, wanted.norm_bias);
+    variable_list result(13);
+    if (!grads[0].defined()) return result;
+    const WeightGradient weight(ctx, "main_grad", wanted.place_of_weight, 1, false);
+    LayerGradients layer =
+        gradients_of_layer(ctx, grads[0], norm, saved, {wanted.normalized(), weight, wanted.bias});
+    weight.finish(layer.weight, grads[0].scalar_type(), layer.input);
+    std::tie(result[3], result[4]) = std::pair(std::move(layer.weight), std::move(layer.bias));
+    if (!wanted.normalized()) return result;
+    auto [input, of_weight, of_bias] = norm::call_norm_backward(layer.input, norm, stats, wanted.norm_bias);
     if (wanted.input) result[0] = std::move(input);
     if (wanted.norm_weight) result[1] = std::move(of_weight);
     if (wanted.norm_bias) result[2] = std::move(of_bias);
@@ -313,6 +303,7 @@ class NormLinearFunction : public DifferentiableOnce<NormLinearFunction> {
                            formats.weight, weight_key, ctx->saved_data["weight_columns"].toBool()};
     const bool is_early = wanted.input && wanted.weight.is_cut() && !wanted.weight.goes_first();
     const Quantized early = is_early ? whole_in_backward(ctx, weight, formats) : Quantized{};
+    if (!wanted.input) announce_foreign_use(ctx, "main_grad");
     const WholeWeight whole = [&] { return is_early ? early : whole_in_backward(ctx, weight, formats); };
     if (formats.native()) return unquantized_gradients(grad, norm, whole, wanted);
     const SavedTensors kept{{}, {saved[5], saved[6], saved[7], formats.input, input_key, true}, {}};
@@ -336,13 +327,20 @@ Two redispatch(const NormLinear& layer, std::string_view normalization, std::str
                         std::string_view, const OptionalTensor&, std::string_view);
   static const auto op = find_op<Signature>(kOp);
   const BelowAutograd guard;
-  const NormCall& norm = layer.norm;
-  const MainGrad& main_grad = layer.main_grad;
-  return op.call(norm.input, norm.weight, norm.bias, layer.weight, layer.bias, norm.eps, normalization,
-                 norm.zero_centered, layer.return_normalized, input_format, weight_format, grad_format,
-                 layer.quantized_weight,
-                 main_grad.buffers ? OptionalTensor((*main_grad.buffers)[0]) : std::nullopt,
+  const auto& [norm, weight, bias, quantized_weight, return_normalized, main_grad] = layer;
+  return op.call(norm.input, norm.weight, norm.bias, weight, bias, norm.eps, normalization,
+                 norm.zero_centered, return_normalized, input_format, weight_format, grad_format,
+                 quantized_weight, main_grad.buffers ? OptionalTensor((*main_grad.buffers)[0]) : std::nullopt,
                  main_grad.accumulate, main_grad.weight_grad, main_grad.queue, main_grad.weight_shard);
+}
+
+// With the norm as a second result two ops, so that a node with weights has one output with a gradient: torch's schedules that delay
+// gradients of weights add up those of all outputs of such a node. Keeps no more than the norm, which the caller has too.
+Two in_two_nodes(const NormLinear& layer, const OperandFormats& formats) {
+  const Tensor normalized = norm::call_norm(layer.norm);
+  return {call_linear(normalized, layer.weight, layer.bias, formats, layer.quantized_weight, layer.main_grad,
+                      !formats.native() && !formats.input.stochastic_rounding),
+          normalized};
 }
 
 enum class Kernel { kCompute, kMeta, kAutograd };
@@ -378,10 +376,11 @@ Two norm_linear(const Tensor& input, const OptionalTensor& norm_weight, const Op
   } else if constexpr (kernel == Kernel::kAutograd) {
     const Tensor x = as_matrix(input);
     check_values(layer_of(x), formats, weight.requires_grad());
-    const variable_list made = NormLinearFunction::apply(
-        x, norm_weight, norm_bias, weight, bias, eps, centered, zero_centered, return_normalized,
-        input_format, weight_format, grad_format, quantized_weight, target);
-    return shaped(made[0], return_normalized ? made[1] : Tensor(), input);
+    if (return_normalized) return in_two_nodes(layer_of(input), formats);
+    return shaped(
+        NormLinearFunction::apply(x, norm_weight, norm_bias, weight, bias, eps, centered, zero_centered,
+                                  input_format, weight_format, grad_format, quantized_weight, target),
+        Tensor(), input);
   } else {
     const BelowAutograd guard;
     const Tensor x = as_matrix(input);

@@ -145,7 +145,8 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
       if (wants_weight && weight_gradient.goes_first()) compute_weight();
       if (wants_input) {
         at::TensorList kept = at::TensorList(saved).slice(kSaved);
-        const Quantized whole = whole_in_backward(ctx, weight, formats, kept);
+        std::vector<Tensor> gathered;
+        const Quantized whole = whole_in_backward(ctx, weight, formats, kept, gathered);
         grad_input = as_matrix(gemm_of(g.rowwise, whole, group_sizes, std::nullopt, std::nullopt,
                                        whole.transposed, grad.scalar_type(), options, kept,
                                        saved_dgrad_out(ctx, QuantizedLinearFunction::kName, grad)));

@@ -4,6 +4,7 @@
 
 #include "gemm/dispatch/checks.h"
 #include "gemm/dispatch/quantized_operands.h"
+#include "linear/main_grad.h"
 #include "quantize/ops/checks.h"
 #include "sharded/foreign_weight.h"
 #include "sharded/gather_weight.h"
@@ -127,12 +128,39 @@ QuantizedWeight weight_operand(at::TensorList weight, const OptionalList& quanti
                    : quantize_weight_operand(weight, formats, backward);
 }
 
+namespace {
+
+// The weight that another runtime gathers now, in one direction.
+Quantized foreign_operand(at::TensorList shards, const sharded::WeightShard& shard,
+                          const OperandFormats& formats, bool backward, std::vector<Tensor>& matrices) {
+  sharded::ForeignWeight made = sharded::foreign_weight(shards, shard, formats.weight_key, backward);
+  if (made.quantized.empty()) {
+    QuantizedWeight weight = quantize_weight_operand(made.values, formats, backward);
+    matrices = std::move(weight.matrices);
+    return backward ? weight.backward : weight.forward;
+  }
+  made.quantized.resize(3);
+  return {made.quantized[0],  typed_scale(made.quantized[1], formats.weight),
+          made.quantized[2],  formats.weight,
+          formats.weight_key, made.columnwise};
+}
+
+}  // namespace
+
 // The ranks' quantized parts travel, or, where there are none, the values, which are quantized after the gather.
 QuantizedWeight gathered_operand(at::TensorList weight, const OptionalList& quantized,
                                  const OperandFormats& formats, bool backward,
                                  std::string_view weight_shard) {
   if (weight_shard.empty()) return weight_operand(weight, quantized, formats, backward);
-  if (sharded::parse_weight_shard("linear", weight_shard).each) {
+  const sharded::WeightShard shard = sharded::parse_weight_shard("linear", weight_shard);
+  if (shard.is_foreign()) {
+    QuantizedWeight result;
+    result.forward = foreign_operand(weight, shard, formats, false, result.matrices);
+    if (backward) result.backward = {weight[0], Tensor(), Tensor()};
+    if (backward && shard.each) result.parts = weight.vec();
+    return result;
+  }
+  if (shard.each) {
     const Tensor whole = sharded::gather_weight_list(weight, weight_shard, false);
     QuantizedWeight result = quantize_weight_operand(whole, formats, false);
     if (backward) result.parts = weight.vec();
@@ -150,31 +178,42 @@ QuantizedWeight gathered_operand(at::TensorList weight, const OptionalList& quan
 
 Quantized whole_in_backward(torch::autograd::AutogradContext* ctx, const Quantized& saved,
                             const OperandFormats& formats) {
-  const auto shard = ctx->saved_data.find("weight_shard");
-  if (shard == ctx->saved_data.end()) return saved;
-  const Quantized whole = sharded::gather_weight(saved, shard->second.toStringRef(), true);
-  if (whole.scale.defined() || !formats.weight.is_quantized()) return whole;
-  return quantize_weight_operand(whole.data, formats, true).backward;
+  std::vector<Tensor> matrices;
+  at::TensorList none;
+  return whole_in_backward(ctx, saved, formats, none, matrices);
 }
 
 Quantized whole_in_backward(torch::autograd::AutogradContext* ctx, const Quantized& saved,
-                            const OperandFormats& formats, at::TensorList& matrices) {
-  const auto shard = ctx->saved_data.find("weight_shard");
-  if (shard == ctx->saved_data.end()) return saved;
-  const std::string& key = shard->second.toStringRef();
-  if (!sharded::parse_weight_shard("linear", key).each) return whole_in_backward(ctx, saved, formats);
-  const Tensor whole = sharded::gather_weight_list(matrices, key, true);
-  matrices = {};
-  return quantize_weight_operand(whole, formats, true).backward;
+                            const OperandFormats& formats, at::TensorList& matrices,
+                            std::vector<Tensor>& gathered) {
+  const auto key = ctx->saved_data.find("weight_shard");
+  if (key == ctx->saved_data.end()) return saved;
+  const sharded::WeightShard shard = sharded::parse_weight_shard("linear", key->second.toStringRef());
+  if (shard.is_foreign()) {
+    const Quantized whole =
+        foreign_operand(shard.each ? matrices : saved.data, shard, formats, true, gathered);
+    matrices = gathered;
+    return whole;
+  }
+  if (shard.each) {
+    const Tensor whole = sharded::gather_weight_list(matrices, key->second.toStringRef(), true);
+    matrices = {};
+    return quantize_weight_operand(whole, formats, true).backward;
+  }
+  const Quantized whole = sharded::gather_weight(saved, key->second.toStringRef(), true);
+  if (whole.scale.defined() || !formats.weight.is_quantized()) return whole;
+  return quantize_weight_operand(whole.data, formats, true).backward;
 }
 
 void announce_foreign_use(torch::autograd::AutogradContext* ctx, const char* main_grad) {
   const auto key = ctx->saved_data.find("weight_shard");
   if (key == ctx->saved_data.end()) return;
   const auto shard = sharded::parse_weight_shard("linear", key->second.toStringRef());
-  const auto part = ctx->saved_data.find(std::string(main_grad) + "_weight");
-  if (!shard.is_foreign() || part == ctx->saved_data.end()) return;
-  sharded::foreign_weight(part->second.toTensor(), shard, true);
+  const std::string name = std::string(main_grad) + "_weight";
+  if (!shard.is_foreign() || ctx->saved_data.find(name) == ctx->saved_data.end()) return;
+  std::vector<Tensor> shards = saved_matrices(ctx, name.c_str());
+  if (shards.empty()) shards.push_back(ctx->saved_data[name].toTensor());
+  sharded::foreign_weight(shards, shard, "none", true);
 }
 
 }  // namespace transformer_plugin::linear

@@ -37,9 +37,11 @@ QuantizedWeight gathered_operand(at::TensorList weight, const OptionalList& quan
 // In the backward: the operand of the data gradient, gathered again where the weight is sharded over ranks.
 Quantized whole_in_backward(torch::autograd::AutogradContext* ctx, const Quantized& saved,
                             const OperandFormats& formats);
-// The same where several matrices may be sharded: `matrices`, as saved, become those that the product reads.
+// The same where several matrices may be sharded: `matrices`, as saved, become those that the product reads, if any. `gathered`
+// keeps them.
 Quantized whole_in_backward(torch::autograd::AutogradContext* ctx, const Quantized& saved,
-                            const OperandFormats& formats, at::TensorList& matrices);
+                            const OperandFormats& formats, at::TensorList& matrices,
+                            std::vector<at::Tensor>& gathered);
 // In a backward without a data gradient: asks another runtime for its weight all the same, so that it sees its order of use.
 void announce_foreign_use(torch::autograd::AutogradContext* ctx, const char* main_grad);
 

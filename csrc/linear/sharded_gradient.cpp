@@ -5,6 +5,7 @@
 #include "common/tensor.h"
 #include "linear/main_grad.h"
 #include "linear/products.h"
+#include "sharded/foreign_weight.h"
 #include "sharded/reduce_gradient.h"
 
 namespace transformer_plugin::linear {
@@ -33,9 +34,21 @@ Tensor WeightGradient::reduced(const Quantized& grad, const Quantized& input,
   return {};
 }
 
+variable_list WeightGradient::foreign(const Quantized& grad, const Quantized& input,
+                                      const std::optional<Tensor>& group_sizes, at::ScalarType dtype,
+                                      const gemm::LaunchOptions& options) const {
+  const sharded::WeightShard shard = sharded::parse_weight_shard("linear", shard_);
+  const at::TensorList shards = list_.empty() ? at::TensorList(weight_) : at::TensorList(list_);
+  const std::vector<Tensor> unsharded = sharded::foreign_buffers(shards, shard, dtype);
+  const bool is_one_group = !is_grouped_ && group_sizes;
+  wgrad_into(grad, input, group_sizes,
+             is_one_group ? std::vector<Tensor>{unsharded[0].unsqueeze(0)} : unsharded, false, options);
+  return sharded::foreign_gradients(unsharded, shards, shard);
+}
+
 // Compiled code may pass copies of buffers, and write them back before an asynchronous sum has arrived. So there the node waits for
 // the sum, and adds it.
-bool WeightGradient::is_returned(const Tensor& parts) const { return is_traced(parts) && !is_foreign_; }
+bool WeightGradient::is_returned(const Tensor& parts) const { return is_traced(parts); }
 
 // What the sum is like: the weight; for a buffer, in float32, in which it is added.
 Tensor WeightGradient::like_the_sum() const {

@@ -3,9 +3,12 @@
 #include "routing/router_logits.h"
 
 #include <ATen/ops/clone.h>
+#include <ATen/ops/detach.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
+#include <algorithm>
 #include <tuple>
+#include <utility>
 
 #include "common/autograd.h"
 #include "common/check.h"
@@ -130,6 +133,10 @@ Tensor add_halves(const Tensor& sums, const Tensor& weight) {
   return output;
 }
 
+Tensor weight_gradient(const Parts& parts, const Tensor& input, const Tensor& weight) {
+  return add_halves(product(transposed_view(parts.grad), input, at::kFloat), weight);
+}
+
 TwoTensors gradients_from_parts(const Tensor& grad, const Tensor& input, const Tensor& weight, bool for_input,
                                 bool for_weight, const Tensor& addend) {
   TwoTensors results{no_gradient(input), no_gradient(weight)};
@@ -137,9 +144,7 @@ TwoTensors gradients_from_parts(const Tensor& grad, const Tensor& input, const T
   auto& [grad_input, grad_weight] = results;
   const Parts parts = split_gradient(grad, weight, for_input);
   if (for_input) grad_input = product(parts.grad, parts.weight_twice, at::kBFloat16, addend);
-  if (for_weight) {
-    grad_weight = add_halves(product(transposed_view(parts.grad), input, at::kFloat), weight);
-  }
+  if (for_weight) grad_weight = weight_gradient(parts, input, weight);
   return results;
 }
 
@@ -213,17 +218,37 @@ bool is_unshared(const Tensor& grad) {
          grad.is_contiguous() && !grad.requires_grad() && !c10::impl::TorchDispatchModeTLS::any_modes_set();
 }
 
+// A tensor whose gradient another node has: no edge leads to it from here. It is saved with its graph, so that second derivatives
+// are refused.
+struct WithoutEdge {
+  const Tensor& tensor;
+};
+
+// What the weight's node has made of the gradient that it passes on, until the input's node takes it: the kernel then runs once.
+struct PassedOn {
+  Tensor grad;
+  Parts parts;
+};
+thread_local PassedOn passed_on;
+
+bool are_in_memory(std::initializer_list<Tensor> tensors) {
+  return std::all_of(tensors.begin(), tensors.end(), has_memory) &&
+         !c10::impl::TorchDispatchModeTLS::any_modes_set();
+}
+
+// The node of the input. Torch's schedules that delay the gradients of weights add up the gradients of all outputs of a node that has
+// a weight, so the weight has a node of its own, with one output, above this one.
 class RouterLogitsWithTokensFunction : public DifferentiableOnce<RouterLogitsWithTokensFunction> {
  public:
   static constexpr const char* kName = "router_logits_with_tokens";
   static constexpr bool is_traceable = true;
 
   // torch returns a view of an input that is an output.
-  static variable_list forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight) {
-    ctx->save_for_backward({input, weight});
+  static variable_list forward(AutogradContext* ctx, const Tensor& input, const WithoutEdge& weight) {
+    ctx->save_for_backward({input, weight.tensor});
     ctx->set_materialize_grads(false);
     const BelowAutograd guard;
-    return {call_router_logits(input, weight), input};
+    return {call_router_logits(input, weight.tensor), input};
   }
 
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
@@ -231,14 +256,50 @@ class RouterLogitsWithTokensFunction : public DifferentiableOnce<RouterLogitsWit
     if (!grad.defined()) return {grad_tokens, Tensor()};
     const variable_list saved = ctx->get_saved_variables();
     const Tensor &input = saved[0], &weight = saved[1];
-    const bool for_weight = ctx->needs_input_grad(1);
+    const PassedOn made = std::exchange(passed_on, {});
     const bool in_place = grad_tokens.defined() && is_unshared(grad_tokens) && has_memory(grad) &&
                           has_memory(input) && has_memory(weight);
     if (in_place) check_backward(grad, input, weight, true, grad_tokens);
-    const auto [grad_input, grad_weight] =
-        in_place ? gradients_below_autograd(grad, input, weight, true, for_weight, grad_tokens)
-                 : call_backward(grad, input, weight, true, for_weight, as_optional(grad_tokens));
-    return {grad_input, for_weight ? grad_weight : Tensor()};
+    if (made.grad.is_same(grad) && (in_place || !grad_tokens.defined())) {
+      const BelowAutograd guard;
+      return {product(made.parts.grad, made.parts.weight_twice, at::kBFloat16, grad_tokens), Tensor()};
+    }
+    return {std::get<0>(in_place ? gradients_below_autograd(grad, input, weight, true, false, grad_tokens)
+                                 : call_backward(grad, input, weight, true, false, as_optional(grad_tokens))),
+            Tensor()};
+  }
+};
+
+// The node of the weight: passes the gradient of the logits on.
+class RouterWeightFunction : public DifferentiableOnce<RouterWeightFunction> {
+ public:
+  static constexpr const char* kName = "router_logits_with_tokens";
+  static constexpr bool is_traceable = true;
+
+  static Tensor forward(AutogradContext* ctx, const Tensor& logits, const Tensor& weight,
+                        const WithoutEdge& input) {
+    ctx->save_for_backward({input.tensor, weight});
+    ctx->set_materialize_grads(false);
+    const BelowAutograd guard;
+    return at::detach(logits);  // for an input that is an output torch would make a view
+  }
+
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
+    const Tensor& grad = grads[0];
+    if (!grad.defined() || !ctx->needs_input_grad(1)) return {grad, Tensor(), Tensor()};
+    const variable_list saved = ctx->get_saved_variables();
+    const Tensor &input = saved[0], &weight = saved[1];
+    if (!are_in_memory({grad, input, weight})) {
+      return {grad, std::get<1>(call_backward(grad, input, weight, false, true)), Tensor()};
+    }
+    check_backward(grad, input, weight, false, std::nullopt);
+    if (weight.scalar_type() != at::kBFloat16 || !ctx->needs_input_grad(0)) {
+      return {grad, std::get<1>(gradients_below_autograd(grad, input, weight, false, true, Tensor())),
+              Tensor()};
+    }
+    const BelowAutograd guard;
+    passed_on = {grad, split_gradient(grad, weight, true)};
+    return {grad, weight_gradient(passed_on.parts, input, weight), Tensor()};
   }
 };
 
@@ -247,8 +308,9 @@ TwoTensors router_logits_with_tokens(const Tensor& given, const Tensor& weight) 
   check_operands(kWithTokensOp, given, weight);
   const Tensor input = given.resolve_neg();
   if (!any_wants_grad(input)) return {call_router_logits(input, weight), input};
-  const variable_list results = RouterLogitsWithTokensFunction::apply(input, weight);
-  return {results[0], results[1]};
+  const variable_list results = RouterLogitsWithTokensFunction::apply(input, WithoutEdge{weight});
+  if (!any_wants_grad(weight)) return {results[0], results[1]};
+  return {RouterWeightFunction::apply(results[0], weight, WithoutEdge{input}), results[1]};
 }
 
 }  // namespace

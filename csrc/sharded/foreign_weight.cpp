@@ -8,6 +8,8 @@ namespace transformer_plugin::sharded {
 namespace {
 
 using at::Tensor;
+using at::TensorList;
+using Tensors = std::vector<Tensor>;
 
 template <typename Signature>
 c10::TypedOperatorHandle<Signature> foreign_op(const char* name) {
@@ -20,20 +22,26 @@ c10::TypedOperatorHandle<Signature> foreign_op(const char* name) {
 
 }  // namespace
 
-Tensor foreign_weight(const Tensor& part, const WeightShard& shard, bool backward) {
-  static const auto op = foreign_op<Tensor(const Tensor&, int64_t, bool)>("materialize");
-  return op.call(part, shard.handle, backward);
+ForeignWeight foreign_weight(TensorList shards, const WeightShard& shard, std::string_view format,
+                             bool backward) {
+  using Signature = std::tuple<Tensors, Tensors, bool>(TensorList, int64_t, std::string_view, bool);
+  static const auto op = foreign_op<Signature>("materialize");
+  auto [values, quantized, columnwise] = op.call(shards, shard.handle, format, backward);
+  return {std::move(values), std::move(quantized), columnwise};
 }
 
-Tensor foreign_buffer(const Tensor& part, const WeightShard& shard, at::ScalarType dtype) {
-  static const auto op = foreign_op<Tensor(const Tensor&, int64_t, int64_t, at::ScalarType)>("buffer");
-  return op.call(part, shard.handle, shard.rows, dtype);
+Tensors foreign_buffers(TensorList shards, const WeightShard& shard, at::ScalarType dtype) {
+  static const auto op = foreign_op<Tensors(TensorList, int64_t, int64_t, at::ScalarType)>("buffers");
+  return op.call(shards, shard.handle, shard.rows, dtype);
 }
 
-Tensor foreign_gradient(const Tensor& whole, const Tensor& part, const WeightShard& shard) {
-  static const auto op = foreign_op<Tensor(const Tensor&, const Tensor&, int64_t)>("finalize");
-  const Tensor gradient = op.call(whole, part, shard.handle);
-  return gradient.dim() == part.dim() ? gradient : Tensor();
+Tensors foreign_gradients(TensorList unsharded, TensorList shards, const WeightShard& shard) {
+  static const auto op = foreign_op<Tensors(TensorList, TensorList, int64_t)>("finalize");
+  Tensors gradients = op.call(unsharded, shards, shard.handle);
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    if (gradients[i].dim() != shards[i].dim()) gradients[i] = Tensor();
+  }
+  return gradients;
 }
 
 }  // namespace transformer_plugin::sharded

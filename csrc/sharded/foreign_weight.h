@@ -4,15 +4,27 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <vector>
+
 #include "sharded/weight_shard.h"
 
 namespace transformer_plugin::sharded {
 
-// The whole weight. `part`: this rank's, as the layer has it.
-at::Tensor foreign_weight(const at::Tensor& part, const WeightShard& shard, bool backward);
-// Where the gradient of the whole weight is written.
-at::Tensor foreign_buffer(const at::Tensor& part, const WeightShard& shard, at::ScalarType dtype);
-// What autograd gets for `part`; undefined if the runtime keeps the gradient.
-at::Tensor foreign_gradient(const at::Tensor& whole, const at::Tensor& part, const WeightShard& shard);
+// An unsharded weight: one tensor, or a matrix for each group; or, in the format of the layer, its tensors along one direction.
+struct ForeignWeight {
+  std::vector<at::Tensor> values;
+  std::vector<at::Tensor> quantized;  // data, scales and, of nvfp4, amaxes
+  bool columnwise = false;
+};
+
+// `shards`: this rank's, as the layer has them, in whose dtype the values are. `format`: of the layer's weights.
+ForeignWeight foreign_weight(at::TensorList shards, const WeightShard& shard, std::string_view format,
+                             bool backward);
+// Where the gradient of the unsharded weight is written, a tensor for each shard.
+std::vector<at::Tensor> foreign_buffers(at::TensorList shards, const WeightShard& shard,
+                                        at::ScalarType dtype);
+// What autograd gets for each shard; undefined if the runtime keeps the gradient. `unsharded`: the buffers.
+std::vector<at::Tensor> foreign_gradients(at::TensorList unsharded, at::TensorList shards,
+                                          const WeightShard& shard);
 
 }  // namespace transformer_plugin::sharded

@@ -9,7 +9,6 @@
 #include "common/register.h"
 #include "common/tensor.h"
 #include "gemm/dispatch/quantized_operands.h"
-#include "sharded/foreign_weight.h"
 #include "sharded/group_weights.h"
 #include "tensor_parallel/exchange.h"
 
@@ -42,6 +41,9 @@ Gather checked(const Tensor& data, const OptionalTensor& scale_inv, const Option
   const size_t count = tensors_of(gather.format);
   TP_CHECK_VALUE(gather.shard.is_cut(), kOp, "shard", "the key of a weight that is sharded over ranks", "''",
                  "Read a whole weight as it is");
+  TP_CHECK_VALUE(
+      !gather.shard.is_foreign(), kOp, "shard", "a key without 'handle'", "'" << shard_key << "'",
+      "A weight that another runtime gathers cannot have this recipe: use one without delayed scaling");
   TP_CHECK_VALUE(!gather.shard.each, kOp, "shard", "a key without 'each'", "'" << shard_key << "'",
                  "Gather several matrices with gather_weight_list");
   TP_CHECK_VALUE(scale_inv.has_value() == (count > 1), kOp, "scale_inv",
@@ -169,10 +171,6 @@ std::vector<int64_t> count_gathers(std::string group_name) {
 }  // namespace
 
 Quantized gather_weight(const Quantized& part, std::string_view shard_key, bool backward) {
-  const WeightShard shard = parse_weight_shard(kOp, shard_key);
-  if (shard.is_foreign()) {  // never quantized parts
-    return {foreign_weight(part.data, shard, backward), Tensor(), Tensor()};
-  }
   using Signature = Three(const Tensor&, const OptionalTensor&, const OptionalTensor&, std::string_view, bool,
                           bool, std::string_view);
   static const auto op = find_op<Signature>(kOp);

@@ -14,7 +14,6 @@
 #include "common/register.h"
 #include "common/tensor.h"
 #include "distributed/rank_group.h"
-#include "sharded/foreign_weight.h"
 #include "sharded/group_weights.h"
 #include "tensor_parallel/exchange.h"
 
@@ -193,7 +192,6 @@ TP_IMPL_NO_GRADIENT(kStartOp, start_reduce_gradient, start_meta);
 TP_IMPL_NO_GRADIENT(kFinishOp, finish_reduce_gradient, finish_meta);
 
 Tensor gradient_parts(const Tensor& weight, const WeightShard& shard, at::ScalarType dtype) {
-  if (shard.is_foreign()) return foreign_buffer(weight, shard, dtype);
   std::vector<c10::SymInt> sizes(weight.sym_sizes().begin(), weight.sym_sizes().end());
   sizes[0] = sizes[0] * shard.ranks;
   const Tensor parts = at::empty_symint(sizes, weight.options().dtype(dtype).requires_grad(false));
@@ -210,7 +208,6 @@ Tensor reduce_gradient(const Tensor& parts, std::string_view shard_key, const Gr
     return {};
   }
   const WeightShard shard = parse_weight_shard(kOp, shard_key);
-  if (shard.is_foreign()) return foreign_gradient(parts, target.weight, shard);
   if (can_be_asynchronous(shard, parts, target)) {
     accumulate_asynchronously(parts, shard, target.weight);
     return {};
@@ -222,7 +219,6 @@ Tensor reduce_gradient(const Tensor& parts, std::string_view shard_key, const Gr
 
 Tensor finish_gradient(const Tensor& token, const Tensor& parts, const Tensor& weight,
                        std::string_view shard_key, const Tensor& after) {
-  if (parse_weight_shard(kFinishOp, shard_key).is_foreign()) return token;  // it is the gradient already
   using Signature =
       Tensor(const Tensor&, const Tensor&, const Tensor&, std::string_view, const std::optional<Tensor>&);
   static const auto op = find_op<Signature>(kFinishOp);

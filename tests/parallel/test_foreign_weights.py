@@ -212,7 +212,7 @@ def test_errors() -> None:
         set_gather_order([layer])  # whose runtime has an order of its own
     for result, text in (
         (torch.ones(10, 8), "expected 8 rows, of the layer, got [10, 8]. Strip the padding"),
-        (torch.ones(8, 7), "expected whole weights [N, 8] of torch.float32, got [8, 7]"),
+        (torch.ones(8, 7), "expected unsharded weights [N, 8] of numbers, got [8, 7]"),
     ):
         layer.weight.result = result  # type: ignore[union-attr]
         with pytest.raises(ValueError, match=re.escape(text)):

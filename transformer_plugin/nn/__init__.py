@@ -1,6 +1,7 @@
 """Modules with plain parameters and ordinary state dicts. A recipe selects the number formats of their products."""
 
 from transformer_plugin.launch import LaunchOptions
+from transformer_plugin.nn._pipelining import dw_builder
 from transformer_plugin.nn._slots import Slots
 from transformer_plugin.nn.convert import convert
 from transformer_plugin.nn.delayed import reduce_amax
@@ -34,6 +35,7 @@ __all__ = [
     "Slots",
     "TopKRouter",
     "convert",
+    "dw_builder",
     "quantized_init",
     "reduce_amax",
 ]

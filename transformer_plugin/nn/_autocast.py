@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,13 @@ def operands(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor
         return input, weight, bias
     input, weight = _cast(input, input, dtype), _cast(weight, input, dtype)
     return input, weight, None if bias is None else _cast(bias, input, dtype)
+
+
+def like_input(weight: Any, input: Tensor) -> Any:
+    """Shards of another runtime, one or a list, in the dtype of the input, in which the layer computes."""
+    if isinstance(weight, list):
+        return [like_input(matrix, input) for matrix in weight]
+    return weight.to(input.dtype) if isinstance(input, Tensor) and input.is_floating_point() else weight
 
 
 def operand(input: Tensor) -> Tensor:

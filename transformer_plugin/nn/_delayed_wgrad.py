@@ -176,7 +176,7 @@ class DelayedWgradContainer(WgradHooks):
     """A module with layers whose weight gradients may be delayed."""
 
     def _delaying(self) -> list[Any]:
-        return list(_outermost(self))
+        return list(outermost(self))
 
     @property
     def delay_wgrad_compute(self) -> bool:
@@ -206,10 +206,10 @@ class DelayedWgradContainer(WgradHooks):
             layer.backward_dw()
 
 
-def _outermost(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+def outermost(module: torch.nn.Module) -> Iterator[WgradHooks]:
     """The modules with ``backward_dw()`` inside a module, without those inside them."""
     for child in module.children():
         if isinstance(child, WgradHooks):
             yield child
         else:
-            yield from _outermost(child)
+            yield from outermost(child)

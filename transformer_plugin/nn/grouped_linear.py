@@ -14,7 +14,7 @@ from transformer_plugin import ops
 from transformer_plugin.functional._values import is_quantized
 from transformer_plugin.launch import LaunchOptions, checked
 from transformer_plugin.nn._attributes import fixed
-from transformer_plugin.nn._autocast import as_float32, operands
+from transformer_plugin.nn._autocast import as_float32, like_input, operands
 from transformer_plugin.nn._caller_buffers import into_buffers
 from transformer_plugin.nn._layouts import (
     Layout,
@@ -289,6 +289,7 @@ class GroupedLinear(RecipeModule):
         quantized_weight = self._quantized_weight()
         bias_scale = None if bias_scale is None else as_float32(bias_scale)
         input, weight, bias = self._operands(input)
+        weight = like_input(weight, input) if self.is_gathered_elsewhere else weight
         kept_bias = self._biases() if self.return_bias and self.has_bias else None
         if self.return_bias:
             bias = bias_scale = None

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from transformer_plugin import ops
 from transformer_plugin.nn._attributes import fixed
-from transformer_plugin.nn._autocast import operands
+from transformer_plugin.nn._autocast import like_input, operands
 from transformer_plugin.nn._caller_buffers import into_buffers, with_gradient_into
 from transformer_plugin.nn._dtensor import is_dtensor, run_norm_linear
 from transformer_plugin.nn._module import layer_forward, registered
@@ -177,6 +177,8 @@ class LayerNormLinear(RecipeModule):
         *of_norm, own_weight, own_bias = [registered(self, self._parameters, name) for name in names]
         input, norm_weight, norm_bias = operands(input, *of_norm)
         _, weight, bias = operands(input, own_weight, None if self.return_bias else own_bias)
+        if self.is_gathered_elsewhere:
+            weight = like_input(weight, input)
         into, parallel = self._weight_gradient(), self.tensor_parallel
         if parallel is not None:
             without_buffers(type(self).__name__, parallel, out, dgrad_out)

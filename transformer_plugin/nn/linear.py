@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from transformer_plugin import ops
-from transformer_plugin.nn._autocast import operands
+from transformer_plugin.nn._autocast import like_input, operands
 from transformer_plugin.nn._caller_buffers import into_buffers
 from transformer_plugin.nn._dtensor import is_dtensor, run_linear
 from transformer_plugin.nn._module import layer_forward, registered
@@ -134,6 +134,8 @@ class Linear(RecipeModule, torch.nn.Linear):
         weight = registered(self, self._parameters, "weight")
         own_bias, parallel = registered(self, self._parameters, "bias"), self.tensor_parallel
         input, weight, bias = operands(input, weight, None if self.return_bias else own_bias)
+        if self.is_gathered_elsewhere:
+            weight = like_input(weight, input)
         into = self._weight_gradient()
         if parallel is not None:
             without_buffers(type(self).__name__, parallel, out, dgrad_out)

@@ -49,7 +49,8 @@ def norm_linear(
     ``return_normalized`` and in keys with ``nan``. In other formats the forward writes them and frees them after they
     are quantized. For the backward the op keeps the input, the statistics of its rows, and the weight as the data
     gradient reads it, but no normalized values: the weight gradient computes the norm again. Only an input format with
-    stochastic rounding keeps the columnwise quantized input. What no gradient needs is not computed or kept.
+    stochastic rounding keeps the columnwise quantized input. What no gradient needs is not computed or kept. With
+    ``return_normalized`` the two ops are recorded in its place, and keep the norm that is returned.
 
     Args:
         input: ``[..., K]`` float32, bfloat16 or float16, K at least 1.

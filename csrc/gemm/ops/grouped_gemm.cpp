@@ -279,7 +279,9 @@ class GroupedGemmFunction : public DifferentiableTwice<GroupedGemmFunction> {
     if (ctx->needs_input_grad(0)) {
       result[0] = gradient_of_a(ctx, grad, {saved.begin() + 6, saved.end()}, sizes, alpha, rows);
     }
-    if (saved[0].defined()) {
+    bool wants_b = false;
+    for (size_t g = 0; g < matrices && !wants_b; ++g) wants_b = ctx->needs_input_grad(1 + g);
+    if (wants_b) {
       const Tensor stack = gradient_of_b(ctx, grad, saved[0], sizes, alpha, rows);
       if (of_stack) {
         result[1] = stack;

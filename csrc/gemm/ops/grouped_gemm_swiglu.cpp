@@ -44,93 +44,134 @@ TwoTensors grouped_gemm_swiglu(const Tensor& a, const Tensor& b, const Tensor& g
   return run_gemm_swiglu({a, b, offsets, probs, bias, interleave, keep_input, rows, options});
 }
 
+// One result of the kernel, which its node returns. No edge leads to it.
+struct Computed {
+  const Tensor& result;
+};
+
+// Of the gradient of h. Places are those of the node's tensors; `place_of_bias` is 0 without a bias.
+struct ProductGradients {
+  Tensor a, b, bias;
+
+  ProductGradients(AutogradContext* ctx, const Tensor& grad_h, const Tensor& a_rows, const Tensor& matrices,
+                   const Tensor& sizes, const OptionalTensor& rows, size_t place_of_bias) {
+    const LaunchOptions options{ctx->saved_data["max_sms"].toInt(), ctx->saved_data["expected_rows"].toInt()};
+    const OptionalTensor none;
+    if (ctx->needs_input_grad(0)) {
+      a = call_grouped_gemm(grad_h, matrices, sizes, none, none, false, std::nullopt, none, none, options);
+      if (rows) a = call_gather_rows_backward(a, *rows, sizes, ctx->saved_data["num_rows"].toSymInt());
+    }
+    if (ctx->needs_input_grad(1)) {
+      b = call_grouped_gemm_wgrad(grad_h, a_rows, sizes, std::nullopt, none, rows, options);
+    }
+    if (place_of_bias > 0 && ctx->needs_input_grad(place_of_bias)) {
+      bias = std::get<0>(call_grouped_bias_backward(grad_h, sizes, none, none));
+    }
+  }
+};
+
+void save_product(AutogradContext* ctx, const Tensor& a, const OptionalTensor& bias,
+                  const OptionalTensor& rows, const LaunchOptions& options) {
+  ctx->saved_data["has_bias"] = bias.has_value();
+  ctx->saved_data["max_sms"] = options.max_sms;
+  ctx->saved_data["expected_rows"] = options.expected_rows;
+  if (rows) ctx->saved_data["num_rows"] = a.sym_size(0);
+}
+
+// With zeros past the last group.
+Tensor before_tail(const Tensor& rows, const Tensor& group_sizes) {
+  const Tensor end = group_sizes.clamp_min(0).sum();
+  const Tensor index = at::arange(c10::Scalar(rows.sym_size(0)), end.options());
+  return rows.masked_fill(index.ge(end), 0.0);
+}
+
+// Of h and of probs, the latter undefined if not wanted.
+std::pair<Tensor, Tensor> gradients_of_swiglu(const Tensor& grad, const Tensor& h, const Tensor& sizes,
+                                              const OptionalTensor& probs, int64_t interleave,
+                                              bool wants_probs) {
+  using Signature = TwoTensors(const Tensor&, const Tensor&, const OptionalTensor&);
+  static const auto swiglu_backward = find_op<Signature>("swiglu_backward");
+  const auto [grad_halves, grad_probs] = swiglu_backward.call(grad, deinterleave(h, interleave), probs);
+  return {interleave_columns(grad_halves, interleave),
+          wants_probs ? before_tail(grad_probs, sizes) : Tensor()};
+}
+
+// Three nodes have the name of the op. With h as a result, the product and SwiGLU have one each: torch's schedules that delay the
+// gradients of weights add up the gradients of all outputs of a node that has a weight, so this one must have one output.
+class ProductFunction : public DifferentiableOnce<ProductFunction> {
+ public:
+  static constexpr const char* kName = "grouped_gemm_swiglu";
+  static constexpr bool is_traceable = true;
+
+  static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b, const Tensor& group_sizes,
+                        const OptionalTensor& bias, const LaunchOptions& options, const OptionalTensor& rows,
+                        const Computed& h) {
+    save_product(ctx, a, bias, rows, options);
+    ctx->save_for_backward({b.requires_grad() ? a : Tensor(), a.requires_grad() ? b : Tensor(), group_sizes,
+                            or_undefined(rows)});
+    return h.result;
+  }
+
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
+    const variable_list saved = ctx->get_saved_variables();
+    const SharedOffsets shared(saved[2]);
+    const ProductGradients of(ctx, grads[0], saved[0], saved[1], saved[2], as_optional(saved[3]),
+                              ctx->saved_data["has_bias"].toBool() ? 3 : 0);
+    return {of.a, of.b, Tensor(), of.bias, Tensor(), Tensor(), Tensor()};
+  }
+};
+
+class SwigluOfProductFunction : public DifferentiableOnce<SwigluOfProductFunction> {
+ public:
+  static constexpr const char* kName = "grouped_gemm_swiglu";
+  static constexpr bool is_traceable = true;
+
+  static Tensor forward(AutogradContext* ctx, const Tensor& h, const OptionalTensor& probs,
+                        const Tensor& group_sizes, int64_t interleave, const Computed& act) {
+    ctx->saved_data["interleave"] = interleave;
+    ctx->save_for_backward({h, or_undefined(probs), group_sizes});
+    return act.result;
+  }
+
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
+    const variable_list saved = ctx->get_saved_variables();
+    const OptionalTensor probs = as_optional(saved[1]);
+    const auto [grad_h, grad_probs] =
+        gradients_of_swiglu(grads[0], saved[0], saved[2], probs, ctx->saved_data["interleave"].toInt(),
+                            probs && ctx->needs_input_grad(1));
+    return {grad_h, grad_probs, Tensor(), Tensor(), Tensor()};
+  }
+};
+
+// Without h, which the backward computes again.
 class GroupedGemmSwigluFunction : public DifferentiableOnce<GroupedGemmSwigluFunction> {
  public:
   static constexpr const char* kName = "grouped_gemm_swiglu";
   static constexpr bool is_traceable = true;
 
-  // If h is not kept, the backward recomputes it. h is not marked non-differentiable, because compiled autograd does not support
-  // such outputs.
-  static variable_list forward(AutogradContext* ctx, const Tensor& a, const Tensor& b,
-                               const Tensor& group_sizes, const OptionalTensor& probs,
-                               const OptionalTensor& bias, int64_t interleave, bool keep_input,
-                               int64_t max_sms, int64_t expected_rows, const OptionalTensor& rows) {
-    const bool wants_a = a.requires_grad(), wants_b = b.requires_grad();
-    ctx->saved_data["has_bias"] = bias.has_value();
+  static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b, const Tensor& group_sizes,
+                        const OptionalTensor& probs, const OptionalTensor& bias, int64_t interleave,
+                        const LaunchOptions& options, const OptionalTensor& rows, const Computed& act) {
+    save_product(ctx, a, bias, rows, options);
     ctx->saved_data["interleave"] = interleave;
-    ctx->saved_data["max_sms"] = max_sms;
-    ctx->saved_data["expected_rows"] = expected_rows;
-    const BelowAutograd guard;
-    const auto [act, h] = call_grouped_gemm_swiglu(a, b, group_sizes, probs, bias, interleave, keep_input,
-                                                   {max_sms, expected_rows}, rows);
-    if (rows) ctx->saved_data["num_rows"] = a.sym_size(0);
-    ctx->set_materialize_grads(false);  // h is rarely used
-    ctx->save_for_backward({wants_b || !keep_input ? a : Tensor(), wants_a || !keep_input ? b : Tensor(),
-                            group_sizes, keep_input ? h : Tensor(), or_undefined(probs),
-                            keep_input ? Tensor() : or_undefined(bias), or_undefined(rows)});
-    return {act, h};
-  }
-
-  // With zeros past the last group.
-  static Tensor before_tail(const Tensor& rows, const Tensor& group_sizes) {
-    const Tensor end = group_sizes.clamp_min(0).sum();
-    const Tensor index = at::arange(c10::Scalar(rows.sym_size(0)), end.options());
-    return rows.masked_fill(index.ge(end), 0.0);
-  }
-
-  static LaunchOptions saved_options(AutogradContext* ctx) {
-    return {ctx->saved_data["max_sms"].toInt(), ctx->saved_data["expected_rows"].toInt()};
-  }
-
-  // The gradients of h and probs. A gradient of the output h is added, if h was kept.
-  static TwoTensors gradients_of_swiglu(AutogradContext* ctx, const variable_list& saved,
-                                        const variable_list& grads) {
-    const Tensor &grad = grads[0], &direct = grads[1], &kept = saved[3];
-    const bool has_direct = direct.defined() && kept.defined();
-    if (!grad.defined()) return {has_direct ? direct : Tensor(), Tensor()};
-    const OptionalTensor none;
-    const int64_t interleave = ctx->saved_data["interleave"].toInt();
-    const Tensor h = kept.defined()
-                         ? kept
-                         : call_grouped_gemm(saved[0], saved[1], saved[2], as_optional(saved[5]), none, true,
-                                             std::nullopt, none, as_optional(saved[6]), saved_options(ctx));
-    using Signature = TwoTensors(const Tensor&, const Tensor&, const OptionalTensor&);
-    static const auto swiglu_backward = find_op<Signature>("swiglu_backward");
-    const auto [grad_halves, grad_probs] =
-        swiglu_backward.call(grad, deinterleave(h, interleave), as_optional(saved[4]));
-    const Tensor grad_h = interleave_columns(grad_halves, interleave);
-    return {has_direct ? grad_h.add(direct) : grad_h, grad_probs};
+    ctx->save_for_backward({a, b, group_sizes, or_undefined(probs), or_undefined(bias), or_undefined(rows)});
+    return act.result;
   }
 
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
     const Tensor& sizes = saved[2];
     const SharedOffsets shared(sizes);
-    const bool has_probs = saved[4].defined(), has_bias = ctx->saved_data["has_bias"].toBool();
-    const auto [grad_h, grad_probs] = gradients_of_swiglu(ctx, saved, grads);
-    variable_list result(10);
-    if (!grad_h.defined()) return result;
-    const OptionalTensor none, rows = as_optional(saved[6]);
-    if (ctx->needs_input_grad(0)) {
-      result[0] = call_grouped_gemm(grad_h, saved[1], sizes, none, none, false, std::nullopt, none, none,
-                                    saved_options(ctx));
-      if (rows) {
-        result[0] =
-            call_gather_rows_backward(result[0], *rows, sizes, ctx->saved_data["num_rows"].toSymInt());
-      }
-    }
-    if (ctx->needs_input_grad(1)) {
-      result[1] =
-          call_grouped_gemm_wgrad(grad_h, saved[0], sizes, std::nullopt, none, rows, saved_options(ctx));
-    }
+    const OptionalTensor probs = as_optional(saved[3]), bias = as_optional(saved[4]),
+                         rows = as_optional(saved[5]);
+    const LaunchOptions options{ctx->saved_data["max_sms"].toInt(), ctx->saved_data["expected_rows"].toInt()};
+    const Tensor h = call_grouped_gemm(saved[0], saved[1], sizes, bias, std::nullopt, true, std::nullopt,
+                                       std::nullopt, rows, options);
+    const auto [grad_h, grad_probs] = gradients_of_swiglu(
+        grads[0], h, sizes, probs, ctx->saved_data["interleave"].toInt(), probs && ctx->needs_input_grad(3));
     // needs_input_grad does not count tensors that are not given.
-    if (has_probs && grad_probs.defined() && ctx->needs_input_grad(3)) {
-      result[3] = before_tail(grad_probs, sizes);
-    }
-    if (has_bias && ctx->needs_input_grad(has_probs ? 4 : 3)) {
-      result[4] = std::get<0>(call_grouped_bias_backward(grad_h, sizes, none, none));
-    }
-    return result;
+    const ProductGradients of(ctx, grad_h, saved[0], saved[1], sizes, rows, bias ? (probs ? 4 : 3) : 0);
+    return {of.a, of.b, Tensor(), grad_probs, of.bias, Tensor(), Tensor(), Tensor(), Tensor()};
   }
 };
 
@@ -138,14 +179,19 @@ TwoTensors grouped_gemm_swiglu_autograd(const Tensor& a, const Tensor& b, const 
                                         const OptionalTensor& probs, const OptionalTensor& bias,
                                         int64_t interleave, bool keep_input, int64_t max_sms,
                                         int64_t expected_rows, const OptionalTensor& rows) {
-  if (any_wants_grad(a, b, probs, bias)) {
-    const variable_list made = GroupedGemmSwigluFunction::apply(a, b, group_sizes, probs, bias, interleave,
-                                                                keep_input, max_sms, expected_rows, rows);
-    return {made[0], made[1]};
+  const LaunchOptions options{max_sms, expected_rows};
+  const auto [act, h] = [&] {
+    const BelowAutograd guard;
+    return call_grouped_gemm_swiglu(a, b, group_sizes, probs, bias, interleave, keep_input, options, rows);
+  }();
+  if (!any_wants_grad(a, b, probs, bias)) return {act, h};
+  if (!keep_input) {
+    return {GroupedGemmSwigluFunction::apply(a, b, group_sizes, probs, bias, interleave, options, rows,
+                                             Computed{act}),
+            h};
   }
-  const BelowAutograd guard;
-  return call_grouped_gemm_swiglu(a, b, group_sizes, probs, bias, interleave, keep_input,
-                                  {max_sms, expected_rows}, rows);
+  const Tensor product = ProductFunction::apply(a, b, group_sizes, bias, options, rows, Computed{h});
+  return {SwigluOfProductFunction::apply(product, probs, group_sizes, interleave, Computed{act}), product};
 }
 
 }  // namespace

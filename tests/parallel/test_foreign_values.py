@@ -1,0 +1,159 @@
+"""Unsharded weights of another runtime that are quantized or in another dtype than its shards, and compiled code."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import transformer_plugin as tp
+from tests.parallel.foreign_layers import KINDS, RECIPES, Convert, batch, driven, layer_of, run
+from transformer_plugin import recipes
+from transformer_plugin.testing.numerics import assert_same_bits
+
+
+def quantized(key: str) -> Convert:
+    """What a runtime that gathers bytes has: one direction at a time."""
+
+    def convert(whole: Tensor, backward: bool) -> Any:
+        return tp.quantize(whole, key, rowwise=not backward, columnwise=backward)
+
+    return convert
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", [name for name in RECIPES if name not in ("none", "bf16")])
+def test_quantized_weights_are_multiplied_as_they_are(kind: str, name: str) -> None:
+    recipe: Any = RECIPES[name]
+    layer, whole = layer_of(kind, recipe), layer_of(kind, recipe)
+    driven(layer, quantized(recipe.weight_format))
+    results = []
+    for each in (layer, whole):
+        torch.manual_seed(2)
+        results.append(run(each, kind))
+    for got, wanted in zip(*results, strict=True):
+        assert_same_bits(got, wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["none", "bf16", "mxfp8"])
+def test_quantized_weights_of_other_formats_are_dequantized(kind: str, name: str) -> None:
+    layer, whole = (layer_of(kind, RECIPES[name]) for _ in range(2))
+    driven(layer, lambda values, backward: tp.quantize(values, "fp8_tensor"))
+    with torch.no_grad():
+        for parameter in (p for n, p in whole.named_parameters() if "weight" in n and "norm" not in n):
+            each = parameter if parameter.dim() == 3 else parameter[None]
+            each.copy_(torch.stack([tp.quantize(matrix, "fp8_tensor").dequantize() for matrix in each]))
+    for got, wanted in zip(run(layer, kind), run(whole, kind), strict=True):
+        assert_same_bits(got, wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["none", "bf16", "fp8_block"])
+@pytest.mark.parametrize("gathers", [torch.float32, torch.bfloat16], ids=str)
+def test_float32_shards(kind: str, name: str, gathers: torch.dtype) -> None:
+    """Of a layer in float32, under autocast, and with inputs in bfloat16; gathered in float32 or bfloat16."""
+
+    def made() -> tuple[Any, Any]:
+        layer, whole = (layer_of(kind, RECIPES[name]) for _ in range(2))
+        driven(layer, lambda values, backward: values.to(gathers))
+        with torch.no_grad():
+            for parameter in (p for n, p in whole.named_parameters() if "weight" in n and "norm" not in n):
+                parameter.copy_(parameter.to(gathers))
+        return layer, whole
+
+    def same(layer: Any, whole: Any, dtype: torch.dtype) -> None:
+        results = [run(each, kind, dtype) for each in (layer, whole)]
+        for got, wanted in zip(*results, strict=True):
+            assert_same_bits(got, wanted)
+        weights = getattr(layer, "_weight_names", ("weight",))
+        for weight, of_whole in ((layer._parameters[n], whole._parameters[n]) for n in weights):
+            assert weight.grad.dtype == torch.float32 and weight.grad.shape == weight.shape
+            own = of_whole.grad[: weight.shape[0]].float()
+            torch.testing.assert_close(weight.grad, own, rtol=2.0**-7, atol=1e-6)
+
+    same(*made(), torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        results = made()
+        same(*results, torch.float32)
+    layer, whole = made()
+    if kind == "LayerNormLinear":  # whose norm has parameters in the dtype of the input
+        layer.norm_weight.data, layer.norm_bias.data = (
+            layer.norm_weight.bfloat16(),
+            layer.norm_bias.bfloat16(),
+        )
+    same(layer, whole.bfloat16(), torch.bfloat16)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("with_gradient", [True, False])
+def test_compiled_code_is_refused(kind: str, with_gradient: bool) -> None:
+    layer = layer_of(kind)
+    driven(layer)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x, *sizes, _ = batch(kind)
+    text = (
+        r"argument 'weight(\[0\])?': expected eager code with a weight that another runtime gathers "
+        r"\(attach_distributed_weights\), got '.*' in code that is compiled, exported or traced. Leave the layer out "
+        r"with torch.compiler.disable\(layer\)"
+    )
+    with torch.set_grad_enabled(with_gradient), pytest.raises(Exception, match=text):
+        compiled(x, *sizes)
+    torch._dynamo.reset()
+    outside = torch.compile(torch.nn.Sequential(torch.compiler.disable(layer)), backend="aot_eager")
+    if not sizes:
+        assert_same_bits(outside(x).detach(), layer(x).detach())
+
+
+RETURNED: dict[str, tuple[str, Any, str]] = {
+    "too few": (
+        "GroupedLinear list",
+        lambda w, b: [w, w],
+        "expected 3 tensors, got 2. Return what belongs to each",
+    ),
+    "too many": ("Linear", lambda w, b: [w, w], "expected 1 tensors, got 2"),
+    "padding": (
+        "GroupedLinear list",
+        lambda w, b: [torch.cat([w, w])] * 3,
+        "expected 96 rows, of the layer, got [192, 64]",
+    ),
+    "integers": (
+        "Linear",
+        lambda w, b: w.long(),
+        "expected unsharded weights [N, 64] of numbers, got [96, 64] torch.int64",
+    ),
+    "columnwise for a forward": (
+        "Linear",
+        lambda w, b: tp.quantize(
+            w, recipes.MXFP8BlockScaling().weight_format, rowwise=False, columnwise=True
+        ),
+        "expected rowwise data, for a forward, got",
+    ),
+    "rowwise for a backward": (
+        "Linear",
+        lambda w, b: tp.quantize(w, recipes.MXFP8BlockScaling().weight_format),
+        "expected columnwise data, for a backward, got",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RETURNED)
+def test_what_a_runtime_must_return(name: str) -> None:
+    kind, convert, text = RETURNED[name]
+    layer = layer_of(kind, recipes.MXFP8BlockScaling())
+    leader = driven(layer)
+    leader._all = lambda backward: convert(leader.whole[0], backward)  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match=re.escape(text)):
+        run(layer, kind)
+
+
+def test_a_recipe_that_is_set_later() -> None:
+    layer = layer_of("Linear")
+    driven(layer)
+    layer.recipe = recipes.DelayedScaling()
+    with pytest.raises(ValueError, match="expected a key without 'each' and 'handle'"):
+        run(layer, "Linear")
