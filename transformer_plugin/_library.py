@@ -32,7 +32,7 @@ def load() -> None:
     for schema in torch._C._jit_get_all_schemas():
         namespace, _, op = schema.name.partition("::")
         if namespace == "transformer_plugin":
-            _name_wrong_types(getattr(torch.ops.transformer_plugin, op).default)
+            _name_wrong_types(getattr(torch.ops.transformer_plugin, op))
 
 
 def _separate_compile_caches() -> None:
@@ -57,6 +57,7 @@ _TYPES = {
     "float": "a number",
     "ScalarType": "a torch.dtype",
     "List[Tensor]": "a list of tensors",
+    "List[int]": "a list of integers",
     "List[str]": "a list of strings",
 }
 
@@ -68,6 +69,14 @@ def _expected(argument: torch.Argument) -> str:
     return f"{text} or None" if optional else text
 
 
+def _is_missing(argument: torch.Argument, values: dict[str, Any]) -> bool:
+    """Whether None stands for a tensor, or there is none in a list of them."""
+    if argument.name not in values:
+        return False
+    value, kind = values[argument.name], str(argument.type)
+    return (kind == "Tensor" and value is None) or (kind == "List[Tensor]" and len(value) == 0)
+
+
 def _got(value: object) -> str:
     if isinstance(value, int | float | str):
         return repr(value)
@@ -77,22 +86,32 @@ def _got(value: object) -> str:
     return name
 
 
-def _name_wrong_types(overload: torch._ops.OpOverload) -> None:
-    """Gives an op its own error for an argument of a type that its schema does not have. Torch's error comes before any
-    code of the op is reached, and quotes the whole schema."""
-    call: Callable[..., Any] = overload._op
-    arguments = overload._schema.arguments
+def _name_wrong_types(op: torch._ops.OpOverloadPacket) -> None:
+    """Gives an op its own error for an argument of a type that its schema does not have, called as ``ops.x(...)`` or
+    as ``ops.x.default(...)``. Torch's error comes before any code of the op is reached, and quotes the whole schema.
+
+    Calls with a wrong number or a wrong name of arguments keep torch's error.
+    """
+    schema = op.default._schema
+    op.default._op = _naming_wrong_types(op.default._op, schema)
+    op._op = _naming_wrong_types(op._op, schema)
+    torch.jit._builtins._register_builtin(op._op, schema.name)  # by which TorchScript knows it
+
+
+def _naming_wrong_types(call: Callable[..., Any], schema: Any) -> Callable[..., Any]:
+    arguments = schema.arguments
+    named_op = f"{schema.name}: argument '"
 
     def mistaken(error: RuntimeError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """The error in the package's words, of a call that torch refused before the op ran."""
         values = {**{a.name: x for a, x in zip(arguments, args, strict=False)}, **kwargs}
-        if isinstance(error, NotImplementedError):  # no argument is a tensor, so torch finds no kernel
-            missing = next(
-                (a for a in arguments if str(a.type) == "Tensor" and values.get(a.name) is None), None
-            )
-        else:
-            found = _MISMATCH.match(str(error))
-            missing = next((a for a in arguments if found and a.name == found[1]), None)
+        found = _MISMATCH.match(str(error))
+        if found:
+            missing = next((a for a in arguments if a.name == found[1]), None)
+        elif str(error).startswith(named_op):
+            return None
+        else:  # None passes for a tensor; where no argument is one torch finds no kernel
+            missing = next((a for a in arguments if _is_missing(a, values)), None)
         if missing is None:
             return None
         expected = _expected(missing)
@@ -100,9 +119,7 @@ def _name_wrong_types(overload: torch._ops.OpOverload) -> None:
         if missing.name == "group_sizes":
             advice = "Make one tensor of the sizes for many calls: torch.tensor(sizes, device=input.device)"
         got = _got(values.get(missing.name))
-        return (
-            f"{overload._schema.name}: argument '{missing.name}': expected {expected}, got {got}. {advice}."
-        )
+        return f"{schema.name}: argument '{missing.name}': expected {expected}, got {got}. {advice}."
 
     def named(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -113,4 +130,4 @@ def _name_wrong_types(overload: torch._ops.OpOverload) -> None:
                 raise
         raise TypeError(message)
 
-    overload._op = named
+    return named

@@ -206,7 +206,7 @@ def changes(call: Call) -> Iterator[Change]:
         elif isinstance(value, int) and not isinstance(value, bool) and name != "timeout_ms":
             others = [(str(number), number) for number in (-1, 2**31, 2**62)]
         for what, other in others:
-            if name in BIG_MEMORY and isinstance(other, int):
+            if name in BIG_MEMORY and isinstance(other, int) and other > 0:
                 continue
             yield f"{name}: {what}", {**copied(call.arguments), name: other}
 

@@ -1,10 +1,14 @@
-"""An argument of a type that the schema does not have is named by the op's own error, without torch's schema text."""
+"""An argument of a type that the schema does not have is named by the op's own error, without torch's schema text: as
+``torch.ops.transformer_plugin.x(...)``, as its ``default``, and as the wrapper in ``ops``."""
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,14 +20,53 @@ FIRST_CALLS = list({call.op: call for call in reversed(CALLS)}.values())
 X, W, SIZES = torch.ones(32, 64), torch.ones(2, 32, 64), torch.tensor([16, 16])
 
 
+#: Values that some arguments take.
+OTHERS: tuple[Any, ...] = (
+    *(None, "text", 3, -1, 1.5, float("nan"), True, 2**70, b"x", 1j, int, torch.float32),
+    *([1, 2], [[1.0]], (), {}, torch.ones(2, 2), [torch.ones(2), None], np.ones((2, 2), np.float32)),
+)
+FOUR_PARTS = r"transformer_plugin::\w+: argument '[\w\[\]]+': expected .*, got .*\. \S"
+
+
+def forms(op: str) -> dict[str, Callable[..., Any]]:
+    """The op in each form that Python code has."""
+    packet = getattr(torch.ops.transformer_plugin, op)
+    found: dict[str, Callable[..., Any]] = {"ops.x": packet, "ops.x.default": packet.default}
+    return {**found, **({"wrapper": getattr(ops, op)} if op in ops.__all__ else {})}
+
+
 @pytest.mark.parametrize("call", FIRST_CALLS, ids=lambda call: call.op)
 def test_each_argument_is_named(call: Call) -> None:
-    for name in call.arguments:
-        arguments = copied(call.arguments) | {name: object()}
-        with pytest.raises(TypeError) as caught:
-            getattr(torch.ops.transformer_plugin, call.op).default(**arguments)
-        assert str(caught.value).startswith(f"transformer_plugin::{call.op}: argument '{name}': expected ")
-        assert ", got object. Pass " in str(caught.value) or name == "group_sizes"
+    for form, function in forms(call.op).items():
+        for name in call.arguments:
+            arguments = copied(call.arguments) | {name: object()}
+            if form == "wrapper" and name not in inspect.signature(function).parameters:
+                continue
+            with pytest.raises(TypeError) as caught:
+                function(**accepted(function, arguments) if form == "wrapper" else arguments)
+            assert str(caught.value).startswith(f"transformer_plugin::{call.op}: argument '{name}"), form
+            assert ", got object. " in str(caught.value)
+
+
+def accepted(wrapper: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    """Those that a wrapper has; it fills in others itself."""
+    names = inspect.signature(wrapper).parameters
+    return {name: value for name, value in arguments.items() if name in names}
+
+
+@pytest.mark.parametrize("call", FIRST_CALLS, ids=lambda call: call.op)
+def test_other_values_are_valid_or_named(call: Call) -> None:
+    """None, negative numbers, arrays, lists of something else: nothing but errors of four parts."""
+    for form, function in forms(call.op).items():
+        names = inspect.signature(function).parameters if form == "wrapper" else call.arguments
+        for name in names:
+            for value in OTHERS:
+                arguments = copied(call.arguments) | {name: value}
+                try:
+                    function(**accepted(function, arguments) if form == "wrapper" else arguments)
+                except (ValueError, TypeError) as error:
+                    where = f"{form}, {name}={value!r}: {error}"
+                    assert re.match(FOUR_PARTS, str(error), re.DOTALL), where
 
 
 @pytest.mark.parametrize(

@@ -172,21 +172,33 @@ def wrong_divisions(group: Any) -> list[tuple[Any, str]]:
     ]
 
 
+BESIDE = "expected parallel_mode beside it, got parallel_mode=None and "
+BOTH = "Pass parallel_mode='column' or 'row' and tp_group, or leave out "
+SEQUENCE = "Pass sequence_parallel=True, too, or leave out tp_group where ranks have the same rows."
+
+
 def check_errors(rank: Rank) -> None:
     group = rank.group
     cases: list[tuple[Any, str]] = [
         *wrong_divisions(group),
         (lambda: tnn.Linear(8, 8, parallel_mode="row"), "'tp_group': expected the group of ranks"),
-        (lambda: tnn.Linear(8, 8, tp_group=group), "'tp_group': expected parallel_mode beside it"),
+        (lambda: tnn.Linear(8, 8, tp_group=group), f"{BESIDE}tp_group={group}. {BOTH}tp_group."),
         (
             lambda: tnn.Linear(8, 8, sequence_parallel=True),
-            "'sequence_parallel': expected parallel_mode beside it",
+            f"{BESIDE}sequence_parallel=True. {BOTH}sequence_parallel.",
         ),
         (
             lambda: tnn.Embedding(8, 8, sequence_parallel=True),
             "Embedding: argument 'tp_group': expected the group of ranks that share the layer, got None",
         ),
-        (lambda: tnn.RMSNorm(8, tp_group=group), "'tp_group': expected None without sequence_parallel"),
+        *(
+            (make, f"'tp_group': expected None without sequence_parallel, got {group!r}. {SEQUENCE}")
+            for make in (
+                lambda: tnn.RMSNorm(8, tp_group=group),
+                lambda: tnn.LayerNorm(8, tp_group=group),
+                lambda: tnn.MoE(8, 8, 4, 2, tp_group=group),
+            )
+        ),
         (
             lambda: tnn.LayerNormLinear(8, 8, parallel_mode="row", tp_group=group),
             "LayerNormLinear: argument 'parallel_mode': expected 'column', got 'row'",

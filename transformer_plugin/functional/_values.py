@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from transformer_plugin.launch import LaunchOptions
 from transformer_plugin.tensor import GroupedTensor, QuantizedTensor, _checks, _layout
 from transformer_plugin.tensor._base import FormatTensor, new_value
 from transformer_plugin.tensor.grouped import UNQUANTIZED, over
@@ -56,8 +57,21 @@ def constant(value: Any, op: str, argument: str) -> Any:
 
 
 def detached(tensor: Any) -> Any:
-    """A tensor without its gradient."""
-    return tensor.detach() if tensor is not None and tensor.requires_grad else tensor
+    """A tensor without its gradient; what is none is left to the op, which names it."""
+    return tensor.detach() if isinstance(tensor, Tensor) and tensor.requires_grad else tensor
+
+
+def launched(options: LaunchOptions, op: str) -> LaunchOptions:
+    """The launch options of a function; the op checks their numbers."""
+    if not isinstance(options, LaunchOptions):
+        advice = "Make them with transformer_plugin.nn.LaunchOptions"
+        refuse(op, "launch_options", "LaunchOptions", describe(options), advice, TypeError)
+    return options
+
+
+def dtype_or(dtype: Any, default: torch.dtype) -> Any:
+    """The dtype of a result; what is none is left to the op, which names it."""
+    return default if dtype is None else dtype
 
 
 def one_matrix(value: Any, op: str, argument: str, instead: str = "") -> None:

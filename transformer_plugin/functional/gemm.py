@@ -12,7 +12,10 @@ from transformer_plugin.functional._values import (
     Value,
     Values,
     constant,
+    describe,
     described,
+    dtype_or,
+    launched,
     needed,
     operand,
     optional,
@@ -102,7 +105,9 @@ def gemm(
     if left.scales is None and right.scales is None:
         return _ops.gemm.default(left.data, right.data, bias, transpose, dtype, alpha)
     quantized = (left.scales, right.scales, left.key, right.key)
-    return _ops.gemm.default(left.data, right.data, bias, transpose, dtype or a.dtype, alpha, *quantized)
+    return _ops.gemm.default(
+        left.data, right.data, bias, transpose, dtype_or(dtype, a.dtype), alpha, *quantized
+    )
 
 
 def gemm_wgrad(
@@ -139,7 +144,7 @@ def gemm_wgrad(
     transpose = right.scales is not None  # columnwise data is [K, M]
     if out is None:
         _check_adds(accumulate, op)
-        result = dtype or grad.dtype
+        result = dtype_or(dtype, grad.dtype)
         return _ops.gemm.default(first, right.data, None, transpose, result, None, *arguments)
     written = _check_out(out, dtype, op)
     options = arguments or (None, None, UNQUANTIZED, UNQUANTIZED)
@@ -149,14 +154,10 @@ def gemm_wgrad(
 
 def _check_adds(accumulate: bool, op: str) -> None:
     """Refuses ``accumulate=False`` without ``out``, where nothing reads it."""
-    if not accumulate:
-        refuse(
-            op,
-            "accumulate",
-            "True without 'out'",
-            str(accumulate),
-            "Pass the tensor to write, or leave it out",
-        )
+    if accumulate is not True:
+        got, error = ("False", ValueError) if accumulate is False else (describe(accumulate), TypeError)
+        advice = "Pass the tensor to write, or leave it out"
+        refuse(op, "accumulate", "True without 'out'", got, advice, error)
 
 
 def _check_out(target: Any, dtype: torch.dtype | None, op: str) -> Tensor:
@@ -233,8 +234,8 @@ def grouped_gemm(
     quantized: tuple[Any, ...] = ()
     if left.scales is not None or right.scales is not None:
         quantized = (left.scales, right.scales, left.key, right.key)
-        dtype = dtype or a.dtype
-    arguments = (bias, bias_scale, transpose, dtype, alpha, rows, *launch_options, *quantized)
+        dtype = dtype_or(dtype, a.dtype)
+    arguments = (bias, bias_scale, transpose, dtype, alpha, rows, *launched(launch_options, op), *quantized)
     return with_groups(_ops.grouped_gemm.default(left.data, right.data, sizes, *arguments), values)
 
 
@@ -279,12 +280,13 @@ def grouped_gemm_wgrad(
     quantized: tuple[Any, ...] = ()
     if left.scales is not None or right.scales is not None:
         quantized = (left.scales, right.scales, left.key, right.key)
+    options = launched(launch_options, op)
     if out is None:
         _check_adds(accumulate, op)
-        arguments = (dtype or grad.dtype, alpha, None, None, *launch_options, *quantized)
+        arguments = (dtype_or(dtype, grad.dtype), alpha, None, None, *options, *quantized)
         return _ops.grouped_gemm_wgrad.default(left.data, right.data, sizes, *arguments)
     targets = [out] if isinstance(out, Tensor) else listed(out, op, "out")
     written = [_check_out(target, dtype, op) for target in targets]
-    arguments = (accumulate, alpha, None, None, None, *launch_options, *quantized)
+    arguments = (accumulate, alpha, None, None, None, *options, *quantized)
     _ops.grouped_gemm_wgrad_out.default(left.data, right.data, sizes, written, *arguments)
     return out

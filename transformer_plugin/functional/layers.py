@@ -16,6 +16,7 @@ from transformer_plugin.functional._values import (
     constant,
     describe,
     detached,
+    launched,
     needed,
     one_matrix,
     optional,
@@ -138,7 +139,14 @@ def grouped_linear(
     data, matrices = plain(rows.values, op, "input"), _weights(weight, op, "weight")
     formats = _formats(recipe, op, data.device)
     output = ops.grouped_linear(
-        data, matrices, sizes, optional(bias, op, "bias"), bias_scale, *formats, None, *launch_options
+        data,
+        matrices,
+        sizes,
+        optional(bias, op, "bias"),
+        bias_scale,
+        *formats,
+        None,
+        *launched(launch_options, op),
     )
     return with_groups(output, rows)
 
@@ -186,7 +194,7 @@ def grouped_mlp(
     weights = (_weights(fc1_weight, op, "fc1_weight"), _weights(fc2_weight, op, "fc2_weight"))
     biases = (optional(fc1_bias, op, "fc1_bias"), optional(fc2_bias, op, "fc2_bias"))
     formats = _formats(recipe, op, data.device)
-    options: tuple[Any, ...] = (None, None, interleave, *launch_options)
+    options: tuple[Any, ...] = (None, None, interleave, *launched(launch_options, op))
     return with_groups(ops.grouped_mlp(data, *weights, sizes, probs, *biases, *formats, *options), rows)
 
 
@@ -228,7 +236,7 @@ def grouped_gemm_swiglu(
     op = "grouped_gemm_swiglu"
     rows = rows_of(a, group_sizes, op, "a")
     sizes = needed(rows.group_sizes, op, "a")
-    options: tuple[Any, ...] = (interleave, True, *launch_options)
+    options: tuple[Any, ...] = (interleave, True, *launched(launch_options, op))
     if format is None:
         without_format(op, columnwise=columnwise, seed=seed)
         operands = (plain(rows.values, op, "a"), plain(b, op, "b"), sizes, probs, optional(bias, op, "bias"))

@@ -15,6 +15,7 @@ from transformer_plugin.functional._values import (
     constant,
     describe,
     described,
+    dtype_or,
     is_quantized,
     one_matrix,
     quantized_value,
@@ -64,7 +65,7 @@ def quantize(
     if not isinstance(input, Tensor):
         if group_sizes is not None or seed is not None:
             _refuse_with_list(group_sizes, seed)
-        return _quantize_list(matrices(input, "quantize"), facts, rowwise, columnwise)
+        return _quantize_list(matrices(input, "quantize", "input"), facts, rowwise, columnwise)
     if isinstance(input, GroupedTensor) and input.group_sizes is None and input.dim() == 2:
         advice = "Call packed() on it to quantize the members as the rows of one matrix"
         refuse("quantize", "input", "members that are matrices", input._described(), advice)
@@ -114,7 +115,9 @@ def dequantize(value: Value, dtype: Any = None) -> Tensor:
         return value if dtype is None else value.to(dtype)
     wants_gradient = value.requires_grad and torch.is_grad_enabled()
     if is_quantized(value) and value.rowwise_data is not None and not wants_gradient:
-        return _dequantized_rows(value, dtype or value.dtype)  # the method would be dispatched by torch
+        return _dequantized_rows(
+            value, dtype_or(dtype, value.dtype)
+        )  # the method would be dispatched by torch
     return value.dequantize(dtype)
 
 

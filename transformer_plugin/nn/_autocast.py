@@ -51,6 +51,8 @@ def as_float32(factor: Tensor) -> Tensor:
 
     Mixed-precision wrappers may pass it in the parameters' dtype. Its gradient has the original dtype.
     """
+    if not isinstance(factor, Tensor):  # the op raises the error
+        return factor
     return factor if factor.dtype is torch.float32 or not factor.is_floating_point() else factor.float()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import numbers
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
@@ -21,6 +22,25 @@ Forward = TypeVar("Forward", bound=Callable[..., Any])
 Output = TypeVar("Output", bound=tuple[Any, ...])
 
 _NOTE = "raised in the layer "
+
+
+def check_sizes(module: str, dtype: Any = None, **sizes: Any) -> None:
+    """Checks the sizes of a layer, which torch would refuse without naming them, and the dtype of its parameters."""
+    for name, value in sizes.items():
+        if not isinstance(value, numbers.Integral | torch.SymInt) or isinstance(value, bool):
+            raise TypeError(
+                f"transformer_plugin::{module}: argument '{name}': expected an integer, got {value!r}. Pass an int."
+            )
+        if not 0 <= value < 2**31:
+            raise ValueError(
+                f"transformer_plugin::{module}: argument '{name}': expected from 0 to 2^31 - 1, got {value}. Pass the "
+                "size of the layer."
+            )
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(
+            f"transformer_plugin::{module}: argument 'dtype': expected a torch.dtype, got {dtype!r}. Leave it out for "
+            "the default dtype."
+        )
 
 
 class PluginModule(torch.nn.Module):

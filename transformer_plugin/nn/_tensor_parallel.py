@@ -127,7 +127,9 @@ def tensor_parallel_of(
     if mode is None:
         for name, value in (("tp_group", group), ("sequence_parallel", sequence_parallel or None)):
             if value is not None:
-                _refuse(layer, name, "parallel_mode beside it", f"parallel_mode=None and {name}={value}")
+                got = f"parallel_mode=None and {name}={value}"
+                advice = f"Pass parallel_mode='column' or 'row' and tp_group, or leave out {name}"
+                _refuse(layer, name, "parallel_mode beside it", got, advice)
         return None
     if mode not in modes:
         _refuse(layer, "parallel_mode", " or ".join(repr(each) for each in modes), repr(mode))
@@ -220,12 +222,14 @@ class SlicePlan:
 def _slices(layer: str, whole: Tensor, parallel: TensorParallel, plan: SlicePlan) -> TensorSlices:
     size, ranks = whole.shape[plan.dim], len(parallel.ranks)
     if any(section < 1 for section in plan.sections):
-        _refuse(layer, "sections", "sizes of at least 1", str(list(plan.sections)))
+        advice = "Leave out sections without outputs"
+        _refuse(layer, "sections", "sizes of at least 1", str(list(plan.sections)), advice)
     if plan.sections and sum(plan.sections) != size:
         got = f"{list(plan.sections)}, {sum(plan.sections)} together"
-        _refuse(layer, "sections", f"sizes that add up to {plan.argument}={size}", got)
+        _refuse(layer, "sections", f"sizes that add up to {plan.argument}={size}", got, "Pass all of them")
     if plan.sections and plan.pads:
-        _refuse(layer, "sections", "none with pad_outputs", str(list(plan.sections)))
+        advice = "Leave out sections or pad_outputs"
+        _refuse(layer, "sections", "none with pad_outputs", str(list(plan.sections)), advice)
     for section in plan.sections or (size,):
         if section % ranks and not plan.pads:
             argument = "sections" if plan.sections else plan.argument
@@ -248,11 +252,12 @@ def plan_of(
 ) -> dict[str, SlicePlan]:
     """How ranks divide a weight, whose outputs are dimension ``dim``, and its bias."""
     if not isinstance(sections, Sequence) or not all(isinstance(each, int) for each in sections):
-        _refuse(layer, "sections", "a sequence of sizes", repr(sections))
+        _refuse(layer, "sections", "a sequence of sizes", repr(sections), "Pass for example [q, k, v]")
     if mode == "row":
         for name, value in (("sections", list(sections)), ("pad_outputs", pads_outputs)):
             if value:
-                _refuse(layer, name, "its default with parallel_mode='row'", str(value))
+                expected = "its default with parallel_mode='row'"
+                _refuse(layer, name, expected, str(value), "Leave it out")
         return {"weight": SlicePlan(dim + 1, "in_features")}
     outputs = SlicePlan(dim, "out_features", tuple(sections), pads_outputs)
     return {"weight": outputs, "bias": outputs}
@@ -348,7 +353,8 @@ def sequence_parallel_group(layer: str, group: Any, sequence_parallel: bool) -> 
     """Of a layer whose parameters are whole, such as a norm: the ranks that apply them to other rows."""
     if not sequence_parallel:
         if group is not None:
-            _refuse(layer, "tp_group", "None without sequence_parallel", repr(group))
+            advice = "Pass sequence_parallel=True, too, or leave out tp_group where ranks have the same rows"
+            _refuse(layer, "tp_group", "None without sequence_parallel", repr(group), advice)
         return None
     return tensor_parallel_of(layer, "column", group, True)
 
@@ -358,11 +364,10 @@ def with_mode(parallel: TensorParallel, mode: ParallelMode) -> TensorParallel:
     return replace(parallel, mode=mode)
 
 
-def _refuse(layer: str, argument: str, expected: str, got: str) -> NoReturn:
-    advice = {
+def _refuse(layer: str, argument: str, expected: str, got: str, advice: str = "") -> NoReturn:
+    usual = {
         "tp_group": "Pass the tensor-parallel group, for example mesh['tp']",
         "parallel_mode": "Use one of these, or None",
-        "sequence_parallel": "Pass parallel_mode and tp_group, too",
         "parameters": "Leave it out, or leave out parallel_mode",
         "out": "Leave it out",
         "pad_outputs": "Leave it out",
@@ -370,4 +375,4 @@ def _refuse(layer: str, argument: str, expected: str, got: str) -> NoReturn:
         "weight": "Divide a layer among ranks once, before other wrappers",
         "bias": "Divide a layer among ranks once, before other wrappers",
     }.get(argument, "Choose sizes that divide by the ranks, or fewer ranks")
-    raise ValueError(message(layer, argument, expected, got, advice))
+    raise ValueError(message(layer, argument, expected, got, advice or usual))

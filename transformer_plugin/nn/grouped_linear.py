@@ -25,7 +25,7 @@ from transformer_plugin.nn._layouts import (
     plain_state,
     register,
 )
-from transformer_plugin.nn._module import layer_forward, registered
+from transformer_plugin.nn._module import check_sizes, layer_forward, registered
 from transformer_plugin.nn._recipe import RecipeModule
 from transformer_plugin.nn._tensor_parallel import (
     ParallelMode,
@@ -55,7 +55,7 @@ def sizes_tensor(group_sizes: Tensor | Sequence[int], input: Any) -> Tensor:
     try:
         dtype = None if group_sizes else torch.int64
         return torch.tensor(group_sizes, dtype=dtype, device=getattr(input, "device", None))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):
         return cast(Tensor, group_sizes)
 
 
@@ -138,8 +138,9 @@ class GroupedLinear(RecipeModule):
                 "transformer_plugin::GroupedLinear: argument 'scale_bias': expected False without a bias, "
                 "got True. Pass bias=True or leave scale_bias out."
             )
-        self.num_groups = num_groups
-        self.scale_bias = scale_bias
+        sizes = {"num_groups": num_groups, "in_features": in_features, "out_features": out_features}
+        check_sizes(type(self).__name__, dtype, **sizes)
+        self.num_groups, self.scale_bias = num_groups, scale_bias
         self.launch_options = launch_options
         if num_groups == 0 and parameters == "list":
             raise ValueError(

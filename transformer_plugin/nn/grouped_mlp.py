@@ -22,7 +22,7 @@ from transformer_plugin.nn._caller_buffers import (
 from transformer_plugin.nn._hooks import allow_one_op, call_forward_hooks, call_pre_hooks, have_hooks
 from transformer_plugin.nn._launched import LaunchedModule
 from transformer_plugin.nn._layouts import Layout
-from transformer_plugin.nn._module import layer_forward, registered
+from transformer_plugin.nn._module import check_sizes, layer_forward, registered
 from transformer_plugin.nn._recipe import RoleFormats
 from transformer_plugin.nn._slots import Slots
 from transformer_plugin.nn._tensor_parallel import (
@@ -137,6 +137,8 @@ class GroupedMLP(LaunchedModule):
         super().__init__()
         mode = None if tp_group is None else "column"
         parallel = tensor_parallel_of(type(self).__name__, mode, tp_group, False)
+        sizes = {"num_groups": num_groups, "hidden": hidden, "ffn_hidden": ffn_hidden}
+        check_sizes(type(self).__name__, dtype, **sizes)
         checked(launch_options, type(self).__name__)
         _check_interleave(glu_interleave, ffn_hidden)
         self.num_groups, self.hidden, self.ffn_hidden, self.bias = num_groups, hidden, ffn_hidden, bias

@@ -15,7 +15,7 @@ from transformer_plugin.nn._attributes import fixed
 from transformer_plugin.nn._autocast import like_input, operands
 from transformer_plugin.nn._caller_buffers import into_buffers, with_gradient_into
 from transformer_plugin.nn._dtensor import is_dtensor, run_norm_linear
-from transformer_plugin.nn._module import layer_forward, registered
+from transformer_plugin.nn._module import check_sizes, layer_forward, registered
 from transformer_plugin.nn._recipe import RecipeModule
 from transformer_plugin.nn._tensor_parallel import (
     TensorParallel,
@@ -109,6 +109,7 @@ class LayerNormLinear(RecipeModule):
         parallel = tensor_parallel_of(own, parallel_mode, tp_group, sequence_parallel, ("column",))
         self.fuse_wgrad_accumulation, self.return_bias = fuse_wgrad_accumulation, return_bias
         self.delay_wgrad_compute = delay_wgrad_compute
+        check_sizes(own, dtype, in_features=in_features, out_features=out_features)
         self._check(normalization, in_features)
         self.in_features, self.out_features = in_features, out_features
         self.normalization = normalization
@@ -136,7 +137,7 @@ class LayerNormLinear(RecipeModule):
         self._out_features = self.weight.shape[0]
 
     def _check(self, normalization: str, in_features: int) -> None:
-        if normalization not in _NORMS:
+        if normalization not in tuple(_NORMS):
             raise self._error(
                 "normalization", "'LayerNorm' or 'RMSNorm'", repr(normalization), "Use one of the two"
             )

@@ -12,7 +12,7 @@ from transformer_plugin import ops
 from transformer_plugin.nn._autocast import like_input, operands
 from transformer_plugin.nn._caller_buffers import into_buffers
 from transformer_plugin.nn._dtensor import is_dtensor, run_linear
-from transformer_plugin.nn._module import layer_forward, registered
+from transformer_plugin.nn._module import check_sizes, layer_forward, registered
 from transformer_plugin.nn._recipe import RecipeModule
 from transformer_plugin.nn._tensor_parallel import (
     ParallelMode,
@@ -94,6 +94,7 @@ class Linear(RecipeModule, torch.nn.Linear):
         pad_outputs: bool = False,
     ) -> None:
         parallel = tensor_parallel_of(type(self).__name__, parallel_mode, tp_group, sequence_parallel)
+        check_sizes(type(self).__name__, dtype, in_features=in_features, out_features=out_features)
         super().__init__(in_features, out_features, bias, device, dtype)
         if parallel is not None:
             self._divide(parallel, sections, pad_outputs)

@@ -14,7 +14,7 @@ from transformer_plugin.nn._autocast import operand
 from transformer_plugin.nn._caller_buffers import check_buffer, copied_into, with_gradient_into
 from transformer_plugin.nn._launched import LaunchedModule
 from transformer_plugin.nn._layouts import Layout
-from transformer_plugin.nn._module import layer_forward, registered, serializable
+from transformer_plugin.nn._module import check_sizes, layer_forward, registered, serializable
 from transformer_plugin.nn._recipe import DTYPES, RowRules, formats_of, row_rules
 from transformer_plugin.nn._tensor_parallel import TensorParallel, same_on_ranks, sequence_parallel_group
 from transformer_plugin.nn.exchange import DispatchConfig, GroupExchange, LocalExchange
@@ -67,7 +67,7 @@ def _check_types(router: Any, dispatch: Any, recipe: Any, dtype: torch.dtype | N
                 f"transformer_plugin::MoE: argument '{name}': expected a {kind.__name__}, got {value!r}. Construct "
                 "one, or leave the argument out."
             )
-    if dtype is not None and dtype not in DTYPES:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in DTYPES):
         raise TypeError(
             f"transformer_plugin::MoE: argument 'dtype': expected float32, bfloat16 or float16, got {dtype}. Leave it "
             "out for float32."
@@ -187,6 +187,8 @@ class MoE(LaunchedModule):
         super().__init__()
         parallel = sequence_parallel_group("MoE", tp_group, sequence_parallel)
         _check_types(router, dispatch, recipe, dtype)
+        sizes = {"hidden": hidden, "ffn_hidden": ffn_hidden, "num_experts": num_experts, "topk": topk}
+        check_sizes("MoE", **sizes)
         _check_layout(parameters, dtensor, group, mesh)
         self.hidden, self.ffn_hidden, self.num_experts, self.bias = hidden, ffn_hidden, num_experts, bias
         self.dispatch, self.mesh, self.glu_interleave = dispatch, mesh, glu_interleave

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformer_plugin import ops
 from transformer_plugin.nn._autocast import as_weight
 from transformer_plugin.nn._dtensor import is_dtensor, run_norm
-from transformer_plugin.nn._module import PluginModule, layer_forward, registered
+from transformer_plugin.nn._module import PluginModule, check_sizes, layer_forward, registered
 from transformer_plugin.nn._tensor_parallel import sequence_parallel_group
 
 if TYPE_CHECKING:
@@ -20,9 +20,14 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def _last_dimension(normalized_shape: int | Sequence[int], module: str) -> int | Sequence[int]:
+def _last_dimension(
+    normalized_shape: int | Sequence[int], module: str, dtype: torch.dtype | None
+) -> int | Sequence[int]:
     """Returns the shape if it is one dimension of at least one element, which is what the ops normalize."""
-    sizes = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
+    is_one = not isinstance(normalized_shape, Sequence) or isinstance(normalized_shape, str)
+    sizes: list[Any] = [normalized_shape] if is_one else list(normalized_shape)  # type: ignore[arg-type]
+    for size in sizes:
+        check_sizes(module, dtype, normalized_shape=size)
     if len(sizes) == 1 and sizes[0] >= 1:
         return normalized_shape
     raise ValueError(
@@ -101,7 +106,7 @@ class RMSNorm(_ZeroCenteredNorm, torch.nn.RMSNorm):
         tp_group: ProcessGroup | DeviceMesh | None = None,
         sequence_parallel: bool = False,
     ) -> None:
-        shape = _last_dimension(normalized_shape, "RMSNorm")
+        shape = _last_dimension(normalized_shape, "RMSNorm", dtype)
         super().__init__(shape, eps, elementwise_affine, device, dtype)  # type: ignore[arg-type]
         self._center(zero_centered, tp_group, sequence_parallel)
 
@@ -154,7 +159,7 @@ class LayerNorm(_ZeroCenteredNorm, torch.nn.LayerNorm):
         tp_group: ProcessGroup | DeviceMesh | None = None,
         sequence_parallel: bool = False,
     ) -> None:
-        shape = _last_dimension(normalized_shape, "LayerNorm")
+        shape = _last_dimension(normalized_shape, "LayerNorm", dtype)
         super().__init__(shape, eps, elementwise_affine, bias, device, dtype)  # type: ignore[arg-type]
         self._center(zero_centered, tp_group, sequence_parallel)
 

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from transformer_plugin import ops
 from transformer_plugin.nn._attributes import fixed
 from transformer_plugin.nn._hooks import have_hooks
-from transformer_plugin.nn._module import PluginModule, layer_forward, registered, serializable
+from transformer_plugin.nn._module import PluginModule, check_sizes, layer_forward, registered, serializable
 from transformer_plugin.nn._recipe import DTYPES, keep_float32
 from transformer_plugin.ops.routing import ScoreFunction
 
@@ -260,6 +260,7 @@ class TopKRouter(PluginModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_sizes("TopKRouter", dtype, hidden=hidden)
         _check_experts(num_experts, topk, config)
         self.hidden, self.num_experts = hidden, num_experts
         self._topk = topk
@@ -322,6 +323,8 @@ class TopKRouter(PluginModule):
     def _operands(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         own: Tensor = registered(self, self._parameters, "weight")
         weight = own if self.tensor_parallel is None else self.tensor_parallel.copied(own)
+        if not isinstance(tokens, Tensor):  # the op raises the error
+            return tokens, weight
         alike = tokens.dtype == weight.dtype and tokens.dtype in DTYPES
         if self._config.router_dtype is None and alike:
             return tokens, weight
@@ -374,11 +377,7 @@ def _check_experts(num_experts: int, topk: int, config: RouterConfig) -> None:
             f"transformer_plugin::TopKRouter: argument 'config': expected a RouterConfig, got {config!r}. Construct "
             'one, for example RouterConfig("sigmoid").'
         )
-    for name, value in (("num_experts", num_experts), ("topk", topk)):
-        if not isinstance(value, numbers.Integral) or isinstance(value, bool):
-            raise TypeError(
-                f"transformer_plugin::TopKRouter: argument '{name}': expected an integer, got {value!r}. Pass an int."
-            )
+    check_sizes("TopKRouter", num_experts=num_experts, topk=topk)
     if num_experts > MAX_EXPERTS:
         raise ValueError(
             f"transformer_plugin::TopKRouter: argument 'num_experts': expected at most {MAX_EXPERTS}, got "

@@ -36,16 +36,16 @@ def listed_or_none(tensors: Tensors | None, op: str, argument: str) -> list[Tens
 def weights(weight: Tensors, op: str) -> list[Tensor]:
     """A weight to quantize: a sequence of matrices is quantized as the stack of them, also if there is one."""
     tensors = listed(weight, op, "weight")
-    one = len(tensors) == 1 and not isinstance(weight, Tensor) and tensors[0].dim() == 2
-    return [tensors[0].unsqueeze(0)] if one else tensors
+    one = len(tensors) == 1 and not isinstance(weight, Tensor) and isinstance(tensors[0], Tensor)
+    return [tensors[0].unsqueeze(0)] if one and tensors[0].dim() == 2 else tensors
 
 
-def matrices(inputs: Iterable[Tensor], op: str) -> list[Tensor]:
+def matrices(inputs: Iterable[Tensor], op: str, argument: str = "inputs") -> list[Tensor]:
     """The inputs of an op that takes many matrices of different sizes."""
     if isinstance(inputs, Iterable) and not isinstance(inputs, Tensor):
         return list(inputs)
     advice = "Pass a list; quantize and amax take one matrix or a stack of matrices of one size"
-    raise _wrong(op, "inputs", "a list of matrices", inputs, advice)
+    raise _wrong(op, argument, "a list of matrices", inputs, advice)
 
 
 def buffers(out: Iterable[Tensor], op: str) -> list[Tensor]:
@@ -63,6 +63,28 @@ def key_of(format: str | Format, op: str, argument: str = "format") -> str:
         return format.key
     expected = "a format key or a transformer_plugin.formats.Format"
     raise _wrong(op, argument, expected, format, "Pass for example 'fp8_block'")
+
+
+def keys_of(formats: Iterable[str | Format], op: str) -> list[str]:
+    """The keys of several formats."""
+    if isinstance(formats, Iterable) and not isinstance(formats, str | bytes | Tensor):
+        return [key_of(format, op, "formats") for format in formats]
+    raise _wrong(op, "formats", "a sequence of formats or keys", formats, "Pass a list of them")
+
+
+def queue_id(queue: Tensor | int, op: str) -> int:
+    """The id of a queue of weight gradients."""
+    if isinstance(queue, int) or (isinstance(queue, Tensor) and queue.numel() == 1):
+        return int(queue)
+    raise _wrong(op, "queue", "a queue or its id", queue, "Pass what new_wgrad_queue() returned")
+
+
+def are(values: tuple[object, ...], defaults: tuple[object, ...]) -> bool:
+    """Whether arguments have their defaults. Those of other types have not; the op names them."""
+    try:
+        return values == defaults
+    except (RuntimeError, ValueError):  # a comparison of tensors or arrays, which has no truth value
+        return False
 
 
 def layer_keys(
@@ -88,7 +110,7 @@ def quantized(
 
     Arguments that are not passed need not be parsed, which takes a microsecond of host time.
     """
-    if a_scale is None and b_scale is None and a_format == "none" and b_format == "none":
+    if a_scale is None and b_scale is None and are((a_format, b_format), ("none", "none")):
         return ()
     a, b = names
     return (

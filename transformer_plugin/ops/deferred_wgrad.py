@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from transformer_plugin.formats import Format
-from transformer_plugin.ops._operands import Tensors, key_of, listed, listed_or_none
+from transformer_plugin.ops._operands import Tensors, key_of, listed, listed_or_none, queue_id
 
 __all__ = [
     "count_deferred_wgrads",
@@ -51,7 +51,7 @@ def release_wgrad_queue(queue: Tensor | int) -> None:
     Raises:
         ValueError: there is no such queue, or no longer.
     """
-    _ops.release_wgrad_queue.default(int(queue))
+    _ops.release_wgrad_queue.default(queue_id(queue, "release_wgrad_queue"))
 
 
 def count_deferred_wgrads(queue: Tensor | int) -> int:
@@ -63,7 +63,7 @@ def count_deferred_wgrads(queue: Tensor | int) -> int:
     Raises:
         ValueError: there is no such queue.
     """
-    count: int = _ops.count_deferred_wgrads.default(int(queue))
+    count: int = _ops.count_deferred_wgrads.default(queue_id(queue, "count_deferred_wgrads"))
     return count
 
 
@@ -114,7 +114,7 @@ def defer_wgrad(
         key_of(input_format, "defer_wgrad", "input_format"),
         dtype,
         accumulate,
-        list(skipped),
+        list(skipped) if isinstance(skipped, Sequence) else skipped,
         max_sms,
         expected_rows,
         copy,

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from transformer_plugin.errors import with_peers
 from transformer_plugin.formats import Format
-from transformer_plugin.ops._operands import key_of, layer_keys
+from transformer_plugin.ops._operands import are, key_of, keys_of, layer_keys
 
 __all__ = [
     "delayed_scale",
@@ -117,7 +117,7 @@ def update_delayed_scale_(
         TypeError: another dtype. ValueError: sizes or devices that do not agree, a state that is not contiguous, a
         format, margin, algorithm or group that does not exist. Nothing is written then.
     """
-    keys = [key_of(format, "update_delayed_scale_", "formats") for format in formats]
+    keys = keys_of(formats, "update_delayed_scale_")
     arguments = (history, scale, amax, keys, margin, algorithm)
     if not group:
         return _ops.update_delayed_scale_.default(*arguments)
@@ -143,7 +143,7 @@ def delayed_scale(
     Raises:
         TypeError, ValueError: as :func:`update_delayed_scale_`.
     """
-    keys = [key_of(format, "delayed_scale", "formats") for format in formats]
+    keys = keys_of(formats, "delayed_scale")
     return _ops.delayed_scale.default(history, scale, amax, keys, margin, algorithm)
 
 
@@ -184,7 +184,7 @@ def linear_scaled(
     """
     formats = layer_keys("linear_scaled", input_format, weight_format, grad_format)
     arguments = (input, weight, scale, amax, bias, *formats)
-    if not weight_shard:
+    if are((weight_shard,), ("",)):
         return _ops.linear_scaled.default(*arguments)
     return with_peers(_ops.linear_scaled.default, *arguments, weight_shard)
 
@@ -228,6 +228,6 @@ def grouped_linear_scaled(
     """
     formats = layer_keys("grouped_linear_scaled", input_format, weight_format, grad_format)
     arguments = (input, weight, group_sizes, scale, amax, bias, bias_scale, *formats, max_sms, expected_rows)
-    if not weight_shard:
+    if are((weight_shard,), ("",)):
         return _ops.grouped_linear_scaled.default(*arguments)
     return with_peers(_ops.grouped_linear_scaled.default, *arguments, weight_shard)

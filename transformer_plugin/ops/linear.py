@@ -42,7 +42,15 @@ from torch import Tensor
 
 from transformer_plugin.errors import with_peers
 from transformer_plugin.formats import Format
-from transformer_plugin.ops._operands import Tensors, buffers, layer_keys, listed, listed_or_none, weights
+from transformer_plugin.ops._operands import (
+    Tensors,
+    are,
+    buffers,
+    layer_keys,
+    listed,
+    listed_or_none,
+    weights,
+)
 
 __all__ = [
     "embedding",
@@ -55,6 +63,7 @@ __all__ = [
 _ops = torch.ops.transformer_plugin
 _NO_FORMATS = ("none", "none", "none")
 _PLAIN = (*_NO_FORMATS, True, "none", "", 1)  # what linear takes besides tensors, by default
+_PLAIN_GROUPED = (*_NO_FORMATS, 0, -1, True, "none", "")  # and grouped_linear
 
 
 def linear(
@@ -111,7 +120,7 @@ def linear(
     """
     no_tensors = quantized_weight is None and main_grad is wgrad_queue is dgrad_out is None
     rest = (input_format, weight_format, grad_format, accumulate, weight_grad, weight_shard, input_ranks)
-    if no_tensors and rest == _PLAIN:  # strings that are not passed need not be parsed: 0.5 us
+    if no_tensors and are(rest, _PLAIN):  # strings that are not passed need not be parsed: 0.5 us
         return _ops.linear.default(input, weight, bias)
     formats = layer_keys("linear", input_format, weight_format, grad_format)
     gradient = (main_grad, accumulate, weight_grad, wgrad_queue, save_original_input, dgrad_out, weight_shard)
@@ -172,9 +181,9 @@ def grouped_linear(
     required = (input, matrices, group_sizes, bias, bias_scale)
     gradient = (listed_or_none(main_grad, "grouped_linear", "main_grad"), accumulate, weight_grad)
     formats = layer_keys("grouped_linear", input_format, weight_format, grad_format)
-    is_plain = formats == _NO_FORMATS and quantized_weight is None and (max_sms, expected_rows) == (0, -1)
-    no_buffers = main_grad is None and wgrad_queue is None and dgrad_out is None
-    if is_plain and no_buffers and accumulate and weight_grad == "none" and not weight_shard:
+    no_tensors = quantized_weight is main_grad is wgrad_queue is dgrad_out is None
+    rest = (*formats, max_sms, expected_rows, accumulate, weight_grad, weight_shard)
+    if no_tensors and are(rest, _PLAIN_GROUPED):
         return _ops.grouped_linear.default(*required)  # what is not passed need not be parsed
     options = (quantized_weight, max_sms, expected_rows)
     others = (wgrad_queue, save_original_input, dgrad_out, weight_shard)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from transformer_plugin.errors import with_peers
+from transformer_plugin.ops._operands import are
 
 __all__ = [
     "all_gather",
@@ -88,7 +89,7 @@ def all_gather_list_out(
         TypeError, ValueError: sizes or dtypes do not match, on this rank or between ranks; nothing is written then.
         PeerTimeoutError: a rank did not take part in time.
     """
-    if not parts and not out:  # torch finds no kernel for a call without a tensor
+    if are((parts, out), ([], [])):  # torch finds no kernel for a call without a tensor
         raise ValueError(
             "transformer_plugin::all_gather_list_out: argument 'parts': expected at least one tensor, got an empty "
             "list. Pass tensors to gather."

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformer_plugin.config import settings
 from transformer_plugin.ops import expert_parallel as ops
 from transformer_plugin.parallel._group_names import name_with_rank
+from transformer_plugin.tensor._layout import describe, message
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -111,6 +112,8 @@ class EpContext:
         timeout: float | None = None,
         device: torch.device | str | None = None,
     ) -> None:
+        if group is not None:
+            check_type("EpContext", "group", group, dist.ProcessGroup, "a process group or None")
         self.config = EpConfig(
             num_experts, max_tokens_per_rank, hidden_dim, num_topk, capacity, alignment, overflow
         )
@@ -120,7 +123,7 @@ class EpContext:
         self.group_name = "" if group is None else group.group_name
         #: The argument of ops.
         self._name_with_rank = "" if group is None else name_with_rank(self.group_name, self.rank)
-        self.device = torch.device(device) if device is not None else _device_of(group)
+        self.device = device_named(device, "EpContext") if device is not None else _device_of(group)
         timeout = settings.peer_timeout if timeout is None else timeout
         _check_config(self.config, self.num_ranks, timeout)
         self.timeout_ms = int(timeout * 1000)
@@ -170,7 +173,11 @@ class EpContext:
                 later call, after the GPU has counted them (``ops.check_group_sizes()`` raises the second, too).
         """
         self._check_open()
-        if topk_idx.shape[-1] != self.config.num_topk:
+        check_type("plan", "topk_idx", topk_idx, Tensor, "a tensor")
+        for name, value in (("capacity", capacity), ("alignment", alignment)):
+            if value is not None:
+                check_type("plan", name, value, _INTEGERS, "an integer or None")
+        if topk_idx.shape[-1:] != (self.config.num_topk,):
             _refuse("topk_idx", f"{self.config.num_topk} columns (num_topk)", tuple(topk_idx.shape), "plan")
         alignment = self.config.alignment if alignment is None else alignment
         limit = self.capacity_for(alignment)
@@ -197,8 +204,12 @@ class EpContext:
         See :func:`transformer_plugin.ops.expert_parallel.dispatch`.
         """
         self._check_open()
+        check_type("dispatch", "plan", plan, EpPlan, "an EpPlan", "Pass what plan() returned")
+        check_type("dispatch", "tokens", tokens, Tensor, "a tensor")
         self._check_tokens("tokens", tokens, plan.num_tokens, "dispatch")
         if topk_weights is not None:
+            check_type("dispatch", "topk_weights", topk_weights, Tensor, "a tensor or None")
+            _check_columns(topk_weights)
             topk_weights = topk_weights.reshape(-1, topk_weights.shape[-1])
         return ops.dispatch(
             tokens, topk_weights, plan.slot, plan.source, self._name_with_rank, self.timeout_ms
@@ -210,6 +221,7 @@ class EpContext:
         See :func:`transformer_plugin.ops.expert_parallel.combine`.
         """
         self._check_open()
+        check_type("combine", "plan", plan, EpPlan, "an EpPlan", "Pass what plan() returned")
         tokens = plan.num_tokens if num_tokens is None else num_tokens
         return ops.combine(rows, plan.slot, plan.source, tokens, self._name_with_rank, self.timeout_ms)
 
@@ -279,6 +291,28 @@ def _group_exists(group: ProcessGroup) -> bool:
         return False
 
 
+_INTEGERS = (int, torch.SymInt)
+
+
+def check_type(op: str, name: str, value: Any, kind: Any, expected: str, advice: str = "") -> None:
+    """Refuses a value of another type."""
+    if not isinstance(value, kind):
+        raise TypeError(message(op, name, expected, describe(value), advice or f"Pass {expected}"))
+
+
+def device_named(device: Any, op: str) -> torch.device:
+    """The device of an argument."""
+    try:
+        return torch.device(device)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(message(op, "device", "a device", repr(device), "Pass for example 'cuda'")) from None
+
+
+def _check_columns(topk_weights: Tensor) -> None:
+    if topk_weights.dim() == 0 or topk_weights.shape[-1] == 0:
+        _refuse("topk_weights", "[..., K] with at least one column", tuple(topk_weights.shape), "dispatch")
+
+
 def _refuse(
     argument: str, expected: str, got: Any, op: str, advice: str = "Pass what the context was made for"
 ) -> None:
@@ -295,6 +329,12 @@ def _device_of(group: ProcessGroup | None) -> torch.device:
 
 def _check_config(config: EpConfig, ranks: int, timeout: float) -> None:
     op = "EpContext"
+    for name in ("num_experts", "max_tokens_per_rank", "hidden_dim", "num_topk", "alignment"):
+        check_type(op, name, getattr(config, name), int, "an integer")
+    if config.capacity is not None:
+        check_type(op, "capacity", config.capacity, int, "an integer or None")
+    check_type(op, "timeout", timeout, int | float, "a number of seconds")
+    check_type(op, "overflow", config.overflow, str, "'raise' or 'drop'", "Choose one of them")
     for name in ("num_experts", "max_tokens_per_rank", "hidden_dim", "num_topk"):
         if getattr(config, name) < 1:
             _refuse(name, "1 or more", getattr(config, name), op, "Pass a positive size")

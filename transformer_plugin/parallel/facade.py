@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from transformer_plugin.parallel.expert import EpContext, EpPlan, _refuse
+from transformer_plugin.parallel.expert import EpContext, EpPlan, _refuse, check_type, device_named
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -57,6 +57,9 @@ def ep_bootstrap(
             "transformer_plugin::ep_bootstrap: expected one call before ep_finalize(), got a second one. "
             "Call ep_finalize() first, or use EpContext objects for several configurations."
         )
+    check_type("ep_bootstrap", "zero_copy", zero_copy, bool, "False")
+    check_type("ep_bootstrap", "max_num_sms", max_num_sms, int, "0")
+    check_type("ep_bootstrap", "drop_on_overflow", drop_on_overflow, bool, "True or False")
     if zero_copy:
         advice = "The symmetric-memory transport is not implemented"
         _refuse("zero_copy", "False", zero_copy, "ep_bootstrap", advice)
@@ -121,8 +124,14 @@ class EpBuffer:
             "num_local_experts": (num_local_experts, _context.num_local_experts),
         }
         for name, (got, expected) in given.items():
+            check_type("EpBuffer", name, got, int, "an integer")
             if got != expected:
                 _refuse(name, f"{expected}, as in ep_bootstrap", got, "EpBuffer")
+        check_type("EpBuffer", "alignment", alignment, int, "an integer")
+        if recv_capacity_per_rank is not None:
+            check_type(
+                "EpBuffer", "recv_capacity_per_rank", recv_capacity_per_rank, int, "an integer or None"
+            )
         if alignment < 0 or alignment & (alignment - 1):
             _refuse("alignment", "0, 1 or a power of two", alignment, "EpBuffer", "Pass 1 for no padding")
         self.top_k = top_k
@@ -131,7 +140,7 @@ class EpBuffer:
         self.num_local_experts = num_local_experts
         self.alignment = alignment
         self.payload_dtype = payload_dtype
-        self.device = _context.device if device is None else torch.device(device)
+        self.device = _context.device if device is None else device_named(device, "EpBuffer")
         self.recv_capacity_per_rank = (
             _context.capacity_for(alignment) if recv_capacity_per_rank is None else recv_capacity_per_rank
         )
@@ -158,6 +167,7 @@ class EpBuffer:
 
 def ep_prepare(buffer: EpBuffer, topk_idx: Tensor) -> Tensor:
     """Plan the routing of ``topk_idx [..., K]``; returns ``tokens_per_expert`` int64 ``[E / R]``."""
+    check_type("ep_prepare", "buffer", buffer, EpBuffer, "an EpBuffer")
     buffer.plan = buffer._context.plan(topk_idx, buffer.recv_capacity_per_rank, buffer.alignment)
     return buffer.plan.tokens_per_expert
 
@@ -187,6 +197,10 @@ def ep_dispatch(
         ``(recv_tokens [capacity, H], recv_topk_weights [capacity], tokens_per_expert int64 [E / R])``, the first two
         differentiable. Rows past the last expert are zero.
     """
+    check_type("ep_dispatch", "buffer", buffer, EpBuffer, "an EpBuffer")
+    given = {"tokens": tokens, "topk_idx": topk_idx, "topk_weights": topk_weights}
+    for name, value in given.items():
+        check_type("ep_dispatch", name, value, Tensor, "a tensor")
     _check_target(
         "recv_tokens", recv_tokens, (buffer.recv_capacity_per_rank, buffer.hidden_dim), tokens.dtype, tokens
     )
@@ -231,6 +245,8 @@ def ep_combine(
         grad_out: ``[capacity, H]``, contiguous, without gradients: the backward writes the gradient of ``expert_out``
             there.
     """
+    check_type("ep_combine", "buffer", buffer, EpBuffer, "an EpBuffer")
+    check_type("ep_combine", "expert_out", expert_out, Tensor, "a tensor")
     plan = buffer.prepared("ep_combine")
     _check_target(
         "grad_out", grad_out, tuple(expert_out.shape), expert_out.dtype, expert_out, op="ep_combine"
@@ -278,6 +294,7 @@ def _check_target(
 ) -> None:
     if target is None:
         return
+    check_type(op, name, target, Tensor, "a tensor or None")
     if tuple(target.shape) != shape or not target.is_contiguous() or target.device != like.device:
         _refuse(
             name,

@@ -307,7 +307,7 @@ def _compare_ranks(
     for rank, other in enumerate(every):
         if other == every[0]:
             continue
-        pairs = zip([*every[0].split("\n"), ""], [*other.split("\n"), ""], strict=False)
+        pairs = itertools.zip_longest(every[0].split("\n"), other.split("\n"), fillvalue="nothing")
         first, here = next((a, b) for a, b in pairs if a != b)
         got = f"'{first}' on rank 0 and '{here}' on rank {rank}"
         _refuse(
