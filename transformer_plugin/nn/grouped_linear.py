@@ -212,10 +212,8 @@ class GroupedLinear(RecipeModule):
         """This rank's part of the packed weight and bias."""
         found = self._parameters
         weight, bias = registered(self, found, "weight"), registered(self, found, "bias")
-        if self.tensor_parallel is not None:
-            self._check_shard()
-            if self.tensor_parallel.mode == "row":
-                bias = self.tensor_parallel.once(bias)
+        if self.tensor_parallel is not None and self.tensor_parallel.mode == "row":
+            bias = self.tensor_parallel.once(bias)
         if self._expert_ranks is None:
             return weight, bias
         return self._local(weight), None if bias is None else self._local(bias)
@@ -297,6 +295,7 @@ class GroupedLinear(RecipeModule):
         into, parallel = self._weight_gradient(), self.tensor_parallel
         if parallel is not None:
             without_buffers(type(self).__name__, parallel, out, dgrad_out)
+            self._check_shard()
             input, bias_scale = parallel.input(input), parallel.copied(bias_scale)
         if out is not None or dgrad_out is not None:
             out, buffers = into_buffers(type(self).__name__, self.recipe, out, dgrad_out, self.weight_shard)

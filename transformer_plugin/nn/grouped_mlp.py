@@ -295,6 +295,8 @@ class GroupedMLP(LaunchedModule):
         if parallel is None:
             return self._one_op(fc1, fc2, input, group_sizes, probs, out, dgrad_out, slots)
         without_buffers(type(self).__name__, parallel, out, dgrad_out)
+        for layer in (fc1, fc2):
+            layer._check_shard()
         input, probs = parallel.copied(input), parallel.copied(probs)
         output = self._one_op(fc1, fc2, input, group_sizes, probs, None, None, slots)
         return parallel.output(output, None)

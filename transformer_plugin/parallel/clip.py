@@ -63,12 +63,7 @@ def clip_grad_norm_(
     gradients = _gradients(parameters)  # raises before anything is scaled
     if not gradients:
         return torch.tensor(0.0, dtype=torch.float32)
-    parts: dict[Place, tuple[list[ProcessGroup], list[Tensor]]] = {}
-    known: dict[tuple[str, int], ProcessGroup] = {}
-    for parameter, gradient in gradients:
-        groups, part = _groups_and_part(parameter, gradient, known)
-        place = tuple(group.group_name for group in groups)
-        parts.setdefault(place, (groups, []))[1].append(part)
+    parts = _by_place(gradients)
     device = parts[next(iter(parts))][1][0].device
     powers = [_reduced(tensors, groups, norm_type).to(device) for groups, tensors in parts.values()]
     together = torch.stack(powers)
@@ -138,6 +133,19 @@ def gradient_of(parameter: Any, op: str) -> Tensor | None:
     return DTensor.from_local(
         main_grad, parameter.device_mesh, parameter.placements, run_check=False, **sizes
     )
+
+
+def _by_place(
+    gradients: list[tuple[Tensor, Tensor]],
+) -> dict[Place, tuple[list[ProcessGroup], list[Tensor]]]:
+    """This rank's shards of the gradients, by the groups over which they are sharded."""
+    parts: dict[Place, tuple[list[ProcessGroup], list[Tensor]]] = {}
+    known: dict[tuple[str, int], ProcessGroup] = {}
+    for parameter, gradient in gradients:
+        groups, part = _groups_and_part(parameter, gradient, known)
+        place = tuple(group.group_name for group in groups)
+        parts.setdefault(place, (groups, []))[1].append(part)
+    return parts
 
 
 def _groups_and_part(
