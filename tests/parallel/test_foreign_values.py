@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import transformer_plugin as tp
-from tests.parallel.foreign_layers import KINDS, RECIPES, Convert, batch, driven, layer_of, run
+from tests.parallel.foreign_layers import KINDS, RECIPES, Convert, Shard, batch, driven, layer_of, run
 from transformer_plugin import recipes
 from transformer_plugin.testing.numerics import assert_same_bits
 
@@ -80,11 +80,9 @@ def test_float32_shards(kind: str, name: str, gathers: torch.dtype) -> None:
         results = made()
         same(*results, torch.float32)
     layer, whole = made()
-    if kind == "LayerNormLinear":  # whose norm has parameters in the dtype of the input
-        layer.norm_weight.data, layer.norm_bias.data = (
-            layer.norm_weight.bfloat16(),
-            layer.norm_bias.bfloat16(),
-        )
+    for parameter in layer.parameters():
+        if not isinstance(parameter, Shard):
+            parameter.data = parameter.bfloat16()
     same(layer, whole.bfloat16(), torch.bfloat16)
 
 

@@ -100,8 +100,8 @@ def pipelined(
     return own
 
 
-def in_one_process(stages: list[torch.nn.Module], device: torch.device) -> None:
-    """The gradients of the mean over the microbatches, which schedules compute by default."""
+def in_one_process(stages: list[torch.nn.Module], device: torch.device) -> list[torch.nn.Module]:
+    """The stages with the gradients of the mean over the microbatches, which schedules compute by default."""
     for x, target in zip(*(t.chunk(MICROBATCHES) for t in batch(device)), strict=True):
         for stage in stages:
             x = stage(x)
@@ -112,6 +112,7 @@ def in_one_process(stages: list[torch.nn.Module], device: torch.device) -> None:
                 parameter.grad.div_(MICROBATCHES)
             if hasattr(parameter, "main_grad"):
                 parameter.main_grad.div_(MICROBATCHES)
+    return stages
 
 
 def plain(tensor: Any) -> Tensor:
@@ -128,25 +129,39 @@ def check_same(name: str, got: torch.nn.Module, expected: torch.nn.Module) -> No
             assert wanted.main_grad.any() and torch.equal(own.main_grad, wanted.main_grad), (name, key)
 
 
+#: One of each class, in the layout or with the option that has most to do.
+KEYS = [
+    *(
+        (nn.Linear, ""),
+        (nn.LayerNormLinear, "both outputs"),
+        (nn.GroupedLinear, "list"),
+        (nn.GroupedMLP, "biases"),
+    ),
+    *((nn.MoE, "hidden == num_experts"), (nn.MoE, "biases and an auxiliary loss"), (nn.RMSNorm, "")),
+    *((nn.LayerNorm, ""), (nn.Embedding, ""), (nn.TopKRouter, ""), (nn.QuantizedWeight, "MoE")),
+]
+
+
+def every_module(i: int) -> torch.nn.Module:
+    """One after the other, each with a residual connection."""
+    recipe = Float8BlockScaling()
+    made = {name_of(key): make_stage(key, recipe if key[1] else None, seed=i) for key in KEYS}
+    return torch.nn.Sequential(OrderedDict(made))
+
+
 def stages_of(
     rank: Rank, name: str, make: Callable[[int], torch.nn.Module]
 ) -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
-    """The same stages twice."""
+    """The stages of a schedule, twice."""
     count = SCHEDULES[name][0] * rank.size
     stages: list[torch.nn.Module] = [Recorded(make(i)).to(rank.device) for i in range(count)]
     return stages, copy.deepcopy(stages)
 
 
 def check_modules(rank: Rank, name: str) -> None:
-    def make(i: int) -> torch.nn.Module:
-        """One after the other, each with a residual connection."""
-        recipe = Float8BlockScaling()
-        made = {name_of(key): make_stage(key, recipe if key[1] else None, seed=i) for key in STAGES}
-        return torch.nn.Sequential(OrderedDict(made))
-
-    stages, expected = stages_of(rank, name, make)
-    own = pipelined(rank, name, stages)
-    in_one_process(expected, rank.device)
+    assert {key[0] for key in KEYS} == {key[0] for key in STAGES}
+    stages, others = stages_of(rank, name, every_module)
+    own, expected = pipelined(rank, name, stages), in_one_process(others, rank.device)
     for i in own:
         check_same(f"stage {i} of {name}", stages[i], expected[i])
         one, other = stages[i].inputs, expected[i].inputs

@@ -18,7 +18,7 @@ from transformer_plugin.parallel import shard_
 from transformer_plugin.recipes import NVFP4BlockScaling, Recipe, recipe_from_name
 from transformer_plugin.testing.distributed import Rank, RankPool
 
-RECIPES = ("none", "bf16", "fp8_block", "fp8_delayed", "mxfp8", "nvfp4")
+RECIPES = ("none", "fp8_block", "fp8_delayed", "mxfp8", "nvfp4")
 KEYS = [pytest.param(key, id=name_of(key)) for key in STAGES]
 
 
