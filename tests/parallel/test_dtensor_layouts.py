@@ -239,14 +239,13 @@ def refused_options(rank: Rank) -> None:
         "replicated one with a sharded input, whose gradient is a sum over ranks. Leave both out, or shard the weight."
     )
     table, cut = Embedding(32, 8).to(rank.device), Linear(32, 32).to(rank.device)
-    indices = distribute_tensor(torch.tensor([3], device=rank.device), mesh, [Replicate()])
-    for layer, given in ((table, indices), (cut, whole)):
+    for layer in (table, cut):
         shard_(layer, rank.group)
-        distribute(layer, mesh, {"weight": Shard(1)})
-        assert message(lambda layer=layer, given=given: layer(given)) == (  # type: ignore[misc]
-            f"transformer_plugin::{type(layer).__name__}: argument 'weight': expected a whole weight, or a DTensor of "
-            "a whole weight, got a DTensor of a part that shard_ made. Parallelize other layers, or shard other "
-            "weights."
+        sizes = list(layer.weight.shape)
+        assert message(lambda layer=layer: distribute(layer, mesh, {"weight": Shard(1)})) == (  # type: ignore[misc]
+            f"transformer_plugin::{type(layer).__name__}: argument 'weight': expected a plain tensor of sizes {sizes}, "
+            "this rank's shard over the ranks [0, 1], got a DTensor. Assign this rank's shard, or load the full tensor "
+            "with load_state_dict."
         )
     assert message(lambda: parallelize_module(Linear(32, 32), mesh, NormColwiseParallel())) == (
         "transformer_plugin::NormColwiseParallel: argument 'module': expected a LayerNormLinear with one output, got "

@@ -119,8 +119,8 @@ def update_delayed_scale_(
     """
     keys = keys_of(formats, "update_delayed_scale_")
     arguments = (history, scale, amax, keys, margin, algorithm)
-    if not group:
-        return _ops.update_delayed_scale_.default(*arguments)
+    if not isinstance(group, str) or not group:
+        return _ops.update_delayed_scale_.default(*arguments, group)
     return with_peers(_ops.update_delayed_scale_.default, *arguments, group)
 
 
