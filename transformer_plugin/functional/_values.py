@@ -10,8 +10,8 @@ from torch import Tensor
 
 from transformer_plugin.launch import LaunchOptions
 from transformer_plugin.tensor import GroupedTensor, QuantizedTensor, _checks, _layout
-from transformer_plugin.tensor._base import FormatTensor, new_value
-from transformer_plugin.tensor.grouped import UNQUANTIZED, over
+from transformer_plugin.tensor._base import UNQUANTIZED, FormatTensor, new_value
+from transformer_plugin.tensor.grouped import over
 
 Value = Tensor | QuantizedTensor | GroupedTensor
 Values = Value | Sequence[Value]

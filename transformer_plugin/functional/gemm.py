@@ -28,7 +28,7 @@ from transformer_plugin.functional._values import (
 from transformer_plugin.launch import LaunchOptions
 from transformer_plugin.ops._operands import listed
 from transformer_plugin.tensor import GroupedTensor
-from transformer_plugin.tensor.grouped import UNQUANTIZED
+from transformer_plugin.tensor._base import UNQUANTIZED
 
 __all__ = ["gemm", "gemm_wgrad", "grouped_gemm", "grouped_gemm_wgrad"]
 

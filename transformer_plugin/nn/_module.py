@@ -31,7 +31,7 @@ def check_sizes(module: str, dtype: Any = None, **sizes: Any) -> None:
             raise TypeError(
                 f"transformer_plugin::{module}: argument '{name}': expected an integer, got {value!r}. Pass an int."
             )
-        if not 0 <= value < 2**31:
+        if not 0 <= int(value) < 2**31:
             raise ValueError(
                 f"transformer_plugin::{module}: argument '{name}': expected from 0 to 2^31 - 1, got {value}. Pass the "
                 "size of the layer."

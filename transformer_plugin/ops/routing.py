@@ -23,7 +23,7 @@ experts, topk 8, 8 groups, group_topk 4); and None, ``topk // group_topk``, in M
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -305,9 +305,10 @@ def aux_loss(
 
     Source: Switch Transformer (arXiv:2101.03961), equations 4 to 6; Megatron-LM ``switch_load_balancing_loss_func``.
     """
-    number = isinstance(total_tokens, int | torch.SymInt) and -(2**63) <= total_tokens < 2**63
-    if number and isinstance(scores, Tensor):  # others are left to the op, which names them
-        total_tokens = torch.full((), total_tokens, dtype=torch.int64, device=scores.device)
+    is_number = isinstance(total_tokens, int | torch.SymInt) and -(2**63) <= total_tokens < 2**63
+    if is_number and isinstance(scores, Tensor):  # others are left to the op, which names them
+        number: Any = total_tokens
+        total_tokens = torch.full((), number, dtype=torch.int64, device=scores.device)
     return _ops.aux_loss.default(scores, tokens_per_expert, total_tokens, topk, coeff)
 
 

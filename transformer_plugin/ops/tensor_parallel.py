@@ -4,9 +4,8 @@ cross entropy of logits whose columns are sharded over ranks.
 R is the number of ranks of the group. All ranks make the same calls in the same order, with the same shapes and
 dtypes. On a CPU the ranks compare each call (op, dtype, rows, width, whether a gradient is wanted) before payload
 moves; if they differ, every rank raises a ``ValueError`` that says what differs on which ranks, and the group stays
-usable. On CUDA each new kind of call is compared once, through the store of the group and not during graph capture. A
-rank that makes no call counts as lost: ``PeerTimeoutError``, after which the group cannot be used again. That includes
-a rank that refused its own arguments.
+usable. On CUDA each new kind of call is compared once, through the store of the group, not during graph capture. A rank
+that makes no call, or refuses its arguments, counts as lost: ``PeerTimeoutError``, then the group cannot be used again.
 
 ``group_name`` is ``group.group_name`` of a c10d process group (Gloo for CPU tensors, NCCL for CUDA tensors), or ``""``
 for this process alone; ``num_ranks`` is its size, so that shapes are known where the group is not, as in

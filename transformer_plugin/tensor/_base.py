@@ -47,7 +47,7 @@ class Buffers(NamedTuple):
         return ((name, t) for name, t in self.present() if name != "group_sizes")
 
 
-_forbid_access = torch._C._set_throw_on_mutable_data_ptr  # type: ignore[attr-defined]
+_forbid_access = torch._C._set_throw_on_mutable_data_ptr
 
 #: The two types by name.
 KINDS: dict[str, type[FormatTensor]] = {}
@@ -62,7 +62,7 @@ def new_value(
     """
     data = buffers[0] if buffers[0] is not None else buffers[3]
     assert data is not None
-    options = {"dtype": dtype, "device": data.device, "requires_grad": requires_grad}
+    options: dict[str, Any] = {"dtype": dtype, "device": data.device, "requires_grad": requires_grad}
     of_inference = data.is_inference()
     if of_inference is torch.is_inference_mode_enabled():
         value = Tensor._make_wrapper_subclass(KINDS[kind], shape, **options)
@@ -123,7 +123,7 @@ class FormatTensor(Tensor):
         return self._buffers.scale_inv
 
     @property
-    def amax(self) -> Any:  # type: ignore[override]
+    def amax(self) -> Any:
         """The largest magnitudes that ``nvfp4`` scales :attr:`rowwise_data` by; None of other formats.
 
         Of an unquantized value it is the method of a tensor: ``value.amax(dim)``.
@@ -344,7 +344,8 @@ def _refuse_values(to_dlpack: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-torch.to_dlpack = torch.utils.dlpack.to_dlpack = _refuse_values(torch.utils.dlpack.to_dlpack)  # type: ignore[assignment]
+for _module in (torch, torch.utils.dlpack):
+    setattr(_module, "to_dlpack", _refuse_values(_module.to_dlpack))  # noqa: B010
 
 
 def _is_byte(dtype: torch.dtype) -> bool:
