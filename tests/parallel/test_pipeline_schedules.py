@@ -22,6 +22,7 @@ from transformer_plugin import nn
 from transformer_plugin.nn import dw_builder
 from transformer_plugin.recipes import Float8BlockScaling
 from transformer_plugin.testing.distributed import Rank, RankPool
+from transformer_plugin.testing.numerics import relative_error
 
 MICROBATCHES = 4
 Builder = Callable[[torch.nn.Module], Any]
@@ -120,13 +121,13 @@ def plain(tensor: Any) -> Tensor:
 
 
 def check_same(name: str, got: torch.nn.Module, expected: torch.nn.Module) -> None:
+    """Up to the order in which a schedule adds the microbatches' gradients, in bfloat16."""
     for (key, own), wanted in zip(got.named_parameters(), expected.parameters(), strict=True):
         assert (own.grad is None) == (wanted.grad is None), (name, key)
-        if wanted.grad is not None:
-            assert plain(wanted.grad).any(), (name, key)
-            assert torch.equal(plain(own.grad), plain(wanted.grad)), (name, key)
-        if hasattr(wanted, "main_grad"):
-            assert wanted.main_grad.any() and torch.equal(own.main_grad, wanted.main_grad), (name, key)
+        pairs = [(own.grad, wanted.grad)] if wanted.grad is not None else []
+        pairs += [(own.main_grad, wanted.main_grad)] if hasattr(wanted, "main_grad") else []  # type: ignore[attr-defined]
+        for one, other in pairs:
+            assert plain(other).any() and relative_error(plain(one), plain(other)) < 2.0**-7, (name, key)
 
 
 #: One of each class, in the layout or with the option that has most to do.
@@ -169,7 +170,15 @@ def check_modules(rank: Rank, name: str) -> None:
         assert all(torch.equal(one[x], other[x]) for x in one), i
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.fixture
+def name(request: pytest.FixtureRequest, pair: RankPool) -> str:
+    """A schedule that the ranks can run."""
+    if SCHEDULES[request.param][1] and pair.backend == "gloo":
+        pytest.skip("the last rank sends to itself, which Gloo refuses")
+    return request.param
+
+
+@pytest.mark.parametrize("name", SCHEDULES, indirect=True)
 def test_every_module(pair: RankPool, name: str) -> None:
     pair.run(check_modules, name)
 
@@ -228,7 +237,7 @@ def check_options(rank: Rank, name: str) -> None:
             check_same(f"{option} in stage {i} of {name}", stages[i], expected[i])
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", SCHEDULES, indirect=True)
 def test_main_grad_and_delayed_weight_gradients(pair: RankPool, name: str) -> None:
     """They are divided by the number of microbatches, as those of biases are."""
     pair.run(check_options, name)
@@ -270,11 +279,13 @@ def check_refusals(rank: Rank) -> None:
     dw_builder(stages[0])()()
     in_one_process(expected, rank.device)
     for got, wanted in zip(stages[0].parameters(), expected[0].parameters(), strict=True):
-        assert torch.equal(got.grad / MICROBATCHES, wanted.grad)  # type: ignore[operator,arg-type]
+        assert relative_error(got.grad / MICROBATCHES, wanted.grad) < 2.0**-7  # type: ignore[operator,arg-type]
 
 
+@pytest.mark.gpu
 def test_what_is_refused(make_pool: Callable[[int, str], RankPool]) -> None:
-    make_pool(1, "gloo").run(check_refusals)
+    """Two stages on one rank, which Gloo refuses to send to itself."""
+    make_pool(1, "nccl").run(check_refusals)
 
 
 def test_builders_take_modules() -> None:

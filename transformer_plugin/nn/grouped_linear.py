@@ -93,8 +93,7 @@ class GroupedLinear(RecipeModule):
         return_bias: whether ``forward`` leaves out the bias and returns it beside the output.
         save_original_input: as in :class:`Linear`.
         parallel_mode, tp_group, sections: tensor parallelism of every group's product, as in :class:`Linear`, with
-            packed parameters. All ranks have the same rows and ``bias_scale``, whose gradient is the same on each; in
-            mode ``"row"`` the first rank adds the bias.
+            packed parameters. All ranks have the same rows and ``bias_scale``; in mode "row" the first adds the bias.
 
     Initial values are those of G layers ``torch.nn.Linear(K, N)``.
 
@@ -138,8 +137,9 @@ class GroupedLinear(RecipeModule):
                 "transformer_plugin::GroupedLinear: argument 'scale_bias': expected False without a bias, "
                 "got True. Pass bias=True or leave scale_bias out."
             )
-        sizes = {"num_groups": num_groups, "in_features": in_features, "out_features": out_features}
-        check_sizes(type(self).__name__, dtype, **sizes)
+        check_sizes(
+            "GroupedLinear", dtype, num_groups=num_groups, in_features=in_features, out_features=out_features
+        )
         self.num_groups, self.scale_bias = num_groups, scale_bias
         self.launch_options = launch_options
         if num_groups == 0 and parameters == "list":
@@ -285,9 +285,8 @@ class GroupedLinear(RecipeModule):
         group_sizes = sizes_tensor(group_sizes, input)
         if (bias_scale is not None) != self.scale_bias:
             self._refuse_bias_scale()
-        quantized_weight = self._quantized_weight()
+        quantized_weight, (input, weight, bias) = self._quantized_weight(), self._operands(input)
         bias_scale = None if bias_scale is None else as_float32(bias_scale)
-        input, weight, bias = self._operands(input)
         weight = like_input(weight, input) if self.is_gathered_elsewhere else weight
         kept_bias = self._biases() if self.return_bias and self.has_bias else None
         if self.return_bias:

@@ -84,6 +84,7 @@ class RankPool:
         prepare: Callable[..., Any] = _nothing,
     ) -> None:
         self.size = size
+        self.backend = backend
         self._options = (backend, group_timeout, store_in_rank_0)
         self._prepare = prepare  # what each new process calls first
         self._pipes: list[Any] = []
