@@ -137,11 +137,9 @@ class GroupedLinear(RecipeModule):
                 "transformer_plugin::GroupedLinear: argument 'scale_bias': expected False without a bias, "
                 "got True. Pass bias=True or leave scale_bias out."
             )
-        check_sizes(
-            "GroupedLinear", dtype, num_groups=num_groups, in_features=in_features, out_features=out_features
-        )
-        self.num_groups, self.scale_bias = num_groups, scale_bias
-        self.launch_options = launch_options
+        check_sizes("GroupedLinear", dtype, num_groups=num_groups)
+        check_sizes("GroupedLinear", in_features=in_features, out_features=out_features)
+        self.num_groups, self.scale_bias, self.launch_options = num_groups, scale_bias, launch_options
         if num_groups == 0 and parameters == "list":
             raise ValueError(
                 "transformer_plugin::GroupedLinear: argument 'num_groups': expected at least 1 with "
@@ -150,7 +148,7 @@ class GroupedLinear(RecipeModule):
         self.parameter_layout = checked_layout(parameters, type(self).__name__)
         self.fuse_wgrad_accumulation, self.return_bias = fuse_wgrad_accumulation, return_bias
         self.delay_wgrad_compute, self.save_original_input = delay_wgrad_compute, save_original_input
-        options: dict[str, Any] = {"device": device, "dtype": dtype}
+        options: Any = {"device": device, "dtype": dtype}
         register(self, "weight", parameters, torch.empty(num_groups, out_features, in_features, **options))
         self._weight_names = names_of("weight", parameters, num_groups)
         self._bias_names = names_of("bias", parameters, num_groups if bias else 0)
