@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.nn import Parameter
 
-from tests.parallel.replaced_layers import CASES, Case, T, drawn, own
+from tests.parallel.replaced_layers import CASES, FP8, Case, T, drawn, own
 from tests.parallel.replacements import (
     COMPUTING,
     SHARDS,
@@ -223,6 +223,26 @@ def check_layer(rank: Rank, key: str, folder: str) -> list[str]:
 def test_replaced(pair: RankPool, key: str, tmp_path: Path) -> None:
     wrong = pair.run(check_layer, key, str(tmp_path))
     assert not any(wrong), "\n\n".join(text for each in wrong for text in each)
+
+
+def check_quantized_shards(rank: Rank) -> None:
+    """Quantized copies, which travel, follow another shard, and fused steps of its optimizer, which count no change."""
+    torch.manual_seed(0)
+    layer, whole = (tnn.Linear(128, 256, bias=False, recipe=FP8, device=rank.device) for _ in range(2))
+    parallel.shard_(layer, rank.group)
+    x = drawn(16, 128, seed=rank.rank).to(rank.device)
+    layer(x)
+    layer.weight = Parameter(2 * layer.weight.detach())
+    for step in range(2):
+        layer(x).square().sum().backward()
+        torch.optim.AdamW(layer.parameters(), lr=0.1, fused=True).step()
+        with torch.no_grad():
+            whole.weight.copy_(parallel.whole_weight(layer.weight))
+        torch.testing.assert_close(layer(x), whole(x), rtol=1e-3, atol=1e-3, msg=str(step))
+
+
+def test_quantized_shards(pair: RankPool) -> None:
+    pair.run(check_quantized_shards)
 
 
 def test_all_layers_are_in_the_table() -> None:

@@ -67,10 +67,12 @@ def note_shards() -> None:
 
 
 def note(parameter: Any, part: WeightPart | None, slices: TensorSlices | None) -> None:
-    """Notes on a tensor which shard and which slices it is; nothing for None."""
+    """Notes on a tensor which shard and which slices it is; None: it is none."""
     notes = parameter.__dict__
     for attribute, known in ((WEIGHT_PART, part), (TENSOR_SLICES, slices)):
-        if known is not None and notes.get(attribute) is not known and notes.get(attribute) != known:
+        if known is None:
+            notes.pop(attribute, None)  # of another layer, which had the parameter before
+        elif notes.get(attribute) is not known and notes.get(attribute) != known:
             setattr(parameter, attribute, known)
     if slices is not None and slices.kind == TENSOR_PARALLELISM and "partition_stride" not in notes:
         # Megatron-LM's: its norm counts parameters without the first on one rank only. Each of `partition_stride`
