@@ -216,7 +216,7 @@ class MasterWeights:
         self._note_written()
 
 
-#: All that exist, to be told of parameters that modules replace.
+#: All that exist: modules that replace a parameter look for its masters here.
 _masters_of_process: weakref.WeakSet[MasterWeights] = weakref.WeakSet()
 
 
