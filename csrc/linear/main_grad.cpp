@@ -217,6 +217,8 @@ bool is_captured(const Tasks& tasks, const torch::autograd::Node& node, size_t i
   return task != tasks.end() && task->second.captures_ && !task->second.captures_->empty();
 }
 
+}  // namespace
+
 // A schedule that computes the gradients of weights later asks for each of them. There are no tasks in a backward that accumulates.
 void refuse_capture(const char* name, size_t place, size_t count, bool is_deferred) {
   const Tasks* tasks = torch::autograd::get_current_graph_task_exec_info();
@@ -238,8 +240,6 @@ void refuse_capture(const char* name, size_t place, size_t count, bool is_deferr
       "Pass dw_builder=transformer_plugin.nn.dw_builder(module) to PipelineStage, or leave the option "
       "out");
 }
-
-}  // namespace
 
 WeightGradient::WeightGradient(AutogradContext* ctx, const char* name, size_t place, size_t count,
                                bool is_grouped)

@@ -43,7 +43,11 @@ variable_list WeightGradient::foreign(const Quantized& grad, const Quantized& in
   const bool is_one_group = !is_grouped_ && group_sizes;
   wgrad_into(grad, input, group_sizes,
              is_one_group ? std::vector<Tensor>{unsharded[0].unsqueeze(0)} : unsharded, false, options);
-  return sharded::foreign_gradients(unsharded, shards, shard);
+  variable_list gradients = sharded::foreign_gradients(unsharded, shards, shard);
+  for (size_t i = 0; i < count_; ++i) {
+    if (wants(i) && !gradients[i].defined()) refuse_capture("main_grad", place_, count_, false);
+  }
+  return gradients;
 }
 
 // Compiled code may pass copies of buffers, and write them back before an asynchronous sum has arrived. So there the node waits for

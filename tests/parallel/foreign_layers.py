@@ -82,17 +82,19 @@ def layer_of(
     return getattr(tnn, name)(K, N, **options)
 
 
-def batch(kind: str, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+def batch(
+    kind: str, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> tuple[Tensor, ...]:
     """The arguments of a forward, and the gradient of its output."""
     generator = torch.Generator().manual_seed(1)
-    x, grad = (torch.randn(T, width, generator=generator).to(dtype) for width in (K, N))
-    sizes = (torch.tensor([16, 0, 16]),) if kind.startswith("Grouped") else ()
+    x, grad = (torch.randn(T, width, generator=generator).to(device, dtype) for width in (K, N))
+    sizes = (torch.tensor([16, 0, 16], device=device),) if kind.startswith("Grouped") else ()
     return (x.requires_grad_(), *sizes, grad)
 
 
 def run(layer: Any, kind: str, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     """Output, gradient of the input and gradients of the parameters but the weights."""
-    x, *sizes, grad = batch(kind, dtype)
+    x, *sizes, grad = batch(kind, dtype, next(layer.parameters()).device)
     output = layer(x, *sizes)
     output.backward(grad.to(output.dtype))
     assert x.grad is not None

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import transformer_plugin as tp
-from tests.parallel.foreign_layers import RECIPES, G, K, N, Shard, T, driven, layer_of, run
+from tests.parallel.foreign_layers import RECIPES, G, K, N, Shard, T, batch, driven, layer_of, run
 from transformer_plugin import nn as tnn
 from transformer_plugin import ops, recipes
 from transformer_plugin.parallel import attach_distributed_weights, shard_
@@ -61,12 +61,18 @@ def test_gradient_buffers_of_experts(of_first: bool) -> None:
     leader, buffers = driven(layer), [torch.full((N, K), 7.0) for _ in range(G)]
     leader.keeps = True
     for buffer, shard in zip(buffers, layer._parameters_named(layer._weight_names), strict=True):
-        shard.buffers = [buffers] if of_first else [buffer]
+        shard.buffers = [buffers if of_first else buffer]
     run(layer, "GroupedLinear", torch.bfloat16)
     run(whole, "GroupedLinear", torch.bfloat16)
     for i, buffer in enumerate(buffers):
         assert layer._parameters[f"weight{i}"].grad is None
         torch.testing.assert_close(buffer, whole._parameters[f"weight{i}"].grad.float(), rtol=1e-2, atol=1e-2)
+    for buffer, shard in zip(buffers, layer._parameters_named(layer._weight_names), strict=True):
+        shard.buffers = [buffers if of_first else buffer]
+    x, sizes, _ = batch("GroupedLinear", torch.bfloat16)
+    text = "got torch.autograd.grad for the gradient of its weight, as pipeline schedules with a zero bubble call it"
+    with pytest.raises(ValueError, match=text):
+        torch.autograd.grad(layer(x, sizes).sum(), layer.weight0)
 
 
 class Unattached(Parameter):

@@ -26,9 +26,9 @@ def quantized(key: str) -> Convert:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", [name for name in RECIPES if name not in ("none", "bf16")])
-def test_quantized_weights_are_multiplied_as_they_are(kind: str, name: str) -> None:
+def test_quantized_weights_are_multiplied_as_they_are(kind: str, name: str, device: torch.device) -> None:
     recipe: Any = RECIPES[name]
-    layer, whole = layer_of(kind, recipe), layer_of(kind, recipe)
+    layer, whole = (layer_of(kind, recipe, device=device) for _ in range(2))
     driven(layer, quantized(recipe.weight_format))
     results = []
     for each in (layer, whole):
@@ -40,8 +40,10 @@ def test_quantized_weights_are_multiplied_as_they_are(kind: str, name: str) -> N
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["none", "bf16", "mxfp8"])
-def test_quantized_weights_of_other_formats_are_dequantized(kind: str, name: str) -> None:
-    layer, whole = (layer_of(kind, RECIPES[name]) for _ in range(2))
+def test_quantized_weights_of_other_formats_are_dequantized(
+    kind: str, name: str, device: torch.device
+) -> None:
+    layer, whole = (layer_of(kind, RECIPES[name], device=device) for _ in range(2))
     driven(layer, lambda values, backward: tp.quantize(values, "fp8_tensor"))
     with torch.no_grad():
         for parameter in (p for n, p in whole.named_parameters() if "weight" in n and "norm" not in n):
@@ -54,11 +56,11 @@ def test_quantized_weights_of_other_formats_are_dequantized(kind: str, name: str
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["none", "bf16", "fp8_block"])
 @pytest.mark.parametrize("gathers", [torch.float32, torch.bfloat16], ids=str)
-def test_float32_shards(kind: str, name: str, gathers: torch.dtype) -> None:
+def test_float32_shards(kind: str, name: str, gathers: torch.dtype, device: torch.device) -> None:
     """Of a layer in float32, under autocast, and with inputs in bfloat16; gathered in float32 or bfloat16."""
 
     def made() -> tuple[Any, Any]:
-        layer, whole = (layer_of(kind, RECIPES[name]) for _ in range(2))
+        layer, whole = (layer_of(kind, RECIPES[name], device=device) for _ in range(2))
         driven(layer, lambda values, backward: values.to(gathers))
         with torch.no_grad():
             for parameter in (p for n, p in whole.named_parameters() if "weight" in n and "norm" not in n):
@@ -76,7 +78,7 @@ def test_float32_shards(kind: str, name: str, gathers: torch.dtype) -> None:
             torch.testing.assert_close(weight.grad, own, rtol=2.0**-7, atol=1e-6)
 
     same(*made(), torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(device.type, torch.bfloat16):
         results = made()
         same(*results, torch.float32)
     layer, whole = made()
