@@ -10,6 +10,7 @@ namespace {
 
 void transpose_tile(const RequantizeArgs& args, const Tile& tile) {
   const Layout& layout = args.to.layout;
+  if (tile.rows == 0) return;  // of an empty group
   alignas(64) uint8_t bytes[kTile][kTile];
   for (int r = 0; r < tile.rows; ++r) {
     const uint8_t* source =
