@@ -73,7 +73,7 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 
 def batch(device: torch.device) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(3)
-    x, target = (torch.randn(MICROBATCHES * T, H, generator=generator).bfloat16() for _ in range(2))
+    x, target = (torch.randn(MICROBATCHES * T, H, generator=generator) for _ in range(2))
     return x.to(device), target.to(device)
 
 
@@ -91,7 +91,10 @@ def pipelined(
     made: Any = []
     for i in own:
         later = builder(stages[i]) if builder else None
-        made.append(PipelineStage(stages[i], i, len(stages), rank.device, group=rank.group, dw_builder=later))
+        stage = PipelineStage(stages[i], i, len(stages), rank.device, group=rank.group, dw_builder=later)
+        if rank.group.name() == "gloo":  # torch first connects neighbours, and Gloo no rank with itself
+            stage._get_init_p2p_neighbors_ops = list  # type: ignore[method-assign]
+        made.append(stage)
     if SCHEDULES[name][0] == 1:
         made = made[0]
     schedule = getattr(schedules, name)(made, n_microbatches=MICROBATCHES, loss_fn=loss_of, **options)
@@ -121,13 +124,13 @@ def plain(tensor: Any) -> Tensor:
 
 
 def check_same(name: str, got: torch.nn.Module, expected: torch.nn.Module) -> None:
-    """Up to the order in which a schedule adds the microbatches' gradients, in bfloat16."""
+    """Up to the order in which a schedule adds the microbatches' gradients, in float32."""
     for (key, own), wanted in zip(got.named_parameters(), expected.parameters(), strict=True):
         assert (own.grad is None) == (wanted.grad is None), (name, key)
         pairs = [(own.grad, wanted.grad)] if wanted.grad is not None else []
         pairs += [(own.main_grad, wanted.main_grad)] if hasattr(wanted, "main_grad") else []  # type: ignore[attr-defined]
         for one, other in pairs:
-            assert plain(other).any() and relative_error(plain(one), plain(other)) < 2.0**-7, (name, key)
+            assert plain(other).any() and relative_error(plain(one), plain(other)) < 2.0**-20, (name, key)
 
 
 #: One of each class, in the layout or with the option that has most to do.
@@ -146,7 +149,7 @@ KEYS = [
 def every_module(i: int) -> torch.nn.Module:
     """One after the other, each with a residual connection."""
     recipe = Float8BlockScaling()
-    made = {name_of(key): make_stage(key, recipe if key[1] else None, seed=i) for key in KEYS}
+    made = {name_of(key): make_stage(key, recipe if key[1] else None, i, torch.float32) for key in KEYS}
     return torch.nn.Sequential(OrderedDict(made))
 
 
@@ -170,15 +173,7 @@ def check_modules(rank: Rank, name: str) -> None:
         assert all(torch.equal(one[x], other[x]) for x in one), i
 
 
-@pytest.fixture
-def name(request: pytest.FixtureRequest, pair: RankPool) -> str:
-    """A schedule that the ranks can run."""
-    if SCHEDULES[request.param][1] and pair.backend == "gloo":
-        pytest.skip("the last rank sends to itself, which Gloo refuses")
-    return request.param
-
-
-@pytest.mark.parametrize("name", SCHEDULES, indirect=True)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_every_module(pair: RankPool, name: str) -> None:
     pair.run(check_modules, name)
 
@@ -196,7 +191,6 @@ class Block(torch.nn.Module):
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
-        options["dtype"] = torch.bfloat16
         self.first = nn.LayerNormLinear(H, H, recipe=Float8BlockScaling(), **options)
         self.second = nn.Linear(H, H, **options)
         self.experts = nn.GroupedMLP(2, H, H, True, **options)
@@ -237,7 +231,7 @@ def check_options(rank: Rank, name: str) -> None:
             check_same(f"{option} in stage {i} of {name}", stages[i], expected[i])
 
 
-@pytest.mark.parametrize("name", SCHEDULES, indirect=True)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_main_grad_and_delayed_weight_gradients(pair: RankPool, name: str) -> None:
     """They are divided by the number of microbatches, as those of biases are."""
     pair.run(check_options, name)
@@ -279,13 +273,11 @@ def check_refusals(rank: Rank) -> None:
     dw_builder(stages[0])()()
     in_one_process(expected, rank.device)
     for got, wanted in zip(stages[0].parameters(), expected[0].parameters(), strict=True):
-        assert relative_error(got.grad / MICROBATCHES, wanted.grad) < 2.0**-7  # type: ignore[operator,arg-type]
+        assert relative_error(got.grad / MICROBATCHES, wanted.grad) < 2.0**-20  # type: ignore[operator,arg-type]
 
 
-@pytest.mark.gpu
 def test_what_is_refused(make_pool: Callable[[int, str], RankPool]) -> None:
-    """Two stages on one rank, which Gloo refuses to send to itself."""
-    make_pool(1, "nccl").run(check_refusals)
+    make_pool(1, "gloo").run(check_refusals)
 
 
 def test_builders_take_modules() -> None:
