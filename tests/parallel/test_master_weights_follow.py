@@ -32,7 +32,7 @@ def make(kind: str, rank: Rank, seed: int) -> torch.nn.Module:
 
 
 def sgd(weights: list[torch.Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(weights, lr=2e-4)
+    return torch.optim.SGD(weights, lr=2e-4, foreach=False)  # which takes DTensors and plain tensors together
 
 
 def local(tensor: Any) -> torch.Tensor:
