@@ -32,6 +32,8 @@ def give_gradients(module: torch.nn.Module) -> None:
 @by_optimizer
 @pytest.mark.parametrize("option", ["fused", "foreach"])
 def test_steps_are_noticed(kind: str, name: str, option: str, device: torch.device) -> None:
+    if (name, option, device.type) == ("Adagrad", "fused", "cuda"):
+        pytest.skip("torch has no fused Adagrad on CUDA")
     module = make(kind, device=device)
     optimizer = OPTIMIZERS[name](module.parameters(), lr=0.1, **{option: True})
     for _ in range(2):

@@ -147,6 +147,8 @@ def check_computed(model: Any, reference: Reference, name: str) -> None:
     setattr(holder, case.name, Parameter(reference.parameters[case.full_name].detach().clone()))
     torch.manual_seed(3)
     COMPUTING[name](holder, case.name)
+    for buffer_name, buffer in holder.named_buffers():  # a power iteration begins at random, by device
+        buffer.copy_(layer_of(model, case).get_buffer(buffer_name))
     for hook in holder._forward_pre_hooks.values():
         hook(holder, ())
     reference.parameters[case.full_name] = getattr(holder, case.name)
