@@ -278,8 +278,8 @@ def _weight_layout(layer: RecipeModule, input: Any, weight: Any, bias: Any, into
 def _refuse_shards(layer: ShardedWeightMixin) -> None:
     if layer.weight_shard:
         advice = "Parallelize other layers, or shard other weights"
-        expected = "a whole weight, or a DTensor of a whole weight"
-        _refuse(type(layer).__name__, "weight", expected, "a DTensor of a part that shard_ made", advice)
+        expected = "a weight that shard_ has not sharded"
+        _refuse(type(layer).__name__, "weight", expected, "a DTensor of a shard that shard_ made", advice)
 
 
 def _refuse_buffers(layer: str, given: bool) -> None:
