@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -41,6 +42,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         )
         if wanted > count:
             item.add_marker(pytest.mark.skip(reason=f"needs {wanted} CUDA device(s), found {count}"))
+
+
+def pytest_collection_finish() -> None:
+    """Collections of garbage then leave out the tests themselves, which are most of the objects and live to the end."""
+    gc.freeze()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -28,9 +28,16 @@ def fresh_compiler() -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("into", [False, True], ids=["grad", "main_grad"])
-@pytest.mark.parametrize("name", ["none", "fp8_block", "fp8_tensor", "mxfp8"])
-@pytest.mark.parametrize("kind", COMPILED)
+#: Each layer in each recipe, half of them with the other buffers: `make test-long` runs the others, too.
+CASES = [
+    pytest.param(kind, name, into, marks=[pytest.mark.long] if (i + j + into) % 2 else [])
+    for i, kind in enumerate(COMPILED)
+    for j, name in enumerate(["none", "fp8_block", "fp8_tensor", "mxfp8"])
+    for into in (False, True)
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "into"), CASES)
 def test_fullgraph(kind: str, name: str, into: bool, device: torch.device) -> None:
     """Micro-batches of several sizes, two forwards before two backwards, several steps."""
     options = {"delay_wgrad_compute": True, "fuse_wgrad_accumulation": into, "device": device}

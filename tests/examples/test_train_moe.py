@@ -115,7 +115,7 @@ def half_a_run(
     return out, options, list(losses_of(whole).values())
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 4])
 def test_resumed_on_another_number_of_ranks(half_a_run, tmp_path: Path, ranks: int) -> None:
     """Equal except for the order of sums, as the ranks share the same text; each rank has its own balance loss."""
     half, options, expected = half_a_run

@@ -280,7 +280,7 @@ def assert_resumes(out: Path, options: list[str], saved: int) -> None:
     assert not list((out / "checkpoints").glob("*.tmp"))
 
 
-@pytest.mark.parametrize("ranks", ["1", "2"])
+@pytest.mark.parametrize("ranks", [pytest.param("1", marks=pytest.mark.long), "2"])
 def test_a_killed_save_and_then_a_disk_that_refuses_one(text_file: Path, tmp_path: Path, ranks: str) -> None:
     """Both leave the checkpoint before. A limit of the file size simulates a full disk without a file system."""
     out = tmp_path / "run"
@@ -319,7 +319,9 @@ SMALL_DISK = (
 )
 
 
-@pytest.mark.parametrize(("ranks", "size"), [("1", "5200k"), ("2", "4600k"), ("1", "100k")])
+@pytest.mark.parametrize(
+    ("ranks", "size"), [pytest.param("1", "5200k", marks=pytest.mark.long), ("2", "4600k"), ("1", "100k")]
+)
 def test_a_full_disk(text_file: Path, tmp_path: Path, ranks: str, size: str) -> None:
     """Two checkpoints of 2.2 MB fit, or none. The remaining files are copied to another disk and resumed there."""
     alone = ["unshare", "-rm", "bash", "-c"]

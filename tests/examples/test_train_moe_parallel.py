@@ -149,7 +149,12 @@ def compiled_and_eager(rank: Rank, config: Config) -> tuple[list[float], list[fl
 
 @pytest.mark.parametrize(
     ("layout", "wrapper", "cached"),
-    [("list", "fsdp", False), ("grouped", "fsdp", False), ("packed", "ddp", False), ("list", "ddp", True)],
+    [
+        ("list", "fsdp", False),
+        pytest.param("grouped", "fsdp", False, marks=pytest.mark.long),
+        pytest.param("packed", "ddp", False, marks=pytest.mark.long),
+        ("list", "ddp", True),
+    ],
 )
 def test_compiled(config: Config, layout: str, wrapper: str, cached: bool) -> None:
     config = replace(

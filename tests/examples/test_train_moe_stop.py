@@ -39,7 +39,7 @@ def test_the_step_is_finished_and_saved(begun, who: str) -> None:
     assert not list((out / "checkpoints").glob("*.tmp"))
 
 
-@pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
+@pytest.mark.parametrize("twice", [pytest.param(False, marks=pytest.mark.long), True], ids=["once", "twice"])
 def test_a_rank_that_does_not_answer(begun, twice: bool) -> None:
     """Rank 0 waits for rank 1, which is suspended; the wait would end after five minutes."""
     out, run, ranks = begun
@@ -75,7 +75,9 @@ def test_a_launcher_that_is_lost_ends_its_ranks(begun) -> None:
     assert_gone(list(ranks.values()))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)], ids=["SIGINT", "SIGTERM"]
+)
 def test_a_wait_for_a_rank_that_never_comes(number: signal.Signals, tmp_path: Path, text_file: Path) -> None:
     """As with a launcher whose second machine is missing."""
     command = [*arguments(tmp_path / "run"), "--text", str(text_file)]
@@ -101,7 +103,7 @@ def listens(process: int) -> bool:
     return any(link == f"socket:[{inode}]" for link in links for inode in inodes)
 
 
-@pytest.mark.parametrize("ranks", ["1", "2"])
+@pytest.mark.parametrize("ranks", [pytest.param("1", marks=pytest.mark.long), "2"])
 def test_the_start_is_left_at_once(ranks: str, tmp_path: Path, text_file: Path) -> None:
     """The signal comes while torch is imported, which takes seconds."""
     with started([*arguments(tmp_path / "run"), "--text", str(text_file), "--ranks", ranks]) as run:

@@ -200,7 +200,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("saved", [(4, 2, 2), (4, 1, 2), (1,)], ids=str)
+@pytest.mark.parametrize("saved", [(4, 2, 2), pytest.param((4, 1, 2), marks=pytest.mark.long), (1,)], ids=str)
 def test_checkpoints_of_other_divisions(
     pools: Pools, config: Config, tmp_path: Path, saved: tuple[int, ...]
 ) -> None:

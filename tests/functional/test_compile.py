@@ -145,8 +145,14 @@ RECIPES = {
 
 
 @pytest.mark.filterwarnings("error:Dynamo detected a call to a")
-@pytest.mark.parametrize("kind", ("tensors", "values"))
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        pytest.param(name, kind, marks=[pytest.mark.long] if (i + j) % 2 else [])
+        for i, name in enumerate(RECIPES)
+        for j, kind in enumerate(("tensors", "values"))
+    ],
+)
 def test_layer_and_its_gradients(name: str, kind: str, device: torch.device) -> None:
     forward = layer(RECIPES[name])
     fast, counter = compiled(forward)

@@ -30,13 +30,13 @@ def distribute(layer: torch.nn.Module, mesh: DeviceMesh, layouts: dict[str, Any]
 
 
 def compare(rank: Rank, make: Make, layouts: dict[str, Any], shape: tuple[int, ...], of_input: Any) -> None:
-    """Output, input gradient and parameter gradients, eager and compiled, of an input in a layout."""
+    """Output and all gradients of an input in a layout; compiled, too, if it is sharded along dimension 0 or 1."""
     mesh = init_device_mesh(rank.device.type, (rank.size,))
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(rank.device)
     torch.manual_seed(0)
     layer = make().to(rank.device)
     expected = results(layer, layer, x.clone().requires_grad_())
-    for compiled in (False, True):
+    for compiled in (False, True) if of_input in (Shard(0), Shard(1)) else (False,):
         torch._dynamo.reset()
         torch.manual_seed(0)
         layer, whole = make().to(rank.device), x.clone().requires_grad_()

@@ -304,8 +304,7 @@ def check_compiled(rank: Rank, key: str, backend: str, main_grad: bool) -> None:
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
-@pytest.mark.parametrize("key", ["bf16", "fp8_block"])
-@pytest.mark.parametrize("main_grad", [False, True])
+@pytest.mark.parametrize(("key", "main_grad"), [("bf16", True), ("fp8_block", False)])
 def test_compiled(pair: RankPool, key: str, backend: str, main_grad: bool) -> None:
     pair.run(check_compiled, key, backend, main_grad, timeout=400)
 

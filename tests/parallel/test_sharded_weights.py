@@ -119,8 +119,17 @@ def check_compiled(rank: Rank, key: str, backend: str) -> None:
             assert_same_bits(got.grads[f"_orig_mod.{name}"], grad, name)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("key", ["bf16", "fp8_block", "mxfp8"])
+@pytest.mark.parametrize(
+    ("key", "backend"),
+    [
+        ("bf16", "aot_eager"),
+        ("mxfp8", "aot_eager"),
+        ("fp8_block", "inductor"),
+        pytest.param("fp8_block", "aot_eager", marks=pytest.mark.long),
+        pytest.param("bf16", "inductor", marks=pytest.mark.long),
+        pytest.param("mxfp8", "inductor", marks=pytest.mark.long),
+    ],
+)
 def test_compiled(pair: RankPool, key: str, backend: str) -> None:
     pair.run(check_compiled, key, backend, timeout=400)
 

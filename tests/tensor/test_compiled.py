@@ -24,7 +24,11 @@ def compiled(function: Any) -> Any:
     return torch.compile(function, fullgraph=True, backend="aot_eager")
 
 
-@pytest.mark.parametrize("case", CASES[::2], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.long] if i % 4 else []) for i, case in enumerate(CASES[::2])],
+    ids=str,
+)
 def test_quantized_values(case: Any, device: torch.device) -> None:
     key, kind, (rowwise, columnwise) = case
 
