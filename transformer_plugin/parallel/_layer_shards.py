@@ -126,14 +126,14 @@ def refuse_computed(parameter: Any, op: str, name: str = "weight") -> None:
     if _is_noted(parameter):
         expected = "a parameter of which this rank has all elements"
         advice = "Leave the weight as it is, or this layer out of shard_ and tensor parallelism"
-        raise ValueError(message(op, name, expected, _described(parameter), advice))
+        raise ValueError(message(op, name, expected, described(parameter), advice))
 
 
 def refuse_deletion(layer: Any, name: str) -> None:
     """Raises: what deletes a parameter puts others in its place, from which the layer computes it."""
     parameter = layer._parameters.get(name)
     expected = "a layer that keeps its parameter, of which this rank has a shard"
-    got = f"a deletion of {_described(parameter)}, as parametrizations, spectral_norm and pruning do"
+    got = f"a deletion of {described(parameter)}, as parametrizations, spectral_norm and pruning do"
     advice = "Assign another parameter of the same sizes without deleting this one"
     raise ValueError(message(type(layer).__name__, name, expected, got, advice))
 
@@ -177,7 +177,7 @@ def _check_shard(layer: Any, name: str, parameter: Any, old: Any) -> None:
     elif list(parameter.shape) != sizes:
         got = f"one of sizes {list(parameter.shape)}"
     elif _is_other_shard(parameter, part, slices):
-        got = f"{_described(parameter)}, which is another shard in the layer that has it"
+        got = f"{described(parameter)}, which is another shard in the layer that has it"
     if got:
         raise ValueError(message(type(layer).__name__, name, expected, got, advice))
 
@@ -200,7 +200,7 @@ def _check_full(layer: Any, name: str, parameter: Any) -> None:
     if _is_noted(parameter) and _is_held(parameter):
         expected = "a parameter of which this rank has all elements"
         advice = "Shard both layers in the same way, for tied weights with shard_(..., tied=True)"
-        raise ValueError(message(type(layer).__name__, name, expected, _described(parameter), advice))
+        raise ValueError(message(type(layer).__name__, name, expected, described(parameter), advice))
 
 
 def _is_noted(parameter: Any) -> bool:
@@ -222,7 +222,8 @@ def _exists(group: Any) -> bool:
         return False
 
 
-def _described(parameter: Any) -> str:
+def described(parameter: Any) -> str:
+    """A shard or slice, for errors."""
     part, slices = part_of(parameter), slices_of(parameter)
     ranks = list((part or slices).ranks)  # type: ignore[union-attr]
     name = f"'{part.name}', " if part is not None else ""

@@ -75,6 +75,14 @@ class PartTensor(Tensor):
         advice = "Use .part for what this rank has, or transformer_plugin.parallel.whole_weight(parameter)"
         raise NotImplementedError(message("PartTensor", "self", "an op that copies or moves", got, advice))
 
+    def untyped_storage(self) -> Any:
+        """Raises an error: savers that read the memory of a tensor, as safetensors does, would save nothing."""
+        got = f"{self}, of which other ranks have the rest"
+        advice = "Save parallel.whole_state_dict(model), or use torch.distributed.checkpoint"
+        raise ValueError(
+            message("PartTensor", "self", "a tensor whose elements are all on this rank", got, advice)
+        )
+
     # The protocol of torch.distributed.checkpoint, as DTensor has it.
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:

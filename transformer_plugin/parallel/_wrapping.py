@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from transformer_plugin.parallel._adapters import check_adapter
 from transformer_plugin.parallel._layer_shards import note_shards
 from transformer_plugin.parallel._shard_experts import EXPERT_RANKS, ROUTER_RANKS, Ranks
 from transformer_plugin.parallel._tensor_slices import TENSOR_PARALLELISM, slices_of
@@ -41,6 +42,7 @@ def sharded_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Modu
 def install_wrapper_checks() -> None:
     """Installs the checks, once per process, when the first layer shards its experts or has quantized parameters."""
     register_module_module_registration_hook(_check_ddp)
+    register_module_module_registration_hook(check_adapter)
     try:
         from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     except ImportError:  # this build of torch has no FSDP2

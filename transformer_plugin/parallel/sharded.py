@@ -15,6 +15,7 @@ from torch.nn import Parameter
 
 from transformer_plugin import ops
 from transformer_plugin.formats import Format
+from transformer_plugin.parallel._adapters import check_adapters
 from transformer_plugin.parallel._collectives import all_gather_value
 from transformer_plugin.parallel._expert_slices import mark_experts
 from transformer_plugin.parallel._layer_shards import REPLACED, Replacement
@@ -117,6 +118,7 @@ def shard_(
     names = _shared(module, targets, tied)
     for target in targets:
         _check(target, tuple(dist.get_process_group_ranks(group)), options)
+    check_adapters(module, _names_by_layer(targets))
     _compare_ranks(targets, names, group, options, prefetch)
     _place(targets, _cut(targets, group, options), options)
     ops.configure_gathers(group.group_name, prefetch)
@@ -200,6 +202,14 @@ def _targets(
                 advice = "Remove the parametrization, or leave the layer out with 'filter'"
                 _refuse("module", "weights that are parameters", f"'{name}.{key}', which is computed", advice)
             yield _Target(name, layer, key, weight)
+
+
+def _names_by_layer(targets: list[_Target]) -> dict[int, tuple[str, ...]]:
+    """The names of the weights of each layer, by its id."""
+    names: dict[int, tuple[str, ...]] = {}
+    for target in targets:
+        names[id(target.module)] = (*names.get(id(target.module), ()), target.key)
+    return names
 
 
 def _shared(module: torch.nn.Module, targets: list[_Target], tied: bool) -> dict[int, list[str]]:
