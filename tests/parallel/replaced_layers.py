@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,11 +19,18 @@ G, N, K, T = 4, 8, 16, 8
 SIZES = torch.tensor([3, 0, 4, 1])
 
 #: What the layers of a kind are. "plain" and "quantized" ones have the same full weight on all ranks.
-KINDS = ("plain", "quantized", "sharded", "sliced", "experts", "dtensor")
+KINDS = ("plain", "quantized", "sharded", "sliced", "quantized slices", "experts", "dtensor")
 
 
 def drawn(*sizes: int, seed: int) -> Tensor:
     return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed))
+
+
+class Place(NamedTuple):
+    """Of a rank, among those that divide something."""
+
+    rank: int
+    size: int
 
 
 @dataclass(frozen=True)
@@ -51,16 +58,46 @@ class Case:
     def full_name(self) -> str:
         return f"{self.path}.{self.name}"
 
+    @property
+    def is_quantized(self) -> bool:
+        return self.kind.startswith("quantized")
+
     def cut(self, full: Tensor, rank: Rank) -> Tensor:
         """This rank's part of a full weight."""
         return own(full, self.dim, rank)
 
-    @property
-    def is_grouped(self) -> bool:
-        return self.of in (tnn.GroupedLinear, tnn.GroupedMLP)
+    def full_sizes(self, sizes: Sequence[int], ranks: int) -> list[int]:
+        """The sizes of a full weight of which each rank has equally much."""
+        return [size * ranks if i == self.dim else size for i, size in enumerate(sizes)]
+
+    def places(self, rank: Rank) -> tuple[Place, Place]:
+        """This rank among those with other inputs, and among those with slices."""
+        here, alone = Place(rank.rank, rank.size), Place(0, 1)
+        return (here, alone) if self.adds else (alone, here)
+
+    def data_group(self, rank: Rank) -> Any:
+        """The ranks with other inputs."""
+        return rank.group
 
 
-def own(full: Tensor, dim: int | None, rank: Rank) -> Tensor:
+class OnGrid(Case):
+    """A layer that is sharded over two ranks with other inputs, and tensor parallel over two ranks."""
+
+    def cut(self, full: Tensor, rank: Rank) -> Tensor:
+        data, slices = self.places(rank)
+        return own(own(full, self.dim, slices), 0, data)
+
+    def full_sizes(self, sizes: Sequence[int], ranks: int) -> list[int]:
+        return [size * (2 if i == 0 else 1) for i, size in enumerate(super().full_sizes(sizes, 2))]
+
+    def places(self, rank: Rank) -> tuple[Place, Place]:
+        return Place(rank.rank // 2, 2), Place(rank.rank % 2, 2)
+
+    def data_group(self, rank: Rank) -> Any:
+        return _GRIDS[rank.group_name][1]
+
+
+def own(full: Tensor, dim: int | None, rank: Place | Rank) -> Tensor:
     if dim is None:
         return full.clone()
     each = -(-full.shape[dim] // rank.size)
@@ -164,6 +201,23 @@ def sliced(layer: Callable[..., Any], *sizes: int, quantized: Any = None, **opti
     return make
 
 
+_GRIDS: dict[str, tuple[Any, Any]] = {}
+
+
+def on_grid(layer: Callable[..., Any], *sizes: int, **options: Any) -> Any:
+    """Of four ranks: two neighbors have slices of a layer, of which two ranks have the same ones and shard them."""
+
+    def make(rank: Rank) -> torch.nn.Module:
+        if rank.group_name not in _GRIDS:
+            pairs = [torch.distributed.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+            _GRIDS[rank.group_name] = pairs[rank.rank // 2], pairs[2 + rank.rank % 2]
+        slices, shards = _GRIDS[rank.group_name]
+        model = plain(layer, *sizes, tp_group=slices, **options)(rank)
+        return parallel.shard_(model, shards, gradient="sum")
+
+    return make
+
+
 def moe(dtensor: bool, marks: bool = False) -> Any:
     def make(rank: Rank) -> torch.nn.Module:
         torch.manual_seed(0)
@@ -216,6 +270,25 @@ CASES: dict[str, Case] = {
         tnn.GroupedLinear,
         plain(tnn.GroupedLinear, G, K, N, quantized=FP8, bias=False),
         of_grouped,
+    ),
+    "quantized_column": Case(
+        "quantized slices",
+        tnn.Linear,
+        sliced(tnn.Linear, K, N, quantized=FP8, **COLUMN),
+        of_linear,
+        dim=0,
+        output_dim=-1,
+        adds=False,
+    ),
+    "quantized_grouped_row": Case(
+        "quantized slices",
+        tnn.GroupedLinear,
+        sliced(tnn.GroupedLinear, G, K, N, quantized=FP8, bias=False, parallel_mode="row"),
+        of_grouped,
+        dim=2,
+        input_dim=-1,
+        output_dim=None,
+        adds=False,
     ),
     "sharded_linear": Case(
         "sharded", tnn.Linear, sharded(tnn.Linear, K, N - 1, bias=False), of_linear, dim=0
@@ -310,4 +383,37 @@ CASES: dict[str, Case] = {
     ),
     "experts": Case("experts", tnn.MoE, moe(False, True), of_moe, dim=0, path="layer.experts.fc1"),
     "dtensor_experts": Case("dtensor", tnn.MoE, moe(True), of_moe, dim=0, path="layer.experts.fc2"),
+}
+
+#: Layers that are sharded and tensor parallel, over four ranks.
+ON_GRID: dict[str, Case] = {
+    "grid_column": OnGrid(
+        "sharded",
+        tnn.Linear,
+        on_grid(tnn.Linear, K, N, bias=False, parallel_mode="column"),
+        of_linear,
+        dim=0,
+        input_dim=None,
+        output_dim=-1,
+        adds=False,
+    ),
+    "grid_norm_column": OnGrid(
+        "sharded",
+        tnn.LayerNormLinear,
+        on_grid(tnn.LayerNormLinear, K, N, **COLUMN),
+        of_norm_linear,
+        dim=0,
+        output_dim=-1,
+        adds=False,
+    ),
+    "grid_grouped_row": OnGrid(
+        "sharded",
+        tnn.GroupedLinear,
+        on_grid(tnn.GroupedLinear, G, K, N, bias=False, parallel_mode="row"),
+        of_grouped,
+        dim=2,
+        input_dim=-1,
+        output_dim=None,
+        adds=False,
+    ),
 }

@@ -53,7 +53,7 @@ def full_state(model: Any) -> dict[str, Tensor]:
 
 
 def close(one: Tensor, other: Tensor, kind: str, what: str) -> None:
-    bound = 0.08 if kind == "quantized" else 1e-5
+    bound = 0.08 if kind.startswith("quantized") else 1e-5
     one, other = one.detach().cpu(), other.detach()
     error = (one - other).norm() / other.norm().clamp(min=1e-6)
     assert one.shape == other.shape and error < bound, f"{what}: off by {float(error):.2g}"
@@ -152,7 +152,7 @@ def converted(overwrite: bool = False, swap: bool = False) -> Way:
         with torch.no_grad():
             write_values(layer_of(model, case), case.name, value)
         with conversions(overwrite, swap):
-            model.to(torch.bfloat16 if case.kind == "quantized" else torch.float64)
+            model.to(torch.bfloat16 if case.is_quantized else torch.float64)
             model.float()
         with torch.no_grad():
             write_values(layer_of(model, case), case.name, value)
@@ -239,10 +239,8 @@ def computing(name: str) -> Way:
 
 def full_like(case: Case, value: Tensor, old: Any) -> Parameter:
     """A full weight of which ``value`` is this rank's."""
-    sizes = list(value.shape)
     if case.dim is not None:
-        sizes[case.dim] *= dist.get_world_size()
-        value = torch.zeros(sizes)
+        value = torch.zeros(case.full_sizes(value.shape, dist.get_world_size()))
     return Parameter(value.to(old.device))
 
 
@@ -265,12 +263,14 @@ def exchange_full(model: Any, case: Case, value: Tensor) -> None:
 DELETED = r"expected a layer that keeps its parameter, of which this rank has a shard, got a deletion of"
 COMPUTED = r"expected a parameter of which this rank has all elements, got .*a shard of sizes"
 SIZES = r"argument 'weight\d?': expected a.* tensor of sizes .*this rank's shard over the ranks .*, got one of sizes"
-IN_PLACE = "in-place operations that require placement changes are not supported"
 QUANTIZED = r"argument '(self|size|weight)': expected .*, got .*(Quantized|Grouped)Tensor \["
 DTENSOR = (
     r"expected a DTensor of sizes .* as the experts are sharded over the ranks \[0, 1\], got a Parameter"
 )
-SHARDS = ("sharded", "sliced", "experts")
+OF_EXPERTS = (
+    r"argument 'weight': expected a parameter of which this rank has all elements, got a DTensor of sizes"
+)
+SHARDS = ("sharded", "sliced", "quantized slices", "experts")
 
 
 def refused(*kinds: str, text: str, **others: str) -> dict[str, str]:
@@ -303,18 +303,11 @@ WAYS: dict[str, tuple[Way, dict[str, str]]] = {
     "adapter": (adapter, {}),
     "tie_and_untie": (tied_and_untied, {}),
     **{name: (computing(name), refused(*SHARDS, text=COMPUTED, quantized=QUANTIZED)) for name in COMPUTING},
-    "weight_norm": (
-        computing("weight_norm"),
-        refused(*SHARDS, text=COMPUTED, quantized=QUANTIZED, dtensor="Creating a Parameter from an instance"),
-    ),
-    "spectral_norm": (
-        computing("spectral_norm"),
-        refused(*SHARDS, text=COMPUTED, quantized=QUANTIZED, dtensor=IN_PLACE),
-    ),
-    "spectral_norm_hook": (
-        computing("spectral_norm_hook"),
-        refused(*SHARDS, text=DELETED, quantized=QUANTIZED, dtensor=IN_PLACE),
-    ),
+    **{
+        name: (computing(name), refused(*SHARDS, text=COMPUTED, quantized=QUANTIZED, dtensor=OF_EXPERTS))
+        for name in COMPUTING
+        if "norm" in name
+    },
     "assign_full": (assign_full, refused(*SHARDS, text=SIZES, dtensor=DTENSOR)),
     "swap_full": (
         exchange_full,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.nn import Parameter
 
-from tests.parallel.replaced_layers import CASES, FP8, Case, T, drawn, own
+from tests.parallel.replaced_layers import CASES, FP8, ON_GRID, Case, T, drawn, own
 from tests.parallel.replacements import (
     COMPUTING,
     SHARDS,
@@ -43,19 +44,17 @@ class Reference:
     def __init__(self, case: Case, state: dict[str, Tensor], rank: Rank) -> None:
         self.case, self.rank = case, rank
         self.parameters = {name: value.requires_grad_() for name, value in state.items()}
-        self.x = case.draw(T * rank.size if case.adds else T)
+        self.data, self.slices = case.places(rank)
+        self.inputs = case.draw(T * self.data.size).chunk(self.data.size)
 
     def outputs(self) -> list[Tensor]:
-        inputs = self.x.chunk(self.rank.size) if self.case.adds else [self.x]
-        return [self.case.compute(self.parameters, x) for x in inputs]
+        return [self.case.compute(self.parameters, x) for x in self.inputs]
 
     def own(self, outputs: list[Tensor]) -> Tensor:
-        case, rank = self.case, self.rank
-        return outputs[rank.rank] if case.adds else own(outputs[0], case.output_dim, rank)
+        return own(outputs[self.data.rank], self.case.output_dim, self.slices)
 
     def input(self) -> Tensor:
-        chunked = 0 if self.case.adds else self.case.input_dim
-        return own(self.x, chunked, self.rank).to(self.rank.device)
+        return own(self.inputs[self.data.rank], self.case.input_dim, self.slices).to(self.rank.device)
 
 
 def backward(model: Any, reference: Reference) -> None:
@@ -72,8 +71,8 @@ def backward(model: Any, reference: Reference) -> None:
     (output * reference.own(factors).to(output)).sum().backward()
     for name, parameter in model.named_parameters():
         is_whole = parameter.shape == reference.parameters[name].shape and not hasattr(parameter, "to_local")
-        if case.adds and is_whole:
-            dist.all_reduce(parameter.grad, group=rank.group)
+        if is_whole and reference.data.size > 1:
+            dist.all_reduce(parameter.grad, group=case.data_group(rank))
     weight = layer_of(model, case).get_parameter(case.name)
     want = case.cut(reference.parameters[case.full_name].grad, rank)  # type: ignore[arg-type]
     close(local(weight.grad), want, case.kind, "gradient")
@@ -85,7 +84,7 @@ def backward(model: Any, reference: Reference) -> None:
 def step_muon(model: Any, reference: Reference) -> None:
     case = reference.case
     weight, full = layer_of(model, case).get_parameter(case.name), reference.parameters[case.full_name]
-    if full.dim() < 2 or case.kind == "quantized":
+    if full.dim() < 2 or case.is_quantized:
         return
     options: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.0}
     before = full.detach().clone()
@@ -110,7 +109,7 @@ def step_muon(model: Any, reference: Reference) -> None:
 def step_adam(model: Any, reference: Reference) -> None:
     parameters = list(model.parameters())
     options: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1}
-    if reference.case.kind == "quantized":
+    if reference.case.is_quantized:
         master = optim.MasterWeights(parameters, lambda weights: torch.optim.AdamW(weights, **options))
         master.step()
     else:
@@ -127,9 +126,9 @@ def check_right(model: Any, reference: Reference) -> dict[str, Any]:
     backward(model, reference)
     for name, value in full_state(model).items():
         close(value, reference.parameters[name], reference.case.kind, f"state_dict {name}")
-    if reference.case.kind == "quantized":  # whose bytes load into quantized parameters
-        return {name: local(value) for name, value in model.state_dict().items()}
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    # Bytes load into quantized parameters.
+    return {name: local(value) if hasattr(value, "format") else value for name, value in state.items()}
 
 
 def check_old_optimizer(optimizer: Any, old: Any, layer: Any, case: Case) -> None:
@@ -148,7 +147,8 @@ def check_computed(model: Any, reference: Reference, name: str) -> None:
     torch.manual_seed(3)
     COMPUTING[name](holder, case.name)
     for buffer_name, buffer in holder.named_buffers():  # a power iteration begins at random, by device
-        buffer.copy_(layer_of(model, case).get_buffer(buffer_name))
+        value = layer_of(model, case).get_buffer(buffer_name)
+        buffer.copy_(value.full_tensor() if hasattr(value, "full_tensor") else value)
     for hook in holder._forward_pre_hooks.values():
         hook(holder, ())
     reference.parameters[case.full_name] = getattr(holder, case.name)
@@ -173,10 +173,6 @@ def check_cell(rank: Rank, case: Case, name: str) -> tuple[dict[str, Any], dict[
         layer._buffers.pop(f"{case.name}_mask", None)  # which torch's pruning leaves there after an error
         assert getattr(layer, case.name) is old
     else:
-        if text is not None and case.kind == "dtensor" and name in COMPUTING:
-            with pytest.raises(RuntimeError, match=text):  # DTensor's
-                after(Reference(case, state, rank).input())
-            return {}, {}
         assert text is None, f"expected an error: {text}"
     if text is None and name in COMPUTING:
         state[case.full_name] = new
@@ -186,8 +182,8 @@ def check_cell(rank: Rank, case: Case, name: str) -> tuple[dict[str, Any], dict[
     if text is None or not torch.equal(own_now, case.cut(state[case.full_name], rank)):
         close(own_now, value, case.kind, "values")
         state[case.full_name] = new
-    if case.kind == "quantized":
-        state[case.full_name] = own_now
+    if case.is_quantized:
+        state[case.full_name] = full_state(after)[case.full_name]
     if (
         after is model and name != "_parameters"
     ):  # which PyTorch's functions undo, or follow by a registration
@@ -197,12 +193,12 @@ def check_cell(rank: Rank, case: Case, name: str) -> tuple[dict[str, Any], dict[
     return saved, {n: p.detach() for n, p in reference.parameters.items()}
 
 
-def check_layer(rank: Rank, key: str, folder: str) -> list[str]:
-    """All ways for a layer. Returns what is wrong."""
-    case, wrong = CASES[key], []
+def check_layer(rank: Rank, key: str, folder: str, ways: Iterable[str] = WAYS) -> list[str]:
+    """These ways for a layer. Returns what is wrong."""
+    case, wrong = {**CASES, **ON_GRID}[key], []
     saved: dict[str, Any] = {}
     wanted: dict[str, Tensor] = {}
-    for name in WAYS:
+    for name in ways:
         try:
             state, values = check_cell(rank, case, name)
             saved.update({f"{name}/{n}": each for n, each in state.items()})
@@ -224,6 +220,25 @@ def check_layer(rank: Rank, key: str, folder: str) -> list[str]:
 @pytest.mark.parametrize("key", CASES)
 def test_replaced(pair: RankPool, key: str, tmp_path: Path) -> None:
     wrong = pair.run(check_layer, key, str(tmp_path))
+    assert not any(wrong), "\n\n".join(text for each in wrong for text in each)
+
+
+#: Of layers that are sharded and tensor parallel: one way for each function that replaces parameters, or computes them.
+ON_GRID_WAYS = (
+    "assign",
+    "swap_tensors",
+    "_parameters",
+    "load_with_assign",
+    "to_empty",
+    "to_swaps",
+    "deepcopy",
+)
+ON_GRID_WAYS += ("adapter", "tie_and_untie", "weight_norm", "spectral_norm_hook", "assign_full")
+
+
+@pytest.mark.parametrize("key", ON_GRID)
+def test_on_grid(four: RankPool, key: str, tmp_path: Path) -> None:
+    wrong = four.run(check_layer, key, str(tmp_path), ON_GRID_WAYS)
     assert not any(wrong), "\n\n".join(text for each in wrong for text in each)
 
 

@@ -1,8 +1,9 @@
 """Layers of which each rank has a shard or slices, in the adapters of PEFT.
 
-An adapter reads the sizes and the weight of the layer that it wraps, its ``base_layer``. On sharded weights LoRA and IA3
-of modules call the layer alone, and merge into its full weight, which is gathered for that. What would take this rank's
-elements for all of them is an error. PEFT need not be installed: its classes are recognized when they get a layer.
+An adapter reads the sizes and the weight of the layer that it wraps, its ``base_layer``. On sharded weights LoRA and
+IA3 of modules call the layer alone, and merge into its full weight, which is gathered for that. What would take this
+rank's elements for all of them is an error. PEFT need not be installed: its classes are recognized when they get a
+layer.
 """
 
 from __future__ import annotations

@@ -67,30 +67,63 @@ def _watch_clipping() -> None:
 @functools.cache
 def watch_parametrizations() -> None:
     """Once per process: torch changes a parameter, or its layer, before the layer could refuse a parametrization."""
+    from torch.nn.utils.parametrizations import _SpectralNorm
     from torch.nn.utils.parametrize import ParametrizationList
+    from torch.nn.utils.spectral_norm import SpectralNorm
     from torch.nn.utils.weight_norm import WeightNorm
 
     make: Any = ParametrizationList.__init__
-    apply: Any = WeightNorm.apply
+    make_norm: Any = _SpectralNorm.__init__
 
     @functools.wraps(make)
     def checked_make(self: Any, modules: Any, original: Any, *arguments: Any, **options: Any) -> None:
         note_shards()
         refuse_computed(original, "register_parametrization")
+        if any(type(module).__module__ == "torch.nn.utils.parametrizations" for module in modules):
+            _refuse_experts(original, type(modules[0]).__name__.strip("_"))
         make(self, modules, original, *arguments, **options)
 
-    @functools.wraps(apply)
-    def checked_apply(module: Any, name: str, *arguments: Any, **options: Any) -> Any:
+    @functools.wraps(make_norm)
+    def checked_norm(self: Any, weight: Any, *arguments: Any, **options: Any) -> None:
         note_shards()
-        weight = getattr(module, name)
-        refuse_computed(weight, "weight_norm", name)
-        if isinstance(weight, FormatTensor):  # whose norm raises after the parameter was removed
-            got, advice = f"a {weight._described()}", "Make the layer without quantized_init"
-            raise ValueError(message("weight_norm", name, "a plain parameter", got, advice))
-        return apply(module, name, *arguments, **options)
+        refuse_computed(weight, "spectral_norm")
+        _refuse_experts(weight, "spectral_norm")
+        make_norm(self, weight, *arguments, **options)
 
     ParametrizationList.__init__ = checked_make  # type: ignore[method-assign]
-    WeightNorm.apply = staticmethod(checked_apply)  # type: ignore[method-assign]
+    _SpectralNorm.__init__ = checked_norm  # type: ignore[method-assign]
+    for kind, op in ((WeightNorm, "weight_norm"), (SpectralNorm, "spectral_norm")):
+        kind.apply = staticmethod(_checked_apply(kind.apply, op))  # type: ignore[method-assign]
+
+
+def _checked_apply(apply: Any, op: str) -> Any:
+    """Of torch's older forms, which raise after they have removed the parameter."""
+
+    @functools.wraps(apply)
+    def checked(module: Any, name: str, *arguments: Any, **options: Any) -> Any:
+        note_shards()
+        weight = getattr(module, name, None)
+        if isinstance(weight, Tensor):
+            refuse_computed(weight, op, name)
+            _refuse_experts(weight, op, name)
+        if isinstance(weight, FormatTensor):
+            got, advice = f"a {weight._described()}", "Make the layer without quantized_init"
+            raise ValueError(message(op, name, "a plain parameter", got, advice))
+        return apply(module, name, *arguments, **options)
+
+    return checked
+
+
+def _refuse_experts(weight: Any, op: str, name: str = "weight") -> None:
+    """Raises for experts that are ``DTensor`` s: torch has no rules for the ops of its own parametrizations."""
+    if not hasattr(weight, "placements"):
+        return
+    from transformer_plugin.parallel._sharded_parameter import ShardedParameter
+
+    if isinstance(weight, ShardedParameter):
+        got = f"a DTensor of sizes {list(weight.shape)} in {weight.placements[-1]}, experts that are sharded over ranks"
+        advice = "Leave the experts as they are"
+        raise ValueError(message(op, name, "a parameter of which this rank has all elements", got, advice))
 
 
 def _refuse_parts(parameters: Iterable[Tensor], op: str, argument: str, instead: str) -> None:
