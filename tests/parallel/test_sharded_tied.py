@@ -290,7 +290,7 @@ def on_meta() -> Tied:
 
 
 def check_converted(rank: Rank) -> None:
-    """Conversions that replace parameters keep the tie, of the model or of one layer after the other."""
+    """Conversions and loads that replace parameters keep the tie, of the model or of one layer after the other."""
 
     def to_empty(model: Any) -> None:
         model.to_empty(device=rank.device)
@@ -311,9 +311,24 @@ def check_converted(rank: Rank) -> None:
         model.head.weight = torch.nn.Parameter(model.head.weight.detach().clone())
         model.head.weight = model.table.weight
 
+    def one_layer(model: Any) -> None:
+        model.to_empty(device=rank.device)
+        for layer in (model.table, model.head):
+            layer.to("meta")
+            layer.to_empty(device=rank.device)
+
+    def assign(model: Any) -> None:
+        model.again = model.head  # the same module twice
+        other = shard_(Tied(seed=50).to(rank.device), rank.group, tied=True)
+        state = other.state_dict()
+        model.load_state_dict(
+            {**state, **{f"again.{n}": state[f"head.{n}"] for n in ("weight", "bias")}}, assign=True
+        )
+        del model.again
+
     whole = Tied()
     wanted = gradients_of(whole, rank.size)
-    for convert in (to_empty, by_layers, overwrite, tie_again):
+    for convert in (to_empty, by_layers, overwrite, tie_again, one_layer, assign):
         cut = shard_(on_meta(), rank.group, tied=True, gradient="sum")
         optimizer = torch.optim.SGD(cut.parameters(), lr=0.5)
         convert(cut)

@@ -76,6 +76,10 @@ class ShardedWeightMixin(PluginModule):
             _layer_shards.refuse_deletion(self, name)
         super().__delattr__(name)
 
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        with _layer_shards.keeping_ties(self):
+            super()._load_from_state_dict(*arguments)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         if not (self.weight_parts or self.tensor_slices):
             return super()._apply(fn, recurse)

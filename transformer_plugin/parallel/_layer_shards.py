@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from transformer_plugin import ops
@@ -40,8 +39,6 @@ class Replacement(NamedTuple):
     what: str
     #: What replaced it: a function of this package or of PyTorch.
     by: str
-    #: The parameter that a conversion made of it, which layers that shared it share.
-    converted: Tensor | None = None
 
 
 def shard_names(layer: Any) -> tuple[str, ...]:
@@ -105,7 +102,7 @@ def note_replaced(layer: Any, name: str, old: Any, by: str) -> None:
         return
     part = part_of(old)
     what = f"the shard '{part.name if part is not None else f'{type(layer).__name__}.{name}'}'"
-    old.__dict__.setdefault(REPLACED, Replacement(what, by, now if by == "_apply" else None))
+    old.__dict__.setdefault(REPLACED, Replacement(what, by))
     if part is not None and _exists(part.group):
         # Ranks may free the old memory at different times, and only some would still gather it ahead of use.
         ops.clear_gathers(part.group.group_name)
@@ -140,23 +137,26 @@ def refuse_deletion(layer: Any, name: str) -> None:
 
 @contextmanager
 def noting_conversion(layer: Any) -> Iterator[None]:
-    """Context of a layer's ``_apply``: layers that share a shard share what the conversion makes of it."""
-    before = {name: layer._parameters[name] for name in shard_names(layer) if name in layer._parameters}
-    done = {name: converted for name, p in before.items() if (converted := _converted(p)) is not None}
-    layer._parameters.update(dict.fromkeys(done))  # torch skips None
-    try:
+    """Context of a layer's ``_apply``."""
+    with keeping_ties(layer) as before:
         yield
-    finally:
-        layer._parameters.update(done)
     for name, old in before.items():
         note_replaced(layer, name, old, "_apply")
     note_layer(layer)
 
 
-def _converted(parameter: Any) -> Any:
-    replaced = None if parameter is None else parameter.__dict__.get(REPLACED)
-    converted = None if replaced is None else replaced.converted
-    return None if converted is parameter else converted
+@contextmanager
+def keeping_ties(layer: Any) -> Iterator[dict[str, Any]]:
+    """Context of a conversion or a load: layers that share a shard share what replaces it. Yields the old ones."""
+    before = {name: layer._parameters[name] for name in shard_names(layer) if name in layer._parameters}
+    yield before
+    for name, old in before.items():
+        now = layer._parameters.get(name)
+        if old is None or now is None or old is now:
+            continue
+        for other, key in list(_holders(old)):
+            other._parameters[key] = now
+            note_layer(other)
 
 
 def _check_shard(layer: Any, name: str, parameter: Any, old: Any) -> None:
@@ -210,8 +210,13 @@ def _is_noted(parameter: Any) -> bool:
 
 def _is_held(parameter: Any) -> bool:
     """Whether a layer has this parameter as a shard."""
+    return next(_holders(parameter), None) is not None
+
+
+def _holders(parameter: Any) -> Iterator[tuple[Any, str]]:
+    """The layers that have a parameter as a shard, with its names there."""
     every = ((layer, name) for layer in list(_LAYERS) for name in shard_names(layer))
-    return any(layer._parameters.get(name) is parameter for layer, name in every)
+    return (each for each in every if each[0]._parameters.get(each[1]) is parameter)
 
 
 def _exists(group: Any) -> bool:
