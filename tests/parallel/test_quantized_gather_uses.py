@@ -217,6 +217,14 @@ def refused(rank: Rank) -> None:
     layer = fully_shard(quantize_all_gather(Linear(256, 256, recipe=Float8BlockScaling()).to(rank.device)))
     with pytest.raises(ValueError, match="expected weights that FSDP2 has not sharded, got a DTensor"):
         quantize_all_gather(layer)
+    divided = [tp.parallel.shard_(Linear(256, 256, recipe=Float8BlockScaling()), rank.group)]
+    tensor_parallel: dict[str, Any] = {"parallel_mode": "row", "tp_group": rank.group}
+    divided.append(Linear(256, 256, recipe=Float8BlockScaling(), **tensor_parallel))
+    for each in divided:
+        with pytest.raises(
+            ValueError, match="expected weights of which this rank has all elements, got a shard or"
+        ):
+            quantize_all_gather(each)
     layer(torch.randn(16, 256, device=rank.device))
     layer.reshard()
     layer.recipe = MXFP8BlockScaling()

@@ -14,6 +14,7 @@ from transformer_plugin.parallel import _gather_layout as layout
 from transformer_plugin.parallel._gather_layout import Part, Shards, refuse
 from transformer_plugin.parallel._other_layers import not_quantized, warn_of
 from transformer_plugin.parallel._shard_experts import Ranks
+from transformer_plugin.parallel._weight_part import layout_of
 from transformer_plugin.recipes import DelayedScaling
 from transformer_plugin.tensor import GroupedTensor, QuantizedTensor, _layout
 from transformer_plugin.tensor._base import Buffers, FormatTensor
@@ -308,6 +309,9 @@ def _check_layer(name: str, module: Any, uses: dict[int, int]) -> None:
             f"a DTensor in {what}",
             "Call it before fully_shard",
         )
+    if layout_of(weight) is not None:
+        advice = "Leave it out with 'filter': FSDP2 does not gather it, and shard_ sends quantized weights by itself"
+        refuse("model", "weights of which this rank has all elements", f"a shard or slices in {what}", advice)
     if isinstance(weight, FormatTensor) and weight.format.is_quantized:
         refuse(
             "model",
