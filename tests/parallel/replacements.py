@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -251,6 +252,11 @@ def assign_full(model: Any, case: Case, value: Tensor) -> None:
 
 def exchange_full(model: Any, case: Case, value: Tensor) -> None:
     old = getattr(layer_of(model, case), case.name)
+    if case.kind in SHARDS and not case.is_quantized:
+        data, old.data = old.data, full_like(case, value, old).data
+        with pytest.raises(ValueError, match=IN_FORWARD):
+            model(case.draw(T).to(old.device))
+        old.data = data
     swap_tensors(old, full_like(case, value, old))
     try:
         model(case.draw(T).to(old.device))
@@ -270,6 +276,7 @@ DTENSOR = (
 OF_EXPERTS = (
     r"argument 'weight': expected a parameter of which this rank has all elements, got a DTensor of sizes"
 )
+IN_FORWARD = r"expected (this rank's shard, of sizes|size \d+ in dimension 0)"
 SHARDS = ("sharded", "sliced", "quantized slices", "experts")
 
 
@@ -312,7 +319,7 @@ WAYS: dict[str, tuple[Way, dict[str, str]]] = {
     "swap_full": (
         exchange_full,
         {
-            **refused(*SHARDS, text=r"expected (this rank's shard, of sizes|size \d+ in dimension 0)"),
+            **refused(*SHARDS, text=IN_FORWARD),
             "dtensor": "Cannot swap t1 and t2 if they have different slots",
         },
     ),

@@ -43,13 +43,19 @@ class ShardedWeightMixin(PluginModule):
         return self.named_weight_shard
 
     def _check_shard(self, name: str = "weight", attribute: str = TENSOR_SLICES) -> None:
-        """In eager forwards: notes the shards again after ``swap_tensors``, which may have put a full weight there."""
+        """In eager forwards: notes the shards again after ``swap_tensors``. Raises if there is a full weight now, which
+        ``swap_tensors`` or ``weight.data = full`` put there."""
         if torch.compiler.is_compiling():
             return
         parameter = self._parameters.get(name)
-        if parameter is not None and attribute not in parameter.__dict__:
+        if parameter is None:
+            return
+        known = parameter.__dict__.get(attribute)
+        if known is None:
             _layer_shards.note_layer(self)
-            layout_of(parameter)
+        elif parameter.shape[known.dim] == known.local_size:
+            return
+        layout_of(parameter)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

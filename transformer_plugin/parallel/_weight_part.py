@@ -38,6 +38,14 @@ class WeightPart:
     #: The layers that were sharded together.
     layers: tuple[weakref.ref[Any], ...] = ()
 
+    #: The dimension that is divided.
+    dim = 0
+
+    @property
+    def local_size(self) -> int:
+        """Of that dimension, on each rank."""
+        return self.rows.shard_rows
+
     @property
     def group_name(self) -> str:
         """The argument of ops."""
