@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from transformer_plugin import nn
+from transformer_plugin import convert, nn
+from transformer_plugin.nn.convert import ConvertedExperts
 from transformer_plugin.recipes import Float8BlockScaling
 from transformer_plugin.testing.numerics import assert_same_bits
 
@@ -170,3 +172,63 @@ def test_merged() -> None:
     expected = wrapped(x)
     assert not torch.equal(expected, bare(x))
     torch.testing.assert_close(wrapped.merge_and_unload()(x), expected)
+
+
+def converted_model() -> Any:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=32, hidden_size=16, moe_intermediate_size=8, num_hidden_layers=1, num_experts=4,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=8, num_experts_per_tok=2, intermediate_size=16,
+    )  # fmt: skip
+    return transformers.Qwen3MoeForCausalLM(config).float()
+
+
+@pytest.mark.parametrize("adapted_first", [False, True])
+def test_converted_model(adapted_first: bool, tmp_path: Path) -> None:
+    """As the model of Hugging Face, with adapters of experts, of the router, and of layers, one of them DoRA's."""
+    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"]
+
+    def config(**options: Any) -> Any:
+        modules: Any = {
+            "target_modules": ["q_proj", "o_proj", "embed_tokens"],
+            "target_parameters": parameters,
+        }
+        return peft.LoraConfig(r=RANK, lora_alpha=3, **{**modules, **options})
+
+    tokens = torch.arange(12).view(2, 6) * 5 % 32
+    for configs in ([config(), config()], [config(target_parameters=None, use_dora=True)]):
+        wanted: Any = peft.get_peft_model(converted_model(), configs[0])
+        model: Any = converted_model() if adapted_first else convert(converted_model())
+        model = peft.get_peft_model(model, configs[0])
+        model = convert(model) if adapted_first else model
+        kinds = [type(module) for module in model.modules()]
+        assert ConvertedExperts in kinds and nn.Linear in kinds
+        for each in (model, wanted):
+            for i, other in enumerate(configs[1:]):
+                each.add_adapter(f"other{i}", other)
+            for i, (name, parameter) in enumerate(each.named_parameters()):
+                if "lora_" in name:
+                    parameter.data = (
+                        torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i)) / 5
+                    )
+
+        def check(what: str, model: Any = model, wanted: Any = wanted) -> None:
+            torch.testing.assert_close(
+                model(tokens).logits, wanted(tokens).logits, rtol=1e-4, atol=1e-5, msg=what
+            )
+
+        for each in (model, wanted):
+            each(tokens).logits.square().mean().backward()
+        gradients = {n: p.grad for n, p in wanted.named_parameters() if p.grad is not None}
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(
+                model.get_parameter(name).grad, gradient, rtol=1e-3, atol=1e-6, msg=name
+            )
+        for act in ("merge_adapter", "unmerge_adapter", "disable_adapter_layers", "enable_adapter_layers"):
+            for each in (model, wanted):
+                getattr(each.base_model if "layers" in act else each, act)()
+            check(act)
+        model.save_pretrained(str(tmp_path))
+        check("loaded", peft.PeftModel.from_pretrained(convert(converted_model()), str(tmp_path)))
+        check("merged", model.merge_and_unload(), wanted.merge_and_unload())
