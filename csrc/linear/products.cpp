@@ -94,8 +94,27 @@ Tensor wgrad_of(const Quantized& grad, const Quantized& input, const OptionalTen
                                  keys_of(grad, grad_scale, input, input_scale));
 }
 
+namespace {
+
+// Adds the gradients of all groups to one tensor or G matrices, or writes them over it.
+void put_into(at::TensorList out, const Tensor& made, bool accumulate) {
+  const std::vector<Tensor> each = out.size() == 1 ? std::vector<Tensor>{made.view_as(out[0])} : made.unbind();
+  for (size_t i = 0; i < out.size(); ++i) {
+    if (accumulate) {
+      out[i].add_(each[i]);
+    } else {
+      out[i].copy_(each[i]);
+    }
+  }
+}
+
+}  // namespace
+
 void wgrad_into(const Quantized& given_grad, const Quantized& given_input, const OptionalTensor& group_sizes,
                 at::TensorList out, bool accumulate, const LaunchOptions& options) {
+  if (group_sizes && out[0].scalar_type() == at::kHalf) {  // which the op that writes buffers does not have
+    return put_into(out, wgrad_of(given_grad, given_input, group_sizes, at::kHalf, options), accumulate);
+  }
   const Quantized grad = as_traceable(given_grad), input = as_traceable(given_input);
   const Scales grad_scale(grad), input_scale(input);
   const QuantizedKeys keys = keys_of(grad, grad_scale, input, input_scale);

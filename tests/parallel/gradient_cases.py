@@ -388,6 +388,7 @@ CASES = {case.name: case for case in every_case()}
 RECIPES: dict[str, tuple[Callable[[], Any], torch.dtype]] = {
     "float32": (lambda: None, torch.float32),
     "bf16": (lambda: None, torch.bfloat16),
+    "float16": (lambda: None, torch.float16),
     "fp8_block": (recipes.Float8BlockScaling, torch.bfloat16),
     "delayed": (recipes.DelayedScaling, torch.bfloat16),
 }

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Shard as Placed
 
 import transformer_plugin as tp
-from tests.parallel.foreign_layers import KINDS, RECIPES, Convert, Shard, batch, driven, layer_of, run
+from tests.parallel.foreign_layers import (
+    KINDS,
+    RECIPES,
+    Convert,
+    Shard,
+    batch,
+    driven,
+    layer_of,
+    run,
+    unchanged,
+)
 from transformer_plugin import recipes
+from transformer_plugin.testing.distributed import Rank, RankPool
 from transformer_plugin.testing.numerics import assert_same_bits
 
 
@@ -89,6 +104,68 @@ def test_float32_shards(kind: str, name: str, gathers: torch.dtype, device: torc
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("autocasts", [False, True])
+def test_float16(kind: str, autocasts: bool, device: torch.device) -> None:
+    """Whose gradients of stacks no op writes into a buffer."""
+    dtype = torch.float32 if autocasts else torch.float16
+    layer, whole = (layer_of(kind, dtype=dtype, device=device) for _ in range(2))
+    driven(layer)
+    with torch.autocast(device.type, torch.float16, enabled=autocasts):
+        results = [run(each, kind, dtype) for each in (layer, whole)]
+    for got, wanted in zip(*results, strict=True):
+        assert_same_bits(got, wanted)
+    for name in getattr(layer, "_weight_names", ("weight",)):
+        weight, of_whole = layer._parameters[name], whole._parameters[name]
+        assert weight.grad.dtype == dtype
+        assert_same_bits(weight.grad, of_whole.grad[: weight.shape[0]])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_copy_reads_its_own_weights(kind: str) -> None:
+    """As an average of weights does, while the layer that was copied goes on."""
+    layer = layer_of(kind)
+    leader = driven(layer)
+    copied = copy.deepcopy(layer)
+    own = getattr(copied, getattr(copied, "_weight_names", ("weight",))[0])
+    own.whole, own.convert, own.calls, own.keeps = [2 * w for w in leader.whole], unchanged, [], False
+    x, *sizes, grad = batch(kind)
+    bias = layer(torch.zeros_like(x), *sizes) if kind != "LayerNormLinear" else layer.bias
+    calls = list(leader.calls)
+    output = copied(x, *sizes)
+    output.backward(grad)
+    assert own.calls == ["forward", "backward", "finalize"] and leader.calls == calls
+    assert own.grad is not None and leader.grad is None
+    torch.testing.assert_close(output - bias, 2 * (layer(x, *sizes) - bias), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trace_is_refused(kind: str) -> None:
+    layer = layer_of(kind)
+    driven(layer)
+    x, *sizes, _ = batch(kind)
+    text = "argument 'weight': expected eager code with a weight that another runtime gathers"
+    with pytest.raises(ValueError, match=text):
+        torch.jit.trace(layer, (x.detach(), *sizes))
+
+
+def check_dtensors(rank: Rank) -> None:
+    mesh = init_device_mesh(rank.device.type, (rank.size,))
+    for kind in KINDS:
+        layer, whole, sharded = (layer_of(kind, device=rank.device) for _ in range(3))
+        driven(layer, lambda w, _: DTensor.from_local(w, mesh, [Replicate()]))
+        for got, wanted in zip(run(layer, kind), run(whole, kind), strict=True):
+            assert_same_bits(got, wanted)
+        driven(sharded, lambda w, _: DTensor.from_local(w.chunk(rank.size)[rank.rank], mesh, [Placed(0)]))
+        with pytest.raises(ValueError, match="or DTensors that are replicated, got a DTensor of layout"):
+            run(sharded, kind)
+
+
+def test_dtensors(pair: RankPool) -> None:
+    """Of which each rank has all elements; others would have to be gathered."""
+    pair.run(check_dtensors)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("with_gradient", [True, False])
 def test_compiled_code_is_refused(kind: str, with_gradient: bool) -> None:
     layer = layer_of(kind)
@@ -126,6 +203,12 @@ RETURNED: dict[str, tuple[str, Any, str]] = {
         lambda w, b: w.long(),
         "expected unsharded weights [N, 64] of numbers, got [96, 64] torch.int64",
     ),
+    "of another device": (
+        "GroupedLinear list",
+        lambda w, b: [w, w, w.to("meta")],
+        "expected plain or quantized tensors on cpu, or DTensors that are replicated, got a Tensor of layout",
+    ),
+    "sparse": ("Linear", lambda w, b: w.to_sparse(), "got a Tensor of layout torch.sparse_coo on cpu"),
     "columnwise for a forward": (
         "Linear",
         lambda w, b: tp.quantize(

@@ -11,9 +11,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from transformer_plugin.nn._module import PluginModule
+from transformer_plugin.nn._tracing import is_tracing
 from transformer_plugin.parallel import _layer_shards
 from transformer_plugin.parallel._tensor_slices import TENSOR_SLICES, TensorSlices
 from transformer_plugin.parallel._weight_part import WEIGHT_PART, WeightPart, layout_of, without_set
+from transformer_plugin.tensor._layout import message
 
 
 class ShardedWeightMixin(PluginModule):
@@ -40,6 +42,12 @@ class ShardedWeightMixin(PluginModule):
         for name in self.weight_parts:
             self._check_shard(name, WEIGHT_PART)
             break
+        if self.is_gathered_elsewhere and is_tracing():  # a trace would name a layer of this process
+            expected = "eager code with a weight that another runtime gathers (attach_distributed_weights)"
+            advice = "Trace a layer with the unsharded weight"
+            raise ValueError(
+                message(type(self).__name__, "weight", expected, "code that torch.jit.trace traces", advice)
+            )
         return self.named_weight_shard
 
     def _check_shard(self, name: str = "weight", attribute: str = TENSOR_SLICES) -> None:
@@ -64,6 +72,10 @@ class ShardedWeightMixin(PluginModule):
             # The copy exists apart from the weights that were sharded together, so it is not gathered ahead with them.
             self.weight_shard = without_set(self.weight_shard)
             self.named_weight_shard = without_set(self.named_weight_shard)
+        if self.is_gathered_elsewhere:
+            from transformer_plugin.parallel.foreign import give_handle
+
+            give_handle(self)
         if self.tensor_parallel is not None:
             from transformer_plugin.nn._tensor_parallel import check_group
 

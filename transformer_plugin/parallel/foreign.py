@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import weakref
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -27,6 +28,7 @@ _METHODS = (
     "grad_buffer",
 )
 _NUMBERS = itertools.count(1)
+_HANDLE = re.compile(r"handle=\d+,")
 _LAYERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _library = torch.library.Library("transformer_plugin_foreign", "DEF")
 
@@ -142,16 +144,22 @@ def _described(tensor: Tensor) -> str:
 
 
 def _attach(name: str, layer: Any) -> None:
-    number = next(_NUMBERS)
-    _LAYERS[number] = layer
     shard = getattr(layer, _names(layer)[0])
     rows = layer.num_groups if shard.dim() == 3 else layer.out_features
     ranks = max(1, -(-rows // max(1, shard.shape[0])))
     each = "each," if _is_list(layer) else ""
-    key = f"rows={rows},ranks={ranks},{each}handle={number},name={name.replace(',', '_')},group="
-    layer.weight_shard = layer.named_weight_shard = key
+    layer.weight_shard = f"rows={rows},ranks={ranks},{each}handle=0,name={name.replace(',', '_')},group="
+    give_handle(layer)
     layer.gathers_quantized, layer.is_gathered_elsewhere = False, True
     layer.forget_quantized_weights()
+
+
+def give_handle(layer: Any) -> None:
+    """Gives a layer a number of its own, by which its ops find it. A copy of a layer has that of the other one."""
+    number = next(_NUMBERS)
+    _LAYERS[number] = layer
+    key = _HANDLE.sub(f"handle={number},", layer.weight_shard, count=1)
+    layer.weight_shard = layer.named_weight_shard = key
 
 
 def _refuse(name: str, expected: str, layer: Any, shard: str = "") -> NoReturn:
@@ -187,6 +195,7 @@ def _unsharded(made: Any, shards: list[Tensor], layer: Any) -> list[Any]:
     """The checked values: a tensor for each shard, plain or quantized."""
     method = "materialize_group"
     stacks = shards[0].dim() == 3 and not _is_list(layer)
+    made = [_replica(value) for value in made] if isinstance(made, list | tuple) else _replica(made)
     if stacks and isinstance(made, list | tuple) and all(isinstance(value, Tensor) for value in made):
         made = made[0] if len(made) == 1 and made[0].dim() == 3 else _stack(list(made))
     results = _one_each(made, len(shards), method)
@@ -201,10 +210,26 @@ def _unsharded(made: Any, shards: list[Tensor], layer: Any) -> list[Any]:
             got = f"{list(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
             expected = f"unsharded weights [N, {', '.join(map(str, shape[1:]))}] of numbers"
             raise ValueError(message(method, "the result", expected, got, "Return the unsharded weight"))
+        _check_plain(method, value, shards[0])
         if value.shape[0] != shape[0]:
             expected, got = f"{rows} rows, of the layer", str(list(value.shape))
             raise ValueError(message(method, "the result", expected, got, "Strip the padding"))
     return results
+
+
+def _replica(value: Any) -> Any:
+    """The tensor of a DTensor of which every rank has all elements; any other value unchanged."""
+    is_replicated = hasattr(value, "to_local") and all(p.is_replicate() for p in value.placements)
+    return value.to_local() if is_replicated else value
+
+
+def _check_plain(method: str, value: Any, shard: Tensor) -> None:
+    """Raises for a result whose memory a product cannot read: of other ranks, on another device, sparse."""
+    if hasattr(value, "to_local") or value.device != shard.device or value.layout != torch.strided:
+        got = f"a {type(value).__name__} of layout {value.layout} on {value.device}"
+        expected = f"plain or quantized tensors on {shard.device}, or DTensors that are replicated"
+        advice = "Convert it, for example with .full_tensor()"
+        raise ValueError(message(method, "the result", expected, got, advice))
 
 
 def _stack(matrices: list[Any]) -> Any:
@@ -334,6 +359,8 @@ def _finalize(unsharded: list[Tensor], shards: list[Tensor], handle: int) -> lis
             raise ValueError(
                 message("finalize_group_grads", "the result", str(list(weight.shape)), got, advice)
             )
+        result = _replica(result)
+        _check_plain("finalize_group_grads", result, shard)
         gradients.append(result.detach().view(shard.shape))
     return gradients
 
