@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import transformer_plugin as tp
-from tests.parallel.foreign_layers import RECIPES, G, K, N, Shard, T, batch, driven, layer_of, run
+from tests.parallel.foreign_layers import KINDS, RECIPES, G, K, N, Shard, T, batch, driven, layer_of, run
 from transformer_plugin import nn as tnn
-from transformer_plugin import ops, recipes
+from transformer_plugin import ops, optim, parallel, recipes
 from transformer_plugin.parallel import attach_distributed_weights, shard_
 from transformer_plugin.testing.distributed import Rank, RankPool
 from transformer_plugin.testing.numerics import assert_same_bits
@@ -168,6 +168,36 @@ def test_quantized_shards_are_refused() -> None:
             ValueError, match="expected shards that are plain tensors, neither quantized nor grouped"
         ):
             attach_distributed_weights(layer)
+
+
+OF_ALL_RANKS: dict[str, Callable[[Any, Any], Any]] = {
+    "clip_grad_norm_": lambda layer, shard: parallel.clip_grad_norm_(layer, 1.0),
+    "whole_weight": lambda layer, shard: parallel.whole_weight(shard),
+    "whole_state_dict": lambda layer, shard: parallel.whole_state_dict(layer),
+    "Muon": lambda layer, shard: optim.Muon([shard]),
+}
+
+
+@pytest.mark.parametrize("name", OF_ALL_RANKS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_functions_that_need_all_ranks(kind: str, name: str) -> None:
+    """Of whose shards this package knows nothing, unless this rank has all rows."""
+    layer = layer_of(kind)
+    shard = driven(layer)
+    run(layer, kind)
+    before = [p.grad.clone() for p in layer.parameters() if p.grad is not None]
+    if name != "Muon" or shard.dim() == 2:
+        weight = "weight0" if "list" in kind else "weight"
+        text = rf"{name}: argument '\w+': expected .*, got '{weight}' of \w*Linear, \d+ of its \d+ rows, a shard of"
+        with pytest.raises(ValueError, match=text):
+            OF_ALL_RANKS[name](layer, shard)
+    assert all(torch.equal(*pair) for pair in zip(before, [p.grad for p in layer.parameters()], strict=True))  # type: ignore[arg-type]
+    alone = layer_of(kind)
+    weight = driven(alone)
+    for key in getattr(alone, "_weight_names", ("weight",)):
+        alone._parameters[key].data = layer_of(kind)._parameters[key].data
+    run(alone, kind)
+    OF_ALL_RANKS[name](alone, weight)
 
 
 class Gathered(Shard):

@@ -16,6 +16,7 @@ from transformer_plugin.optim import _whole_matrices as matrices
 from transformer_plugin.optim._newton_schulz import orthogonalized
 from transformer_plugin.optim._shared_work import by_ranks
 from transformer_plugin.optim._whole_matrices import Target, target_of
+from transformer_plugin.parallel.foreign import refuse_shards
 from transformer_plugin.tensor._base import FormatTensor
 from transformer_plugin.tensor._layout import describe, message
 
@@ -207,6 +208,8 @@ def _is_of_matrices(placement: Any) -> bool:
 
 
 def _check(parameter: Tensor) -> None:
+    if parameter.dim() == 2:  # of a stack each rank has whole matrices
+        refuse_shards("Muon", "params", [parameter])
     if isinstance(parameter, FormatTensor):
         advice = "Train float32 copies: MasterWeights(parameters, lambda weights: optim.Muon(weights))"
         _refuse(TypeError, "params", "plain parameters", describe(parameter), advice)

@@ -15,6 +15,7 @@ from transformer_plugin.parallel._group_names import group_named
 from transformer_plugin.parallel._layer_shards import note_shards
 from transformer_plugin.parallel._tensor_slices import slices_of
 from transformer_plugin.parallel._weight_part import layout_of, part_of
+from transformer_plugin.parallel.foreign import refuse_shards
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -63,6 +64,7 @@ def clip_grad_norm_(
     gradients = _gradients(parameters)  # raises before anything is scaled
     if not gradients:
         return torch.tensor(0.0, dtype=torch.float32)
+    refuse_shards("clip_grad_norm_", "parameters", (parameter for parameter, _ in gradients))
     parts = _by_place(gradients)
     device = parts[next(iter(parts))][1][0].device
     powers = [_reduced(tensors, groups, norm_type).to(device) for groups, tensors in parts.values()]

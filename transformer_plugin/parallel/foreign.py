@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -167,6 +167,26 @@ def _refuse(name: str, expected: str, layer: Any, shard: str = "") -> NoReturn:
     raise ValueError(
         message(_OP, "module", expected, got, f"Leave the attribute {_MARK} out there, or change the layer")
     )
+
+
+def refuse_shards(op: str, argument: str, parameters: Iterable[Tensor]) -> None:
+    """Raises for a shard of another runtime where a function needs the other ranks' shards, which that runtime knows."""
+    shards = {id(shard): text for layer in list(_LAYERS.values()) for shard, text in _shards_of(layer)}
+    found = next((shards[id(parameter)] for parameter in parameters if id(parameter) in shards), None)
+    if found is not None:
+        expected = "parameters of which this rank has all elements, or whose ranks this package knows"
+        advice = "Leave these parameters out, and use what the runtime has for its own"
+        raise ValueError(message(op, argument, expected, found, advice))
+
+
+def _shards_of(layer: Any) -> Iterator[tuple[Tensor, str]]:
+    """The weights of an attached layer that have fewer rows than the product."""
+    for name in _names(layer):
+        shard = layer._parameters.get(name)
+        rows = layer.num_groups if shard is not None and shard.dim() == 3 else layer.out_features
+        if getattr(shard, _MARK, False) and shard.shape[0] < rows:
+            of_layer = f"'{name}' of {type(layer).__name__}, {shard.shape[0]} of its {rows} rows"
+            yield shard, f"{of_layer}, a shard of another runtime (attach_distributed_weights)"
 
 
 def _weights_of(handle: int) -> tuple[Any, list[Any]]:

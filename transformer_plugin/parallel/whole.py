@@ -14,6 +14,7 @@ from transformer_plugin.parallel._layer_shards import note_shards
 from transformer_plugin.parallel._part_tensor import PartTensor, values_of
 from transformer_plugin.parallel._tensor_slices import TensorSlices, slices_of
 from transformer_plugin.parallel._weight_part import layout_of, part_of
+from transformer_plugin.parallel.foreign import refuse_shards
 
 
 def whole_weight(parameter: Tensor) -> Tensor:
@@ -22,6 +23,7 @@ def whole_weight(parameter: Tensor) -> Tensor:
     Of sharded weights and of tensor-parallel ones, of quantized ones the values. All ranks that have parts call it. A
     parameter that is not a part is returned as a copy.
     """
+    refuse_shards("whole_weight", "parameter", [parameter])
     if layout_of(parameter) is None:
         note_shards()
     part, slices = part_of(parameter), slices_of(parameter)
@@ -38,6 +40,7 @@ def whole_state_dict(module: torch.nn.Module) -> dict[str, Any]:
 
     For exports and for readers that know no parts. All ranks call it, and all get all tensors, on the module's device.
     """
+    refuse_shards("whole_state_dict", "module", module.parameters())
     state: dict[str, Any] = module.state_dict()
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if name in state and (part_of(parameter) or slices_of(parameter)):
