@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,10 +50,14 @@ def sgd(weights: list[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.SGD(weights, lr=2e-4)  # less than a bit of most weights
 
 
-def train(model: torch.nn.Module, masters: MasterWeights) -> None:
+def give_gradients(model: torch.nn.Module) -> None:
     generator = torch.Generator().manual_seed(5)
     for parameter in model.parameters():
         parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter)
+
+
+def train(model: torch.nn.Module, masters: MasterWeights) -> None:
+    give_gradients(model)
     masters.step()
     masters.zero_grad()
 
@@ -100,7 +105,20 @@ def by_values(model: torch.nn.Module, state: dict[str, Tensor], path: Path) -> N
     model.load_state_dict(other.state_dict())
 
 
-LOADS = [by_load, by_checkpoint, by_copy, by_values]
+def by_quantize(model: torch.nn.Module, state: dict[str, Tensor], path: Path) -> None:
+    """Through the methods of quantized values, and bytes through ``.data``, which shares no version with its tensor."""
+    with torch.no_grad():
+        for i, (name, parameter) in enumerate(model.named_parameters()):
+            if not isinstance(parameter, tp.QuantizedTensor | tp.GroupedTensor) or not parameter.format.is_quantized:
+                parameter.copy_(state[name])
+            elif i == 0:
+                parameter.quantize_(state[name])
+            else:
+                other = parameter.detach().clone()
+                parameter.data.copy_(other.copy_(state[name]))
+
+
+LOADS = [by_load, by_checkpoint, by_copy, by_values, by_quantize]
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -181,25 +199,55 @@ def test_a_changed_parameter_leaves_the_others() -> None:
     assert torch.equal(masters.master_weights[0], weight) and torch.equal(masters.master_weights[1], bias)
 
 
+@pytest.mark.parametrize("left", ["no gradient", "zeros", "the last gradient", "main_grad"])
 @pytest.mark.parametrize("how", ["assign", "attribute"])
 @pytest.mark.parametrize("kind", ["float32", "quantized"])
-def test_replaced_parameters(kind: str, how: str) -> None:
+def test_replaced_parameters(kind: str, how: str, left: str) -> None:
+    """Whatever the old parameter has left as its gradient, also of copies of both."""
     model, other = make(kind), make(kind, seed=1)
     masters = MasterWeights(model.parameters(), sgd)
     train(model, masters)
+    give_gradients(model)
+    if left == "main_grad":
+        for parameter in model.parameters():
+            parameter.main_grad = torch.ones(parameter.shape)  # type: ignore[attr-defined]
+    if left != "the last gradient":
+        masters.zero_grad(set_to_none=left == "no gradient")
+    model, masters = copy.deepcopy((model, masters))
     if how == "assign":
         model.load_state_dict(other.state_dict(), assign=True)
     else:
         model.weight = torch.nn.Parameter(torch.ones(32, 64))
+    model, masters = copy.deepcopy((model, masters))
+    give_gradients(model)
     before = copy.deepcopy(masters.master_weights)
     text = (
         r"transformer_plugin::MasterWeights: argument 'parameters': expected those of the model, got 'weight of "
         r"Linear', of which the module has another by now\. Make a new MasterWeights after load_state_dict\("
     )
     with pytest.raises(ValueError, match=text):
-        train(model, masters)
+        masters.step()
     assert all(map(torch.equal, masters.master_weights, before))
     train(model, MasterWeights(model.parameters(), sgd))
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "quantized"])
+def test_copies_of_both(kind: str) -> None:
+    """Deep copies and pickles of a model with its optimizer follow loads, too."""
+    model = make(kind)
+    masters = MasterWeights(model.parameters(), sgd)
+    train(model, masters)
+    file = io.BytesIO()
+    torch.save((model, masters), file)
+    file.seek(0)
+    for copied, its_masters in (copy.deepcopy((model, masters)), torch.load(file, weights_only=False)):
+        assert all(map(torch.equal, its_masters.master_weights, masters.master_weights))
+        copied.load_state_dict(plain_state(make(kind, seed=2)))
+        expected = values(copied)
+        train(copied, its_masters)
+        for after, loaded in zip(values(copied), expected, strict=True):
+            torch.testing.assert_close(after, loaded, rtol=0, atol=0.02)
+    train(model, masters)
 
 
 def test_a_parameter_that_another_module_has() -> None:

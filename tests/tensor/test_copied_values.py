@@ -61,6 +61,18 @@ def test_copies_say_what_differs(device: torch.device) -> None:
         rows.data = rows.float()
 
 
+def test_copied_bytes_are_counted(device: torch.device) -> None:
+    """A backward that has kept the old bytes raises an error, and does not use the new ones."""
+    x = numbers("matrix", device, seed=2).float().requires_grad_()
+    value, other = (quantized(("fp8_tensor", "matrix", (True, True)), device, seed=i) for i in (0, 1))
+    scale = value.scale_inv
+    for write in (lambda: value.copy_(other), lambda: value.quantize_(numbers("matrix", device))):
+        output = (x * scale).sum()
+        write()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output.backward()
+
+
 def test_non_blocking_reaches_the_storage(device: torch.device) -> None:
     seen: list[bool] = []
 

@@ -242,12 +242,16 @@ def _memory(weight: Tensor) -> Tensor:
 
 
 def version_of(weight: Tensor) -> int:
-    """Counts the in-place changes of a tensor and of its local part. Inference tensors have no version: 0."""
+    """Counts the in-place changes of a tensor, of its local part, and of the buffers of a value, which ``quantize_()``
+    and ``weight.data.copy_()`` of a value write. Inference tensors have no version: 0."""
     if weight.is_inference():
         return 0
     with torch.no_grad():
         part = local(weight)
-    return weight._version + (0 if part is weight else part._version)
+    version = weight._version + (0 if part is weight else part._version)
+    if isinstance(part, FormatTensor):
+        version += sum(t._version for _, t in part._buffers.of_values() if not t.is_inference())
+    return version
 
 
 class Seen(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,8 +93,8 @@ class MasterWeights:
 
     Master weights follow loads: if a parameter has been changed since the last step, and is no longer its master weight
     in fewer bits, :meth:`step` and :meth:`state_dict` give its values to the master weight first. What torch counts as
-    a change is noticed (``load_state_dict``, ``torch.distributed.checkpoint``, ``parameter.copy_()``), and
-    ``parameter.data = other``. Call :meth:`follow_parameters` after ``parameter.data.copy_()``, and where
+    a change is noticed (``load_state_dict``, ``torch.distributed.checkpoint``, ``parameter.copy_()``, and of a value
+    ``quantize_()``), and ``parameter.data = other``. Call :meth:`follow_parameters` after ``parameter.data.copy_()``, and where
     ``torch.distributed.checkpoint.load`` has written into a ``DTensor`` without a ``load_state_dict`` afterwards.
     Constraints such as ``clamp_()`` belong on the master weights. ``load_state_dict(assign=True)`` makes other
     parameters: the next step raises an error.
@@ -104,21 +104,41 @@ class MasterWeights:
         note_shards()
         self.parameters = [p for p in parameters if p.requires_grad]
         self.master_weights = [_master_of(p) for p in self.parameters]
-        #: The names of parameters that modules have replaced by others, by id.
-        self._replaced: dict[int, str] = {}
+        #: Parameters that modules have replaced by others, by id.
+        self._replaced: dict[int, Replaced] = {}
         self._seen: list[Seen] | None
         self.optimizer = make(self.master_weights)
         self._note_written()
+        self._watch()
+
+    def _watch(self) -> None:
         _masters_of_process.add(self)
         _watch_assignments()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles, whose parameters have other versions, memory and ids."""
+        behind = self._seen
+        if self._seen is not None:
+            behind = [seen.versions_behind(p) for seen, p in zip(self._seen, self.parameters, strict=True)]
+        found = [(i, self._replaced.get(id(parameter))) for i, parameter in enumerate(self.parameters)]
+        replaced = {i: each.name for i, each in found if each is not None}
+        return {**self.__dict__, "_seen": behind, "_replaced": replaced}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        behind, replaced = state["_seen"], state["_replaced"]
+        self._replaced = {id(self.parameters[i]): Replaced.now(self.parameters[i], n) for i, n in replaced.items()}
+        if behind is not None:
+            self._seen = [Seen.of(p, versions) for p, versions in zip(self.parameters, behind, strict=True)]
+        self._watch()
 
     @torch.no_grad()
     def step(self) -> None:
         """One step of the optimizer, and its result in the parameters.
 
         Raises:
-            ValueError: a parameter has no gradient, and a module has another in its place, for example since
-            ``load_state_dict(assign=True)``; or no ``main_grad``. Nothing is changed then.
+            ValueError: a module has another parameter in the place of one that has no gradient since then, for example
+            since ``load_state_dict(assign=True)``; or no ``main_grad``. Nothing is changed then.
         """
         refuse_replaced(self.parameters)
         grads = [gradient_of(parameter, "MasterWeights") for parameter in self.parameters]
@@ -155,10 +175,11 @@ class MasterWeights:
         self._seen = None if compiling else [Seen.of(parameter) for parameter in self.parameters]
 
     def _check_replaced(self, grads: Iterable[Tensor | None]) -> None:
-        """Raises if a module has another parameter in the place of one that has no gradient."""
+        """Raises if a module has another parameter in the place of one that no backward has reached since then."""
         for parameter, grad in zip(self.parameters, grads, strict=True):
-            if grad is None and id(parameter) in self._replaced:
-                got = f"'{self._replaced[id(parameter)]}', of which the module has another by now"
+            replaced = self._replaced.get(id(parameter))
+            if replaced is not None and replaced.has_no_new(grad):
+                got = f"'{replaced.name}', of which the module has another by now"
                 advice = (
                     "Make a new MasterWeights after load_state_dict(assign=True) and after an assignment, or load with "
                     "assign=False"
@@ -216,6 +237,28 @@ class MasterWeights:
         self._note_written()
 
 
+class Replaced(NamedTuple):
+    """A parameter in whose place a module has another, and its gradients at that time."""
+
+    name: str
+    grads: tuple[Seen, ...]
+
+    @staticmethod
+    def now(parameter: Tensor, name: str) -> Replaced:
+        grads = (parameter.grad, getattr(parameter, "main_grad", None))
+        return Replaced(name, tuple(Seen.of(grad) for grad in grads if _is_dense(grad)))
+
+    def has_no_new(self, grad: Tensor | None) -> bool:
+        """Whether a gradient is no backward's since then. Reads it on the host."""
+        if grad is None or not _is_dense(grad):
+            return grad is None
+        return not all(seen.is_outdated(grad) for seen in self.grads) or not local(grad).any()
+
+
+def _is_dense(grad: object) -> bool:
+    return isinstance(grad, Tensor) and grad.layout == torch.strided
+
+
 #: All that exist: modules that replace a parameter look for its masters here.
 _masters_of_process: weakref.WeakSet[MasterWeights] = weakref.WeakSet()
 
@@ -232,7 +275,7 @@ def _note_replaced(module: torch.nn.Module, name: str, parameter: Tensor) -> Non
         return
     for masters in list(_masters_of_process):
         if any(replaced is other for other in masters.parameters):
-            masters._replaced[id(replaced)] = f"{name} of {type(module).__name__}"
+            masters._replaced[id(replaced)] = Replaced.now(replaced, f"{name} of {type(module).__name__}")
 
 
 def _follow(master: Tensor, parameter: Tensor) -> None:

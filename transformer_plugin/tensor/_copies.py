@@ -60,7 +60,7 @@ def _record_stream(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _dequantize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The numbers of a value in its shape. dequantize() calls this op, because torch has its gradient: the identity."""
     value = args[0]
-    if list(args[1]) != list(value.shape):
+    if isinstance(args[1], torch.dtype) or list(args[1]) != list(value.shape):
         raise unsupported(func, value)
     buffers, key = value._buffers, value._key
     if not value.format.is_quantized:
@@ -96,6 +96,7 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if destination._takes_bytes(source):
         for (_, old), (_, new) in zip(destination._buffers.present(), source._buffers.present(), strict=True):
             old.copy_(new, non_blocking)
+        _checks.bump_versions(old for _, old in destination._buffers.present())
         return destination
     if source.format.is_quantized:
         advice = "Call dequantize() on it to quantize its numbers again"
