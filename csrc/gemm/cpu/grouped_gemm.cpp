@@ -225,7 +225,7 @@ void grouped_gemm_cpu(const GroupedGemm& product, const Tensor& out) {
     }
     const bool done = direct && (fused_bias || !product.bias);
     if (done) return;
-    Tensor sum = direct && dtype == wide ? out_g : matmul_cpu(a_g.to(wide), b_g.to(wide));
+    Tensor sum = direct && dtype == wide ? out_g : wide_matmul_cpu(a_g, b_g);
     if (product.alpha) sum.mul_(product.alpha->select(0, g));
     if (product.bias) {
       Tensor bias = product.bias->select(0, g).to(wide).expand({rows, out.size(1)});
@@ -263,10 +263,10 @@ void grouped_wgrad_cpu(const GroupedWgrad& product, at::TensorList out, bool acc
           compiles_for_each_size(grad, rows) && rows * (grad.size(1) + input.size(1)) < kLongCopy;
       const int64_t more = copy ? up_to_steps(rows) : rows;
       multiply(with_zeros(grad, begin, rows, more).t(), with_zeros(input, begin, rows, more));
-    } else if (is_plain && out_g.scalar_type() == wide) {
+    } else if (is_plain && out_g.scalar_type() == wide && has_whole_tiles(grad.size(1), input.size(1))) {
       multiply(grad_g.to(wide), input_g.to(wide));
     } else {
-      Tensor sum = matmul_cpu(grad_g.to(wide), input_g.to(wide));
+      Tensor sum = wide_matmul_cpu(grad_g, input_g);
       if (product.alpha && rows > 0) sum.mul_(product.alpha->select(0, g));
       const float beta = product.beta ? product.beta->select(0, g).item<float>() : accumulate;
       if (beta != 0) sum.add_(out_g.to(wide), beta);

@@ -16,19 +16,10 @@ using at::Tensor;
 // a @ b in the accumulation dtype.
 Tensor unrounded_matmul(const Tensor& a, const Tensor& b) {
   const at::ScalarType acc_dtype = sum_dtype(a.scalar_type());
-  if (a.is_cpu()) return matmul_cpu(a.to(acc_dtype), b.to(acc_dtype));
+  if (a.is_cpu()) return wide_matmul_cpu(a, b);
   if (a.scalar_type() == acc_dtype) return at::mm(a, b);
   if (a.is_cuda() && a.numel() > 0 && b.numel() > 0) return at::mm(a, b, acc_dtype);
   return at::mm(a.to(acc_dtype), b.to(acc_dtype));
-}
-
-// Operands, bias and output of one dtype. An FP32 bias is added by a loop, because addmm copies the bias first, which matters for
-// small matrices.
-Tensor cpu_product(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias) {
-  if (!bias || a.scalar_type() != at::kFloat || !bias->is_contiguous()) return matmul_cpu(a, b, bias);
-  const Tensor out = matmul_cpu(a, b);
-  add_bias_cpu(out.mutable_data_ptr<float>(), bias->const_data_ptr<float>(), out.size(0), out.size(1));
-  return out;
 }
 
 // alpha * (a @ b) + bias in the accumulation dtype.
@@ -87,7 +78,7 @@ Tensor transposed_view(const Tensor& matrix) {
 Tensor dense_gemm(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias, at::ScalarType dtype,
                   const std::optional<Tensor>& alpha) {
   if (!alpha && torch_rounds_once(a, b, bias, dtype)) {
-    if (a.is_cpu()) return cpu_product(a, b, bias);
+    if (a.is_cpu()) return matmul_cpu(a, b, bias);
     return bias ? addmm_cuda(a, b, *bias) : at::mm(a, b);
   }
   return unrounded_gemm(a, b, bias, alpha).to(dtype);
