@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
+from tests.clients.imported import peft
 from transformer_plugin import convert, nn
 from transformer_plugin.nn.convert import ConvertedExperts
 from transformer_plugin.recipes import Float8BlockScaling
 from transformer_plugin.testing.numerics import assert_same_bits
-
-peft = pytest.importorskip("peft")
 
 ROWS, HIDDEN, FFN, EXPERTS, RANK = 24, 32, 48, 4, 2
 
@@ -91,8 +90,8 @@ CASES: dict[str, Case] = {
 
 def adapted(model: Model, parameters: list[str]) -> Any:
     names = [f"layer.{name}" for name in parameters]
-    config = peft.LoraConfig(r=RANK, lora_alpha=3, target_modules=[], target_parameters=names)
-    return peft.get_peft_model(model, config)
+    config = peft().LoraConfig(r=RANK, lora_alpha=3, target_modules=[], target_parameters=names)
+    return peft().get_peft_model(model, config)
 
 
 def deltas(wrapped: Any, names: list[str], model: Model) -> dict[str, Tensor]:
@@ -194,13 +193,13 @@ def test_converted_model(adapted_first: bool, tmp_path: Path) -> None:
             "target_modules": ["q_proj", "o_proj", "embed_tokens"],
             "target_parameters": parameters,
         }
-        return peft.LoraConfig(r=RANK, lora_alpha=3, **{**modules, **options})
+        return peft().LoraConfig(r=RANK, lora_alpha=3, **{**modules, **options})
 
     tokens = torch.arange(12).view(2, 6) * 5 % 32
     for configs in ([config(), config()], [config(target_parameters=None, use_dora=True)]):
-        wanted: Any = peft.get_peft_model(converted_model(), configs[0])
+        wanted: Any = peft().get_peft_model(converted_model(), configs[0])
         model: Any = converted_model() if adapted_first else convert(converted_model())
-        model = peft.get_peft_model(model, configs[0])
+        model = peft().get_peft_model(model, configs[0])
         model = convert(model) if adapted_first else model
         kinds = [type(module) for module in model.modules()]
         assert ConvertedExperts in kinds and nn.Linear in kinds
@@ -230,5 +229,5 @@ def test_converted_model(adapted_first: bool, tmp_path: Path) -> None:
                 getattr(each.base_model if "layers" in act else each, act)()
             check(act)
         model.save_pretrained(str(tmp_path))
-        check("loaded", peft.PeftModel.from_pretrained(convert(converted_model()), str(tmp_path)))
+        check("loaded", peft().PeftModel.from_pretrained(convert(converted_model()), str(tmp_path)))
         check("merged", model.merge_and_unload(), wanted.merge_and_unload())

@@ -12,14 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import silu
 
+from tests.clients.imported import peft
 from tests.parallel.replaced_layers import drawn
 from tests.parallel.replacements import close
 from transformer_plugin import nn as tnn
 from transformer_plugin import parallel
 from transformer_plugin.recipes import Float8BlockScaling
 from transformer_plugin.testing.distributed import Rank, RankPool
-
-peft = pytest.importorskip("peft")
 
 #: Rows that two ranks do not share evenly.
 V, H, F = 9, 16, 7
@@ -40,7 +39,7 @@ class Model(torch.nn.Module):
 
 
 def lora(**options: Any) -> Any:
-    return peft.LoraConfig(r=2, lora_alpha=3, **{"target_modules": ["table", "up", "down"], **options})
+    return peft().LoraConfig(r=2, lora_alpha=3, **{"target_modules": ["table", "up", "down"], **options})
 
 
 def fill(model: Any, seed: int) -> None:
@@ -53,9 +52,9 @@ def fill(model: Any, seed: int) -> None:
 
 #: How a model that is sharded gets adapters: before, or afterwards.
 ORDERS: dict[str, Callable[[Rank, Any], Any]] = {
-    "sharded first": lambda rank, config: peft.get_peft_model(sharded(rank), config),
+    "sharded first": lambda rank, config: peft().get_peft_model(sharded(rank), config),
     "adapted first": lambda rank, config: parallel.shard_(
-        peft.get_peft_model(Model(tnn).to(rank.device), config), rank.group, gradient="sum"
+        peft().get_peft_model(Model(tnn).to(rank.device), config), rank.group, gradient="sum"
     ),
 }
 
@@ -93,7 +92,7 @@ def check_right(rank: Rank, order: str, config: Callable[[], Any]) -> None:
     """Everything that PEFT does with its adapters."""
     x, on_device = inputs(rank)[rank.rank], inputs(rank)[rank.rank].to(rank.device)
     adapted = ORDERS[order](rank, config())
-    wanted = peft.get_peft_model(Model(), config())
+    wanted = peft().get_peft_model(Model(), config())
     for model in (adapted, wanted):
         model.add_adapter("other", config())
         fill(model, 5)
@@ -112,8 +111,8 @@ def check_right(rank: Rank, order: str, config: Callable[[], Any]) -> None:
                 close_enough(value, wanted.state_dict()[name], f"{act} {name}")
     with tempfile.TemporaryDirectory() as folder:
         adapted.save_pretrained(folder)
-        close_enough(peft.PeftModel.from_pretrained(sharded(rank), folder)(on_device), wanted(x), "loaded")
-        close_enough(peft.PeftModel.from_pretrained(Model(), folder)(x), wanted(x), "loaded elsewhere")
+        close_enough(peft().PeftModel.from_pretrained(sharded(rank), folder)(on_device), wanted(x), "loaded")
+        close_enough(peft().PeftModel.from_pretrained(Model(), folder)(x), wanted(x), "loaded elsewhere")
     merged, wanted = adapted.merge_and_unload(), wanted.merge_and_unload()
     close_enough(merged(on_device), wanted(x), "merged")
     assert merged.up.weight.shape == (4, H)
@@ -125,7 +124,7 @@ def check_both(rank: Rank) -> None:
     for order in ORDERS:
         check_right(rank, order, lora)
         linears = {"target_modules": ["up", "down"], "feedforward_modules": ["down"]}
-        check_right(rank, order, lambda: peft.IA3Config(**linears))  # noqa: B023
+        check_right(rank, order, lambda: peft().IA3Config(**linears))  # noqa: B023
 
 
 def test_sharded(pair: RankPool) -> None:
@@ -140,7 +139,7 @@ def check_merged_and_quantized(rank: Rank) -> None:
     whole.load_state_dict(layer.state_dict())
     whole.to(rank.device)
     layer = parallel.shard_(torch.nn.Sequential(layer.to(rank.device)), rank.group)
-    adapted = peft.get_peft_model(layer, lora(target_modules=["0"]))
+    adapted = peft().get_peft_model(layer, lora(target_modules=["0"]))
     x = drawn(16, 128, seed=rank.rank).to(rank.device)
     fill(adapted, 5)
     adapted(x)
@@ -153,7 +152,7 @@ def check_merged_and_quantized(rank: Rank) -> None:
     head.weight = table.weight
     full = table.weight.detach().clone()
     tied = parallel.shard_(torch.nn.Sequential(table, head).to(rank.device), rank.group, tied=True)
-    adapted = peft.get_peft_model(tied, lora(target_modules=["1"]))
+    adapted = peft().get_peft_model(tied, lora(target_modules=["1"]))
     fill(adapted, 5)
     a, b = (getattr(adapted.base_model.model[1], f"lora_{each}")["default"].weight.cpu() for each in "AB")
     merged = adapted.merge_and_unload()
@@ -177,12 +176,12 @@ _ALL = "expected a parameter of which this rank has all elements, as the adapter
 def check_refusals(rank: Rank) -> None:
     def refused(make: Callable[[], torch.nn.Module], config: Any, text: str, reads: str = "Linear") -> None:
         with pytest.raises(ValueError, match=f"argument 'weight': {_ALL} {reads} reads it, got {text}"):
-            peft.get_peft_model(make(), config)
+            peft().get_peft_model(make(), config)
         if make is shards:
             with pytest.raises(
                 ValueError, match=rf"{_ALL} {reads} reads it, got one of sizes .* shard_ would"
             ):
-                parallel.shard_(peft.get_peft_model(Model(tnn).to(rank.device), config), rank.group)
+                parallel.shard_(peft().get_peft_model(Model(tnn).to(rank.device), config), rank.group)
 
     def shards() -> Any:
         return sharded(rank)
@@ -191,23 +190,23 @@ def check_refusals(rank: Rank) -> None:
     refused(shards, lora(target_modules=["up"], use_dora=True), f"{up}, with DoraLinearVariant")
     config = lora(target_modules=[], target_parameters=["up.weight"])
     refused(shards, config, up, "ParamWrapper")
-    refused(shards, peft.LoHaConfig(target_modules=["up"]), up)
-    tokens = peft.TrainableTokensConfig(target_modules=["table"], token_indices=[1])
+    refused(shards, peft().LoHaConfig(target_modules=["up"]), up)
+    tokens = peft().TrainableTokensConfig(target_modules=["table"], token_indices=[1])
     refused(shards, tokens, "'table.weight', a shard", "TrainableTokensLayer")
     with pytest.raises(
         ValueError, match=f"{up}, with init_lora_weights='pissa'. Make the adapters before shard_"
     ):
-        peft.get_peft_model(sharded(rank), lora(target_modules=["up"], init_lora_weights="pissa"))
+        peft().get_peft_model(sharded(rank), lora(target_modules=["up"], init_lora_weights="pissa"))
     for sequence_parallel in (False, True):
         options = {"parallel_mode": "column", "tp_group": rank.group, "sequence_parallel": sequence_parallel}
         slices = r"a shard of sizes \[3, 16\] over the ranks \[0, 1\]\. Leave tensor-parallel layers out"
-        for config in (lora(), peft.IA3Config(target_modules=["up"], feedforward_modules=[])):
+        for config in (lora(), peft().IA3Config(target_modules=["up"], feedforward_modules=[])):
             refused(lambda o=options: Model(tnn, o).to(rank.device), config, slices)  # type: ignore[misc]
     for dtensor in (False, True):
         config = lora(target_modules=[], target_parameters=["0.experts.fc1.weight"])
         text = r"experts that are sharded over the ranks \[0, 1\]\. Leave the experts out"
         refused(lambda d=dtensor: torch.nn.Sequential(moe(rank, d)), config, text, "ParamWrapper")  # type: ignore[misc]
-    adapted = peft.get_peft_model(sharded(rank), lora(target_modules=["up"], modules_to_save=["down"]))
+    adapted = peft().get_peft_model(sharded(rank), lora(target_modules=["up"], modules_to_save=["down"]))
     with tempfile.TemporaryDirectory() as folder:
         with pytest.raises(
             ValueError, match=r"expected a tensor whose elements are all on this rank.*whole_state_dict"
@@ -215,7 +214,7 @@ def check_refusals(rank: Rank) -> None:
             adapted.save_pretrained(folder)
         fill(adapted, 5)
         adapted.save_pretrained(folder, state_dict=parallel.whole_state_dict(adapted))
-        loaded = peft.PeftModel.from_pretrained(Model(), folder)
+        loaded = peft().PeftModel.from_pretrained(Model(), folder)
     x = inputs(rank)[rank.rank]
     close_enough(adapted(x.to(rank.device)), loaded(x), "saved modules")
 

@@ -1,0 +1,13 @@
+"""Packages that a test imports when it runs: they take every process of pytest seconds if a file of tests does it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+
+@functools.cache
+def peft() -> Any:
+    return pytest.importorskip("peft")
