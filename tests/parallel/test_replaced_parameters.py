@@ -21,7 +21,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.nn import Parameter
 
-from tests.parallel.replaced_layers import CASES, FP8, ON_GRID, Case, T, drawn, own
+from tests.parallel.replaced_layers import CASES, FP8, Case, T, drawn, own
+from tests.parallel.replaced_on_grid import ON_GRID
 from tests.parallel.replacements import (
     COMPUTING,
     SHARDS,

@@ -23,7 +23,6 @@ from transformer_plugin.nn.quantized_parameters import chosen_recipe
 from transformer_plugin.nn.router import RouterConfig, TopKRouter, returns_tokens
 from transformer_plugin.parallel._ranks import group_and_mesh, mesh_of
 from transformer_plugin.parallel._shard_experts import shard_experts
-from transformer_plugin.parallel._watching import watch_parametrizations
 from transformer_plugin.parallel._wrapping import install_wrapper_checks
 from transformer_plugin.recipes import Recipe
 
@@ -221,7 +220,6 @@ class MoE(LaunchedModule):
             shard_experts(self.experts, self.router, found, over if dtensor else None, ranks_per_loss)
             self.experts.reset_parameters()
             install_wrapper_checks()
-            watch_parametrizations()
 
     def reset_parameters(self) -> None:
         """Sets fresh initial values. With the same seed on all ranks of a group, all experts differ."""

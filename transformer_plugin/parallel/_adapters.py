@@ -9,9 +9,9 @@ layer.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 
@@ -35,17 +35,20 @@ def check_adapter(adapter: Any, name: str, layer: Any) -> None:
         _check(adapter, _innermost(layer), ())
 
 
-def check_adapters(module: torch.nn.Module, weights: dict[int, tuple[str, ...]]) -> None:
+def check_adapters(module: torch.nn.Module, targets: Iterable[Any]) -> None:
     """Raises if adapters in a module are around layers that cannot be sharded with them.
 
     Args:
         module: what is going to be sharded.
-        weights: the names of the weights that are, by the ids of their layers.
+        targets: the weights that are: ``module``, and its name in it, ``key``.
     """
+    coming: dict[int, tuple[str, ...]] = {}
+    for target in targets:
+        coming[id(target.module)] = (*coming.get(id(target.module), ()), target.key)
     for adapter in module.modules():
         if _is_adapter(adapter) and hasattr(adapter, "base_layer"):
             layer = _innermost(adapter)
-            _check(adapter, layer, weights.get(id(layer), ()))
+            _check(adapter, layer, coming.get(id(layer), ()))
 
 
 def _check(adapter: Any, layer: Any, coming: tuple[str, ...]) -> None:
@@ -61,7 +64,7 @@ def _check(adapter: Any, layer: Any, coming: tuple[str, ...]) -> None:
         _refuse(
             adapter, layer, name, _described(layer, name), "Leave tensor-parallel layers out of the adapters"
         )
-    kind = type(adapter)
+    kind: Any = type(adapter)
     if parameter is None and shards:
         if f"{kind.__module__}.{kind.__qualname__}" not in _BESIDE_LAYERS:
             _refuse(adapter, layer, shards[0], _described(layer, shards[0]), _ADVICE)
@@ -112,7 +115,7 @@ def _full_weights(layer: Any) -> Iterator[None]:
 def _without_weights(update_layer: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(update_layer)
     def call(self: Any, *arguments: Any, **options: Any) -> Any:
-        layer, config = self.get_base_layer(), options.get("config")
+        layer, config = self.get_base_layer(), cast(Any, options.get("config"))
         if getattr(layer, "weight_parts", None) and hasattr(self, "resolve_lora_variant"):
             variant = self.resolve_lora_variant(config=config)
             if variant is not None:

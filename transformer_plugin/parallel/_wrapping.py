@@ -4,7 +4,7 @@
 own ranks only. Neither consults the module. So the first layer with sharded experts, and the first quantized parameter
 that is made while there is a process group, install two checks in the process. One runs when a module is put into a
 ``DistributedDataParallel`` (torch has a hook for this). The other runs when FSDP2 groups parameters (torch has no hook
-for this, so its constructor is wrapped).
+for this, so its constructor is wrapped). Adapters and parametrizations are checked in the same way.
 
 The state of delayed scaling is each rank's own. ``DistributedDataParallel`` would overwrite it with rank 0's.
 """
@@ -26,6 +26,7 @@ from transformer_plugin.parallel._adapters import check_adapter
 from transformer_plugin.parallel._layer_shards import note_shards
 from transformer_plugin.parallel._shard_experts import EXPERT_RANKS, ROUTER_RANKS, Ranks
 from transformer_plugin.parallel._tensor_slices import TENSOR_PARALLELISM, slices_of
+from transformer_plugin.parallel._watching import watch_parametrizations
 from transformer_plugin.parallel._weight_part import part_of
 from transformer_plugin.tensor._base import FormatTensor
 
@@ -43,6 +44,7 @@ def install_wrapper_checks() -> None:
     """Installs the checks, once per process, when the first layer shards its experts or has quantized parameters."""
     register_module_module_registration_hook(_check_ddp)
     register_module_module_registration_hook(check_adapter)
+    watch_parametrizations()
     try:
         from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     except ImportError:  # this build of torch has no FSDP2

@@ -116,9 +116,7 @@ def shard_(
     options = _options(format, gradient, gradient_dtype, prefetch, timeout_ms)
     targets = list(_targets(module, filter))
     names = _shared(module, targets, tied)
-    for target in targets:
-        _check(target, tuple(dist.get_process_group_ranks(group)), options)
-    check_adapters(module, _names_by_layer(targets))
+    _check_targets(module, targets, group, options)
     _compare_ranks(targets, names, group, options, prefetch)
     _place(targets, _cut(targets, group, options), options)
     ops.configure_gathers(group.group_name, prefetch)
@@ -204,14 +202,6 @@ def _targets(
             yield _Target(name, layer, key, weight)
 
 
-def _names_by_layer(targets: list[_Target]) -> dict[int, tuple[str, ...]]:
-    """The names of the weights of each layer, by its id."""
-    names: dict[int, tuple[str, ...]] = {}
-    for target in targets:
-        names[id(target.module)] = (*names.get(id(target.module), ()), target.key)
-    return names
-
-
 def _shared(module: torch.nn.Module, targets: list[_Target], tied: bool) -> dict[int, list[str]]:
     """The names of each weight. Raises if layers share one without saying so, or with another parameter."""
     owners: dict[int, list[str]] = {}
@@ -233,6 +223,14 @@ def _shared(module: torch.nn.Module, targets: list[_Target], tied: bool) -> dict
             advice = "Use Linear, LayerNormLinear and Embedding for all of them, and 'filter' for all or none"
             _refuse("module", "tied weights that are all packed and sharded", got, advice)
     return owners
+
+
+def _check_targets(
+    module: torch.nn.Module, targets: list[_Target], group: ProcessGroup, options: _Options
+) -> None:
+    for target in targets:
+        _check(target, tuple(dist.get_process_group_ranks(group)), options)
+    check_adapters(module, targets)
 
 
 def _check(target: _Target, ranks: tuple[int, ...], options: _Options) -> None:
