@@ -151,6 +151,32 @@ def test_what_is_refused_when_attached(name: str) -> None:
     assert first.weight_shard == ""
 
 
+class Adapter(torch.nn.Module):
+    """As PEFT wraps a layer: it has the attributes of the layer, and none of its parameters."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.base_layer = layer
+        self.own = tnn.Linear(K, N, bias=False)
+
+    @property
+    def weight(self) -> Any:
+        return self.base_layer.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.own(x)
+
+
+def test_adapters() -> None:
+    layer, whole = layer_of("Linear"), layer_of("Linear")
+    leader = driven(layer)
+    adapter = Adapter(layer)
+    assert attach_distributed_weights(torch.nn.Sequential(adapter)) == ["0.base_layer.weight"]
+    x = batch("Linear")[0].detach()
+    assert_same_bits(adapter(x).detach(), (whole(x) + adapter.own(x)).detach())
+    assert leader.calls == ["forward"]
+
+
 def test_quantized_shards_are_refused() -> None:
     for layer, name in (
         (tnn.Linear(K, N), "weight"),

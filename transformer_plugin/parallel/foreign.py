@@ -84,8 +84,9 @@ def attach_distributed_weights(module: torch.nn.Module) -> list[str]:
 
 
 def _marked(layer: torch.nn.Module) -> list[str]:
-    """The names of the marked parameters of a layer."""
-    names = dict.fromkeys(("weight", *layer._parameters))
+    """The names of the marked parameters of a layer. The ``weight`` of an adapter around a layer is that of the layer."""
+    computed = ("weight",) if _names(layer) else ()
+    names = dict.fromkeys((*computed, *layer._parameters))
     return [name for name in names if getattr(getattr(layer, name, None), _MARK, False)]
 
 
