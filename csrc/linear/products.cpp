@@ -98,7 +98,8 @@ namespace {
 
 // Adds the gradients of all groups to one tensor or G matrices, or writes them over it.
 void put_into(at::TensorList out, const Tensor& made, bool accumulate) {
-  const std::vector<Tensor> each = out.size() == 1 ? std::vector<Tensor>{made.view_as(out[0])} : made.unbind();
+  const std::vector<Tensor> each =
+      out.size() == 1 ? std::vector<Tensor>{made.view_as(out[0])} : made.unbind();
   for (size_t i = 0; i < out.size(); ++i) {
     if (accumulate) {
       out[i].add_(each[i]);

@@ -84,7 +84,7 @@ def attach_distributed_weights(module: torch.nn.Module) -> list[str]:
 
 
 def _marked(layer: torch.nn.Module) -> list[str]:
-    """The names of the marked parameters of a layer. The ``weight`` of an adapter around a layer is that of the layer."""
+    """The names of the marked parameters of a layer. That of an adapter is the weight of the layer inside."""
     computed = ("weight",) if _names(layer) else ()
     names = dict.fromkeys((*computed, *layer._parameters))
     return [name for name in names if getattr(getattr(layer, name, None), _MARK, False)]
@@ -171,7 +171,7 @@ def _refuse(name: str, expected: str, layer: Any, shard: str = "") -> NoReturn:
 
 
 def refuse_shards(op: str, argument: str, parameters: Iterable[Tensor]) -> None:
-    """Raises for a shard of another runtime where a function needs the other ranks' shards, which that runtime knows."""
+    """Raises for a shard of another runtime where a function needs what other ranks have, which that runtime knows."""
     shards = {id(shard): text for layer in list(_LAYERS.values()) for shard, text in _shards_of(layer)}
     found = next((shards[id(parameter)] for parameter in parameters if id(parameter) in shards), None)
     if found is not None:
