@@ -3,7 +3,9 @@
 #include <ATen/ops/addmm_cpu_dispatch.h>
 #include <ATen/ops/mm_cpu_dispatch.h>
 
+#include <algorithm>
 #include <cstdlib>
+#include <initializer_list>
 #include <string_view>
 
 #if defined(__x86_64__)
@@ -17,19 +19,21 @@ namespace transformer_plugin::gemm {
 namespace {
 
 using at::Tensor;
+using std::literals::operator""sv;
 
 #if defined(__x86_64__)
+bool has_value(const char* variable, std::initializer_list<std::string_view> values) {
+  const char* found = std::getenv(variable);
+  return found && std::find(values.begin(), values.end(), found) != values.end();
+}
+
 // Whether the user limits oneDNN to instruction sets without products of 16-bit values (oneDNN's documentation, "CPU dispatcher
-// control"). It has an older name, too.
+// control"; there is an older name, too), or ATen, which then has other loops for float16.
 bool is_limited() {
-  const char* limit = std::getenv("ONEDNN_MAX_CPU_ISA");
-  if (!limit) limit = std::getenv("DNNL_MAX_CPU_ISA");
-  if (!limit) return false;
-  for (const std::string_view set :
-       {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"}) {
-    if (set == limit) return true;
-  }
-  return false;
+  const auto sets = {"SSE41"sv,           "AVX"sv, "AVX2"sv, "AVX2_VNNI"sv, "AVX2_VNNI_2"sv, "AVX512_CORE"sv,
+                     "AVX512_CORE_VNNI"sv};
+  const char* name = std::getenv("ONEDNN_MAX_CPU_ISA") ? "ONEDNN_MAX_CPU_ISA" : "DNNL_MAX_CPU_ISA";
+  return has_value(name, sets) || has_value("ATEN_CPU_CAPABILITY", {"default"sv, "avx2"sv});
 }
 
 // CPUID leaf 7, subleaves 0 and 1.
