@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from transformer_plugin import ops
 from transformer_plugin.testing.distributed import Rank, RankPool
@@ -114,9 +115,33 @@ def linear_of_formats(rank: Rank) -> None:
         torch.testing.assert_close(got.full_tensor(), expected, rtol=1e-4, atol=1e-4)  # sums in another order
 
 
+def products(rank: Rank) -> None:
+    """gemm in every layout of its operands, with and without a bias, and of replicated quantized operands."""
+    mesh = init_device_mesh(rank.device.type, (rank.size,))
+    torch.manual_seed(0)
+    a, b, bias = torch.randn(32, 64), torch.randn(64, 64), torch.randn(64)
+    layouts = (Replicate(), Shard(0), Shard(1))
+    for of_a, of_b in itertools.product(layouts, layouts):
+        parts = distribute_tensor(a, mesh, [of_a]), distribute_tensor(b, mesh, [of_b])
+        for transpose_b, row in itertools.product((True, False), (None, bias)):
+            whole = None if row is None else distribute_tensor(row, mesh, [Replicate()])
+            got: Any = ops.gemm(*parts, whole, transpose_b)
+            expected = a.double() @ (b.double().t() if transpose_b else b.double())
+            expected = expected if row is None else expected + row
+            torch.testing.assert_close(got.full_tensor().cpu().double(), expected, rtol=1e-4, atol=1e-4)
+    for key in ("fp8_tensor", "fp8_block", "mxfp8"):
+        options = {"a_format": key, "b_format": key}
+        (left, of_left), (right, of_right) = (ops.quantize(x.to(rank.device), key) for x in (a, b))
+        expected = ops.gemm(left, right, a_scale=[of_left], b_scale=[of_right], **options)
+        tensors = [DTensor.from_local(t, mesh, [Replicate()]) for t in (left, right, of_left, of_right)]
+        got = ops.gemm(*tensors[:2], a_scale=tensors[2:3], b_scale=tensors[3:], **options)
+        assert got.placements == (Replicate(),) and torch.equal(got.to_local(), expected)
+
+
 def test_two_ranks(pair: RankPool) -> None:
     for op in (rms_norm, rms_norm_forward, layer_norm, layer_norm_forward):
         pair.run(norms, op)
     pair.run(activations)
     pair.run(gradient_of_no_bias)
     pair.run(linear_of_formats)
+    pair.run(products)

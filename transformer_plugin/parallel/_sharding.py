@@ -66,12 +66,12 @@ def _linear(
 
 
 def _gemm(a: Any, b: Any, bias: Any = None, transpose_b: bool = True, *others: Any) -> Rules:
-    """Of unquantized operands; gradients of ``linear`` are such products."""
+    """Of unquantized operands alone; gradients of ``linear`` are such products. Scales, which are lists, cover whole
+    matrices or blocks, so that quantized operands are whole on every rank."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    tensors = [
-        each for each in (bias, *others) if hasattr(each, "placements") or hasattr(each, "tensor_meta")
-    ]
+    given = [each for one in (bias, *others) for each in (one if isinstance(one, list | tuple) else [one])]
+    tensors = [each for each in given if hasattr(each, "placements") or hasattr(each, "tensor_meta")]
     outputs, terms = (0, 1) if transpose_b else (1, 0)
     rules: Rules = [([Replicate()], [Replicate()] * (2 + len(tensors)))]
     if not tensors:
