@@ -109,7 +109,10 @@ def by_quantize(model: torch.nn.Module, state: dict[str, Tensor], path: Path) ->
     """Through the methods of quantized values, and bytes through ``.data``, which shares no version with its tensor."""
     with torch.no_grad():
         for i, (name, parameter) in enumerate(model.named_parameters()):
-            if not isinstance(parameter, tp.QuantizedTensor | tp.GroupedTensor) or not parameter.format.is_quantized:
+            if (
+                not isinstance(parameter, tp.QuantizedTensor | tp.GroupedTensor)
+                or not parameter.format.is_quantized
+            ):
                 parameter.copy_(state[name])
             elif i == 0:
                 parameter.quantize_(state[name])

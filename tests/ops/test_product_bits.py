@@ -1,5 +1,5 @@
-"""Products on a CPU: their bits depend on values and sizes and on whether operands lie by rows or by columns, and neither on
-addresses and distances of rows nor on the op."""
+"""Products on a CPU: their bits depend on values and sizes and on whether operands lie by rows or by columns, and
+neither on addresses and distances of rows nor on the op."""
 
 from __future__ import annotations
 
@@ -121,7 +121,15 @@ def test_gradients_are_products_of_gemm(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_slices_have_the_bits_of_the_product(dtype: torch.dtype) -> None:
     """Of 16-bit values: rows of the input, and rows of the weight."""
-    sizes = ((96, 64, 96), (64, 128, 192), (48, 40, 80), (16, 160, 144), (4, 96, 192), (160, 512, 16), (512, 128, 20))
+    sizes = (
+        (96, 64, 96),
+        (64, 128, 192),
+        (48, 40, 80),
+        (16, 160, 144),
+        (4, 96, 192),
+        (160, 512, 16),
+        (512, 128, 20),
+    )
     for rows, terms, columns in sizes:
         a, b = drawn(rows, terms, dtype=dtype, seed=1), drawn(columns, terms, dtype=dtype, seed=2)
         for weight in (b, b.t().contiguous().t()):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from transformer_plugin._arguments import typed
 from transformer_plugin.nn.quantized_weight import Seen, copies_of
 from transformer_plugin.parallel._layer_shards import note, note_shards, refuse_replaced
 from transformer_plugin.parallel._part_tensor import PartTensor, part_for
@@ -94,12 +95,13 @@ class MasterWeights:
     Master weights follow loads: if a parameter has been changed since the last step, and is no longer its master weight
     in fewer bits, :meth:`step` and :meth:`state_dict` give its values to the master weight first. What torch counts as
     a change is noticed (``load_state_dict``, ``torch.distributed.checkpoint``, ``parameter.copy_()``, and of a value
-    ``quantize_()``), and ``parameter.data = other``. Call :meth:`follow_parameters` after ``parameter.data.copy_()``, and where
-    ``torch.distributed.checkpoint.load`` has written into a ``DTensor`` without a ``load_state_dict`` afterwards.
-    Constraints such as ``clamp_()`` belong on the master weights. ``load_state_dict(assign=True)`` makes other
-    parameters: the next step raises an error.
+    ``quantize_()``), and ``parameter.data = other``. Call :meth:`follow_parameters` after ``parameter.data.copy_()``
+    of a plain tensor, and where ``torch.distributed.checkpoint.load`` has written into a ``DTensor`` without a
+    ``load_state_dict`` afterwards. Constraints such as ``clamp_()`` belong on the master weights.
+    ``load_state_dict(assign=True)`` makes other parameters: the next step raises an error.
     """
 
+    @typed
     def __init__(self, parameters: Iterable[Tensor], make: Callable[[list[Tensor]], Optimizer]) -> None:
         note_shards()
         self.parameters = [p for p in parameters if p.requires_grad]
@@ -117,7 +119,7 @@ class MasterWeights:
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles, whose parameters have other versions, memory and ids."""
-        behind = self._seen
+        behind: list[int] | None = None
         if self._seen is not None:
             behind = [seen.versions_behind(p) for seen, p in zip(self._seen, self.parameters, strict=True)]
         found = [(i, self._replaced.get(id(parameter))) for i, parameter in enumerate(self.parameters)]
@@ -127,7 +129,9 @@ class MasterWeights:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         behind, replaced = state["_seen"], state["_replaced"]
-        self._replaced = {id(self.parameters[i]): Replaced.now(self.parameters[i], n) for i, n in replaced.items()}
+        self._replaced = {
+            id(self.parameters[i]): Replaced.now(self.parameters[i], n) for i, n in replaced.items()
+        }
         if behind is not None:
             self._seen = [Seen.of(p, versions) for p, versions in zip(self.parameters, behind, strict=True)]
         self._watch()
@@ -255,7 +259,7 @@ class Replaced(NamedTuple):
         return not all(seen.is_outdated(grad) for seen in self.grads) or not local(grad).any()
 
 
-def _is_dense(grad: object) -> bool:
+def _is_dense(grad: object) -> TypeGuard[Tensor]:
     return isinstance(grad, Tensor) and grad.layout == torch.strided
 
 

@@ -15,6 +15,8 @@ Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 #: By the name of the op without its overload.
 HANDLERS: dict[str, Handler] = {}
+#: What torch makes of this op divides by an argument that it has not checked, which ends the process.
+_NOT_DECOMPOSED = "aten::native_channel_shuffle"
 
 
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -22,8 +24,10 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     handler = HANDLERS.get(func._schema.name)
     if handler is None or "out" in kwargs:
         # Under inference_mode ops that torch makes of others arrive whole.
-        if func.namespace == "aten" and (made := func.decompose(*args, **kwargs)) is not NotImplemented:
-            return made
+        if func.namespace == "aten" and func._schema.name != _NOT_DECOMPOSED:
+            made = func.decompose(*args, **kwargs)
+            if made is not NotImplemented:
+                return made
         if func.namespace == "transformer_plugin":
             raise _of_this_library(func, args, kwargs)
         raise unsupported(func, values_in((*args, *kwargs.values()))[0])
