@@ -25,6 +25,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from transformer_plugin._arguments import check_fields
 from transformer_plugin._float32 import float32, is_epsilon, shortest
 
 Family = Literal["none", "bf16", "fp8_tensor", "fp8_row", "fp8_block", "mxfp8", "nvfp4"]
@@ -148,14 +149,13 @@ class Format:
     nonfinite_is_nan: bool = False
 
     def __post_init__(self) -> None:
+        check_fields(self, "transformer_plugin.Format")
         if self.family not in FAMILIES:
             raise _error("family", f"one of {', '.join(FAMILIES)}", repr(self.family), "Choose one of them")
         self._set_element()
         if self.square_blocks and self.family not in _WIDTHS:
             expected = "False unless the family is fp8_block, mxfp8 or nvfp4"
             raise _error("square_blocks", expected, "True", "Leave it out")
-        if not isinstance(self.epsilon, int | float):
-            raise _error("epsilon", "a number", repr(self.epsilon), "Use 0 for none")
         object.__setattr__(self, "epsilon", float32(self.epsilon))
         if not (0.0 <= self.epsilon < math.inf):
             expected = "a finite number that is not negative"

@@ -6,10 +6,10 @@ gradient of the output. A recipe gives a format key (:mod:`transformer_plugin.fo
 
 from __future__ import annotations
 
-import numbers
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from transformer_plugin._arguments import check_fields, typed
 from transformer_plugin.formats import Element, Family, Format, FourOverSix
 
 #: An operand of a product in training.
@@ -37,21 +37,7 @@ class Recipe:
     nonfinite: Literal["round", "nan"] = field(default="round", kw_only=True)
 
     def __post_init__(self) -> None:
-        kinds = {
-            "bool": (bool, "True or False"),
-            "int": (numbers.Integral, "an integer"),
-            "float": (numbers.Real, "a number"),
-        }
-        for argument in fields(self):
-            kind, expected = kinds.get(str(argument.type), (object, ""))
-            value = getattr(self, argument.name)
-            if not isinstance(value, kind) or (
-                isinstance(value, bool) and kind in (numbers.Integral, numbers.Real)
-            ):
-                raise TypeError(
-                    f"transformer_plugin.{type(self).__name__}: argument '{argument.name}': expected {expected}, got "
-                    f"{value!r}. The default is {argument.default!r}."
-                )
+        check_fields(self, f"transformer_plugin.{type(self).__name__}")
         if self.nonfinite not in ("round", "nan"):
             raise ValueError(
                 f"transformer_plugin.{type(self).__name__}: argument 'nonfinite': expected 'round' or 'nan', got "
@@ -358,6 +344,7 @@ class NVFP4BlockScaling(Recipe):
         ).key
 
 
+@typed
 def recipe_from_name(name: str) -> Recipe | None:
     """Returns the recipe of a name, with default arguments.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from transformer_plugin._arguments import typed
 from transformer_plugin.formats import Format
 from transformer_plugin.ops.gemm_plan import GroupedGemmPlan, grouped_gemm_plan
 from transformer_plugin.recipes import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Recipe
@@ -14,6 +15,7 @@ TESTED = (9, 0)
 WIDTH = 2048
 
 
+@typed
 def explain_support(recipe: Recipe | None, device: torch.device | str) -> str:
     """Describes which kernels run if ``recipe`` is used on ``device``, and why. Allocates nothing, launches no kernel.
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,7 +24,20 @@ from transformer_plugin.parallel import (
     ep_prepare,
 )
 
-FOUR_PARTS = r"transformer_plugin(::|\.nn\.)\w+: (argument|attribute) '[\w\[\]]+': expected .*, got .*\. \S"
+FOUR_PARTS = (
+    r"transformer_plugin(::|\.|\.nn\.)[\w.]+: (argument|attribute) '[\w\[\]]+': expected .*, got .*\. \S"
+)
+RECIPES = (
+    *(
+        "Recipe",
+        "BFloat16",
+        "Float8CurrentScaling",
+        "Float8RowwiseScaling",
+        "DelayedScaling",
+        "Float8BlockScaling",
+    ),
+    *("MXFP8BlockScaling", "NVFP4BlockScaling"),
+)
 SIZES: dict[str, tuple[str, ...]] = {
     "Linear": ("in_features", "out_features"),
     "GroupedLinear": ("num_groups", "in_features", "out_features"),
@@ -40,11 +54,56 @@ def sizes_of(name: str) -> dict[str, Any]:
     return {size: {"topk": 2, "num_experts": 4}.get(size, 8) for size in SIZES[name]}
 
 
+def model() -> torch.nn.Module:
+    return torch.nn.Sequential(tp.nn.Linear(32, 32))
+
+
+def weight() -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.ones(32, 32))
+
+
+def quantized() -> dict[str, Any]:
+    value = tp.quantize(torch.ones(32, 32), "fp8_block")
+    return {"rowwise_data": value.rowwise_data, "scale_inv": value.scale_inv, "format": "fp8_block"}
+
+
+#: Functions and classes with their valid arguments.
+OWNERS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
+    **{name: (getattr(tp.recipes, name), dict) for name in RECIPES},
+    "Format": (tp.formats.Format, lambda: {"family": "fp8_block"}),
+    "recipe_from_name": (tp.recipes.recipe_from_name, lambda: {"name": "mxfp8"}),
+    "DispatchConfig": (tp.nn.DispatchConfig, dict),
+    "RouterConfig": (tp.nn.RouterConfig, dict),
+    "QuantizedWeight": (tp.nn.QuantizedWeight, lambda: {"weight": weight(), "formats": ("mxfp8",) * 3}),
+    "MasterWeights": (tp.optim.MasterWeights, lambda: {"parameters": [weight()], "make": torch.optim.SGD}),
+    "refresh_after": (tp.optim.refresh_after, lambda: {"optimizer": torch.optim.SGD([weight()])}),
+    "clip_grad_norm_": (tp.clip_grad_norm_, lambda: {"parameters": model(), "max_norm": 1.0}),
+    "convert": (tp.convert, lambda: {"model": torch.nn.Sequential(torch.nn.Linear(32, 32))}),
+    "quantized_init": (tp.quantized_init, lambda: {"recipe": tp.recipes.MXFP8BlockScaling()}),
+    "explain_support": (tp.explain_support, lambda: {"recipe": None, "device": "cpu"}),
+    "reduce_amax": (tp.nn.reduce_amax, lambda: {"model": model()}),
+    "shard_": (tp.parallel.shard_, lambda: {"module": model(), "group": None}),
+    "set_gather_order": (tp.parallel.set_gather_order, lambda: {"layers": list(model().children())}),
+    "whole_parameters": (tp.parallel.whole_parameters, lambda: {"module": model()}),
+    "whole_state_dict": (tp.parallel.whole_state_dict, lambda: {"module": model()}),
+    "whole_weight": (tp.parallel.whole_weight, lambda: {"parameter": weight()}),
+    "data_parallel": (tp.parallel.data_parallel, lambda: {"model": model()}),
+    "fully_shard": (tp.parallel.fully_shard, lambda: {"module": model(), "mesh": None}),
+    "quantize_all_gather": (tp.parallel.quantize_all_gather, lambda: {"model": model()}),
+    "attach_distributed_weights": (tp.parallel.attach_distributed_weights, lambda: {"module": model()}),
+    "GroupedTensor": (tp.GroupedTensor, lambda: {"rowwise_data": torch.ones(2, 32, 32)}),
+    "QuantizedTensor": (tp.QuantizedTensor, quantized),
+}
+
+
 def others_are_named(
-    function: Callable[..., Any], arguments: Callable[[], dict[str, Any]], names: Any
+    function: Callable[..., Any],
+    arguments: Callable[[], dict[str, Any]],
+    names: Any,
+    others: tuple[Any, ...] = (object(), *OTHERS),
 ) -> None:
     for name in names:
-        for value in (object(), *OTHERS):
+        for value in others:
             try:
                 function(**{**arguments(), name: value})
             except (ValueError, TypeError) as error:
@@ -53,8 +112,36 @@ def others_are_named(
 
 @pytest.mark.parametrize("name", SIZES)
 def test_constructors(name: str) -> None:
+    """Every argument; options are True or False, not what Python takes for one of them."""
     layer = getattr(tp.nn, name)
+    names = inspect.signature(layer).parameters
     others_are_named(layer, lambda: sizes_of(name), (*SIZES[name], "dtype"))
+    others = (object(), np.ones((2, 2)), torch.nn.Parameter(torch.ones(2, 2)), "", "text", -1, 1.5)
+    others_are_named(layer, lambda: sizes_of(name), names, others)
+    for option in (o for o, p in names.items() if isinstance(p.default, bool)):
+        for wrong in ("yes", 1, torch.tensor(True)):
+            with pytest.raises(
+                TypeError, match=rf"{name}: argument '{option}': expected True or False, got "
+            ):
+                layer(**{**sizes_of(name), option: wrong})
+
+
+@pytest.mark.parametrize("name", OWNERS)
+def test_functions_and_configurations(name: str) -> None:
+    """Others than layers: helpers of models, recipes, formats, optimizers, quantized copies."""
+    function, make = OWNERS[name]
+    arguments = inspect.signature(function).parameters
+    names = [n for n, p in arguments.items() if p.kind != p.VAR_KEYWORD]
+    assert all(n in make() for n in names if arguments[n].default is inspect.Parameter.empty)
+
+    def call(**arguments: Any) -> None:
+        result = function(**arguments)
+        if hasattr(result, "__enter__"):
+            with result:
+                pass
+
+    others = (object(), np.ones((2, 2)), torch.nn.Parameter(torch.ones(2, 2)), *OTHERS[:10])
+    others_are_named(call, make, names, others)
 
 
 @pytest.mark.parametrize("wrong", [-1, -8, -(2**62)])

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
+from transformer_plugin._arguments import typed
 from transformer_plugin.nn._delayed_wgrad import DelayedWgradMixin, WgradHooks, outermost
 from transformer_plugin.parallel._shard_experts import local
 from transformer_plugin.tensor._layout import message
 
 
+@typed
 def dw_builder(module: torch.nn.Module) -> Callable[[], Callable[[], None]]:
     """What ``torch.distributed.pipelining.PipelineStage`` takes as ``dw_builder`` for a stage's module.
 

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from transformer_plugin._arguments import typed
 from transformer_plugin.functional import grouped_mlp
 from transformer_plugin.nn._autocast import operand
 from transformer_plugin.nn._left_alone import chooses, is_experts, is_linear, left_alone
@@ -79,6 +80,7 @@ class ConvertedExperts(PluginModule):
         return f"num_experts={experts}, hidden={hidden}, ffn_hidden={ffn_hidden}, recipe={self.recipe}"
 
 
+@typed
 def convert(
     model: torch.nn.Module,
     recipe: Recipe | None = None,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from transformer_plugin._arguments import typed
 from transformer_plugin.nn._recipe import RecipeModule
 from transformer_plugin.parallel._collectives import all_reduce_max
 from transformer_plugin.recipes import DelayedScaling
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+@typed
 def reduce_amax(model: torch.nn.Module, group: ProcessGroup | None = None) -> None:
     """Reduces the amaxes of all ranks to their maximum, so that the ranks use the same scales.
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from transformer_plugin import ops
+from transformer_plugin._arguments import typed
 from transformer_plugin.nn._dtensor import is_dtensor, run_embedding
 from transformer_plugin.nn._module import layer_forward, registered
 from transformer_plugin.nn._sharded_weight import ShardedWeightMixin
@@ -40,6 +41,7 @@ class Embedding(ShardedWeightMixin, torch.nn.Embedding):
             otherwise all ranks get all.
     """
 
+    @typed
     def __init__(
         self,
         *arguments: Any,

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from transformer_plugin import ops
+from transformer_plugin._arguments import check_fields
 from transformer_plugin.nn._autocast import as_float32
 from transformer_plugin.nn._slots import Slots
 from transformer_plugin.nn._tracing import assign_all, is_tracing
@@ -43,6 +44,7 @@ class DispatchConfig:
     timeout: float | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self, "transformer_plugin::DispatchConfig")
         advice = {
             "capacity": "Use None for room for every row",
             "max_tokens": "Use the largest number of tokens of any rank",

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from transformer_plugin import ops
+from transformer_plugin._arguments import typed
 from transformer_plugin.functional._values import is_quantized
 from transformer_plugin.launch import LaunchOptions, checked
 from transformer_plugin.nn._attributes import fixed
@@ -71,8 +72,7 @@ class GroupedLinear(RecipeModule):
         in_features: K, the columns of the input.
         out_features: N, the columns of the output.
         bias: whether each group adds a learned ``[N]``.
-        device, dtype: of the parameters; ``device="meta"`` defers the initial values to
-            ``reset_parameters()``.
+        device, dtype: of the parameters; ``device="meta"`` defers the initial values to ``reset_parameters()``.
         recipe: the formats of input, weight and gradient; None multiplies in the dtype of the parameters.
         scale_bias: whether the bias of each row is multiplied by ``bias_scale`` of that row, an argument that
             ``forward`` then requires.
@@ -109,6 +109,7 @@ class GroupedLinear(RecipeModule):
     parameter_layout: Layout = fixed("parameter_layout")
     _launch_options: LaunchOptions = LaunchOptions()
 
+    @typed
     def __init__(
         self,
         num_groups: int,
@@ -133,12 +134,10 @@ class GroupedLinear(RecipeModule):
         super().__init__()
         parallel = tensor_parallel_of(type(self).__name__, parallel_mode, tp_group, False)
         if scale_bias and not bias:
-            raise ValueError(
-                "transformer_plugin::GroupedLinear: argument 'scale_bias': expected False without a bias, "
-                "got True. Pass bias=True or leave scale_bias out."
-            )
-        check_sizes("GroupedLinear", dtype, num_groups=num_groups)
-        check_sizes("GroupedLinear", in_features=in_features, out_features=out_features)
+            text = "expected False without a bias, got True. Pass bias=True or leave scale_bias out."
+            raise ValueError(f"transformer_plugin::GroupedLinear: argument 'scale_bias': {text}")
+        sizes = {"num_groups": num_groups, "in_features": in_features, "out_features": out_features}
+        check_sizes("GroupedLinear", dtype, **sizes)
         self.num_groups, self.scale_bias, self.launch_options = num_groups, scale_bias, launch_options
         if num_groups == 0 and parameters == "list":
             raise ValueError(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from transformer_plugin import ops
+from transformer_plugin._arguments import typed
 from transformer_plugin.launch import LaunchOptions, checked
 from transformer_plugin.nn._attributes import fixed, recipe_layers
 from transformer_plugin.nn._autocast import as_float32
@@ -117,6 +118,7 @@ class GroupedMLP(LaunchedModule):
     bias: bool = fixed("bias")
     glu_interleave: int = fixed("glu_interleave")
 
+    @typed
     def __init__(
         self,
         num_groups: int,
@@ -137,18 +139,16 @@ class GroupedMLP(LaunchedModule):
         super().__init__()
         mode = None if tp_group is None else "column"
         parallel = tensor_parallel_of(type(self).__name__, mode, tp_group, False)
-        sizes = {"num_groups": num_groups, "hidden": hidden, "ffn_hidden": ffn_hidden}
-        check_sizes(type(self).__name__, dtype, **sizes)
+        check_sizes(type(self).__name__, dtype, num_groups=num_groups, hidden=hidden, ffn_hidden=ffn_hidden)
         checked(launch_options, type(self).__name__)
         _check_interleave(glu_interleave, ffn_hidden)
         self.num_groups, self.hidden, self.ffn_hidden, self.bias = num_groups, hidden, ffn_hidden, bias
         self.glu_interleave = glu_interleave
         of_layers: dict[str, Any] = {"device": device, "dtype": dtype, "recipe": recipe}
-        of_layers["launch_options"] = launch_options
-        of_layers.update(parameters=parameters, fuse_wgrad_accumulation=fuse_wgrad_accumulation)
+        of_layers.update(launch_options=launch_options, parameters=parameters)
+        of_layers["fuse_wgrad_accumulation"] = fuse_wgrad_accumulation
         of_layers["delay_wgrad_compute"] = delay_wgrad_compute
-        column: dict[str, Any] = {}
-        row: dict[str, Any] = {}
+        column, row = dict[str, Any](), dict[str, Any]()
         if parallel is not None:
             column = {"parallel_mode": "column", "tp_group": tp_group, "sections": self._gate_and_linear()}
             row = {"parallel_mode": "row", "tp_group": tp_group}

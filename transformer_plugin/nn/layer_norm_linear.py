@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from transformer_plugin import ops
+from transformer_plugin._arguments import typed
 from transformer_plugin.nn._attributes import fixed
 from transformer_plugin.nn._autocast import like_input, operands
 from transformer_plugin.nn._caller_buffers import into_buffers, with_gradient_into
@@ -82,6 +83,7 @@ class LayerNormLinear(RecipeModule):
     out_features: int = fixed("out_features")
     normalization: str = fixed("normalization")
 
+    @typed
     def __init__(
         self,
         in_features: int,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from transformer_plugin import ops
+from transformer_plugin._arguments import typed
 from transformer_plugin.nn._autocast import like_input, operands
 from transformer_plugin.nn._caller_buffers import into_buffers
 from transformer_plugin.nn._dtensor import is_dtensor, run_linear
@@ -74,6 +75,7 @@ class Linear(RecipeModule, torch.nn.Linear):
     ``NVFP4BlockScaling`` the number of input rows (the product of all leading dimensions) is a multiple of 16.
     """
 
+    @typed
     def __init__(
         self,
         in_features: int,

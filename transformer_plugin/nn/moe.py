@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from transformer_plugin._arguments import typed
 from transformer_plugin.launch import LaunchOptions
 from transformer_plugin.nn import _tracing
 from transformer_plugin.nn._attributes import fixed, row_rules_in
@@ -160,6 +161,7 @@ class MoE(LaunchedModule):
     mesh: DeviceMesh | None = fixed("mesh")
     glu_interleave: int = fixed("glu_interleave")
 
+    @typed
     def __init__(
         self,
         hidden: int,

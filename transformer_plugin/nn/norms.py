@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from transformer_plugin import ops
+from transformer_plugin._arguments import typed
 from transformer_plugin.nn._autocast import as_weight
 from transformer_plugin.nn._dtensor import is_dtensor, run_norm
 from transformer_plugin.nn._module import PluginModule, check_sizes, layer_forward, registered
@@ -94,6 +95,7 @@ class RMSNorm(_ZeroCenteredNorm, torch.nn.RMSNorm):
     and returns it, as torch's does on a GPU.
     """
 
+    @typed
     def __init__(
         self,
         normalized_shape: int | Sequence[int],
@@ -146,6 +148,7 @@ class LayerNorm(_ZeroCenteredNorm, torch.nn.LayerNorm):
     Shapes and dtypes: as :class:`RMSNorm`, also under ``torch.autocast``.
     """
 
+    @typed
     def __init__(
         self,
         normalized_shape: int | Sequence[int],

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from transformer_plugin._arguments import typed
 from transformer_plugin.formats import Format
 from transformer_plugin.functional._values import is_quantized
 from transformer_plugin.functional.quantize import quantize
@@ -33,6 +34,7 @@ class _Choice:
 _choice: ContextVar[_Choice | None] = ContextVar("quantized_init", default=None)
 
 
+@typed
 @contextmanager
 def quantized_init(recipe: Recipe, *, preserve_high_precision_init_val: bool = False) -> Iterator[None]:
     """Layers of this package that are made in this context have quantized weights as parameters.

@@ -17,6 +17,7 @@ from transformer_plugin.parallel._shard_experts import local
 from transformer_plugin.parallel._watching import watch_steps
 from transformer_plugin.tensor import GroupedTensor, QuantizedTensor
 from transformer_plugin.tensor._base import Buffers, FormatTensor
+from transformer_plugin.tensor._layout import message
 
 Formats = tuple[str, str, str]
 
@@ -46,6 +47,7 @@ class QuantizedWeight:
     refreshes_itself = False
 
     def __init__(self, weight: Tensor | Sequence[Tensor], formats: Formats) -> None:
+        _check_arguments(weight, formats)
         self.formats: Formats = (formats[0], formats[1], formats[2])
         self._take(weight)
         with torch.no_grad(), _outside_of_inference_mode():
@@ -187,6 +189,17 @@ class QuantizedWeight:
         if state["behind"] is not None:
             pairs = zip(self._sources, state["behind"], strict=True)
             self._seen = [Seen.of(source, behind) for source, behind in pairs]
+
+
+def _check_arguments(weight: object, formats: object) -> None:
+    listed = weight if isinstance(weight, list | tuple) else [weight]
+    if not listed or not all(isinstance(each, Tensor) for each in listed):
+        got, advice = f"{type(weight).__name__}", "Pass the parameter of a layer, or a list of them"
+        raise TypeError(message("QuantizedWeight", "weight", "a tensor or a list of tensors", got, advice))
+    keys = formats if isinstance(formats, list | tuple) else ()
+    if len(keys) != 3 or not all(isinstance(key, str) for key in keys):
+        advice = "Pass those of input, weight and gradient: ('mxfp8', 'mxfp8', 'mxfp8')"
+        raise TypeError(message("QuantizedWeight", "formats", "three format keys", repr(formats), advice))
 
 
 def _with_bytes(tensors: list[Tensor]) -> list[Tensor]:

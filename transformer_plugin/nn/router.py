@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from transformer_plugin import ops
+from transformer_plugin._arguments import check_fields, typed
 from transformer_plugin.nn._attributes import fixed
 from transformer_plugin.nn._hooks import have_hooks
 from transformer_plugin.nn._module import PluginModule, check_sizes, layer_forward, registered, serializable
@@ -166,28 +166,12 @@ class RouterConfig:
             )
 
     def _check_types(self) -> None:
-        kinds: dict[str, tuple[type, str]] = {
-            "score_function": (str, "a name"),
-            **dict.fromkeys(("pre_softmax", "expert_bias"), (bool, "True or False")),
-            **dict.fromkeys(
-                ("num_groups", "group_topk", "group_score_topk"), (numbers.Integral, "an integer")
-            ),
-            **dict.fromkeys(("scaling_factor", "aux_loss_coeff"), (numbers.Real, "a number")),
-        }
-        for name, (kind, expected) in kinds.items():
-            value = getattr(self, name)
-            if name == "group_score_topk" and value is None:
-                continue
-            if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-                raise TypeError(
-                    f"transformer_plugin::RouterConfig: argument '{name}': expected {expected}, got {value!r}. "
-                    f"The default is {getattr(type(self), name)!r}."
-                )
         if self.router_dtype is not None and self.router_dtype is not torch.float32:
             raise TypeError(
                 "transformer_plugin::RouterConfig: argument 'router_dtype': expected None or torch.float32, got "
                 f"{self.router_dtype!r}. Cast tokens and weight to another dtype, and pass None."
             )
+        check_fields(self, "transformer_plugin::RouterConfig")
 
     def _expect(self, condition: bool, name: str, expected: str, advice: str) -> None:
         if not condition:
@@ -249,6 +233,7 @@ class TopKRouter(PluginModule):
     hidden: int = fixed("hidden")
     num_experts: int = fixed("num_experts")
 
+    @typed
     def __init__(
         self,
         hidden: int,

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS, EPS, _adjust_lr, muon
 from torch.optim.optimizer import _to_scalar
 
+from transformer_plugin._arguments import typed
 from transformer_plugin.optim import _whole_matrices as matrices
 from transformer_plugin.optim._newton_schulz import orthogonalized
 from transformer_plugin.optim._shared_work import by_ranks
@@ -76,10 +77,11 @@ class Muon(torch.optim.Muon):
     #: Parts are not refused, as they are by optimizers that would take them for whole matrices.
     handles_parts = True
 
+    @typed
     def __init__(
         self,
         params: Any,
-        lr: float = 1e-3,
+        lr: float | Tensor = 1e-3,
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,
@@ -88,7 +90,7 @@ class Muon(torch.optim.Muon):
         ns_steps: int = DEFAULT_NS_STEPS,
         adjust_lr_fn: str | None = None,
     ) -> None:
-        options = (lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn)
+        options: Any = (lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn)
         # torch's constructor checks the options, and refuses stacks.
         defaults = torch.optim.Muon([torch.empty(1, 1)], *options).defaults
         Optimizer.__init__(self, params, defaults)

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 
 from transformer_plugin import ops
+from transformer_plugin._arguments import typed
 from transformer_plugin.formats import Format
 from transformer_plugin.nn.embedding import Embedding
 from transformer_plugin.tensor._layout import message
 
 
+@typed
 @torch.no_grad()
 def set_gather_order(layers: Iterable[torch.nn.Module]) -> None:
     """Sets the order in which the groups of sharded weights expect their weights to be used.

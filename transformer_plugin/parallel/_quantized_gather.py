@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd import _unsafe_preserve_version_counter  # type: ignore[attr-defined]
 from torch.nn import Parameter
 
+from transformer_plugin._arguments import typed
 from transformer_plugin.parallel import _gather_layout as layout
 from transformer_plugin.parallel._gather_layout import Part, Shards, refuse
 from transformer_plugin.parallel._other_layers import not_quantized, warn_of
@@ -207,6 +208,7 @@ def _fill(
             layout.transpose(shards, *rows, *(buffers[name] for name in columns))
 
 
+@typed
 def quantize_all_gather(
     model: torch.nn.Module, filter: Callable[[torch.nn.Module, str], bool] | None = None
 ) -> torch.nn.Module:

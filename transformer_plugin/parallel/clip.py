@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from transformer_plugin._arguments import typed
 from transformer_plugin.parallel._collectives import all_reduce_max, all_reduce_sum
 from transformer_plugin.parallel._group_names import group_named
 from transformer_plugin.parallel._layer_shards import note_shards
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 Place = tuple[str, ...]
 
 
+@typed
 @torch.no_grad()
 def clip_grad_norm_(
     parameters: torch.nn.Module | Tensor | Iterable[Tensor],

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from transformer_plugin._arguments import typed
 from transformer_plugin.parallel._collectives import (
     all_gather_value,
     all_reduce_sum,
@@ -25,6 +26,7 @@ from transformer_plugin.parallel._shard_experts import EXPERT_RANKS, Ranks, loca
 from transformer_plugin.parallel._tensor_slices import slices_of
 from transformer_plugin.parallel._weight_part import part_of
 from transformer_plugin.parallel._wrapping import sharded_modules
+from transformer_plugin.tensor._layout import message
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -47,6 +49,7 @@ class ExpertDataParallel(DistributedDataParallel):
         return super().forward(*inputs, **named)
 
 
+@typed
 def data_parallel(
     model: torch.nn.Module, *, process_group: ProcessGroup | None = None, **options: Any
 ) -> ExpertDataParallel:
@@ -73,6 +76,9 @@ def data_parallel(
 
     Buffers of experts, such as the scales of delayed scaling, are not synchronized.
     """
+    if process_group is None and not dist.is_initialized():
+        expected, got = "a process group, or that of all ranks", "none before init_process_group"
+        raise ValueError(message("data_parallel", "process_group", expected, got, "Call it first"))
     everyone = process_group if process_group is not None else dist.group.WORLD
     assert everyone is not None
     mine: dict[str, tuple[torch.nn.Module, Ranks]] = {
@@ -225,6 +231,7 @@ def _divide_by(ranks: int) -> Callable[[Tensor], Tensor]:
     return lambda gradient: gradient / ranks
 
 
+@typed
 def fully_shard(module: torch.nn.Module, mesh: DeviceMesh, **options: Any) -> torch.nn.Module:
     """Shards a module with FSDP2's ``fully_shard``, with correct gradients for sharded experts.
 

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from transformer_plugin._arguments import typed
 from transformer_plugin.formats import Format
 from transformer_plugin.functional._values import is_quantized
 from transformer_plugin.parallel._weight_part import layout_of
@@ -33,6 +34,7 @@ _LAYERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _library = torch.library.Library("transformer_plugin_foreign", "DEF")
 
 
+@typed
 def attach_distributed_weights(module: torch.nn.Module) -> list[str]:
     """Lets the layers of a module use weights that another runtime shards, gathers and reduces.
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.nn import Parameter
 
 from transformer_plugin import ops
+from transformer_plugin._arguments import typed
 from transformer_plugin.formats import Format
 from transformer_plugin.parallel._adapters import check_adapters
 from transformer_plugin.parallel._collectives import all_gather_value
@@ -65,6 +66,7 @@ class _Options(NamedTuple):
     set: int
 
 
+@typed
 def shard_(
     module: torch.nn.Module,
     group: ProcessGroup | DeviceMesh | None,

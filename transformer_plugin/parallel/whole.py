@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from transformer_plugin import ops
+from transformer_plugin._arguments import typed
 from transformer_plugin.parallel._layer_shards import note_shards
 from transformer_plugin.parallel._part_tensor import PartTensor, values_of
 from transformer_plugin.parallel._tensor_slices import TensorSlices, slices_of
@@ -17,6 +18,7 @@ from transformer_plugin.parallel._weight_part import layout_of, part_of
 from transformer_plugin.parallel.foreign import refuse_shards
 
 
+@typed
 def whole_weight(parameter: Tensor) -> Tensor:
     """The whole weight ``[N, ...]`` of a part, without padding, on every rank: a copy without a gradient.
 
@@ -35,6 +37,7 @@ def whole_weight(parameter: Tensor) -> Tensor:
     return whole.clone() if part is None and slices is None else whole
 
 
+@typed
 def whole_state_dict(module: torch.nn.Module) -> dict[str, Any]:
     """The ``state_dict()`` of a module with whole tensors, as the module would have it on one rank.
 
@@ -56,6 +59,7 @@ def _joined(own: Tensor, slices: TensorSlices) -> Tensor:
     return slices.join(every.unbind(0))
 
 
+@typed
 @contextmanager
 def whole_parameters(module: torch.nn.Module) -> Iterator[None]:
     """Context in which layers have whole, uninitialized parameters, of which they keep slices and rows.

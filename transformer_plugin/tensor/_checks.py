@@ -93,9 +93,15 @@ def check_rows(op: str, rows: object, buffers: Buffers) -> None:
         refuse(op, "rows", "a number from 0", str(rows), "Pass the number of rows")
 
 
+def check_flag(op: str, name: str, value: object) -> None:
+    """True or False."""
+    if not isinstance(value, bool):
+        refuse(op, name, "True or False", describe(value), "Leave it out for False", TypeError)
+
+
 def check_dtype(op: str, dtype: object) -> None:
     """The nominal dtype of a quantized value."""
-    if dtype not in FLOATS:
+    if not isinstance(dtype, torch.dtype) or dtype not in FLOATS:
         refuse(
             op,
             "dtype",

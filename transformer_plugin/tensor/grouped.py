@@ -100,7 +100,8 @@ class GroupedTensor(FormatTensor):
         buffers = Buffers(
             rowwise_data, scale_inv, amax, columnwise_data, columnwise_scale_inv, columnwise_amax, group_sizes
         )
-        if format == UNQUANTIZED or (isinstance(format, Format) and format.key == UNQUANTIZED):
+        _checks.check_flag(op, "requires_grad", requires_grad)
+        if _checks.key_of(op, format) == UNQUANTIZED:
             data = cls._check_unquantized(buffers, dtype, rows)
             if data.requires_grad and torch.is_grad_enabled():
                 return over(data, group_sizes)
@@ -115,7 +116,7 @@ class GroupedTensor(FormatTensor):
             advice = "Cast the values first"
             _checks.refuse(op, "format", "'none' or a format with scales", f"'{parsed.key}'", advice)
         _checks.check_rows(op, rows, buffers)
-        nominal = dtype or torch.bfloat16
+        nominal = torch.bfloat16 if dtype is None else dtype
         shape = _checks.check_quantized(op, buffers, parsed, nominal, 3 if group_sizes is None else 2, rows)
         quantized: GroupedTensor = cls._make(buffers, parsed.key, shape, nominal, requires_grad)
         return quantized
@@ -136,7 +137,7 @@ class GroupedTensor(FormatTensor):
                 _checks.refuse(
                     op, name, "None for unquantized values", got, "Leave it out or pass the format"
                 )
-        if dtype is not None and dtype != data.dtype:
+        if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype != data.dtype):
             _checks.refuse(op, "dtype", f"{data.dtype}, that of the values", str(dtype), "Leave it out")
         _checks.check_rows(op, rows, buffers)
         return data
@@ -150,6 +151,7 @@ class GroupedTensor(FormatTensor):
             sizes, dtypes or devices.
         """
         op = "GroupedTensor"
+        _checks.check_flag(op, "requires_grad", requires_grad)
         if not isinstance(members, Iterable):
             got = _layout.describe(members)
             _checks.refuse(op, "members", "tensors", got, "Pass a list of tensors", TypeError)

@@ -47,6 +47,7 @@ class QuantizedTensor(FormatTensor):
         columnwise_amax: Tensor | None = None,
         requires_grad: bool = False,
     ) -> QuantizedTensor:
+        _checks.check_flag(cls.__name__, "requires_grad", requires_grad)
         buffers = Buffers(
             rowwise_data, scale_inv, amax, columnwise_data, columnwise_scale_inv, columnwise_amax, None
         )

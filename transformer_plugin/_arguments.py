@@ -1,0 +1,153 @@
+"""Types of arguments of Python functions: those that a function does not have are errors of four parts."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import numbers
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import MISSING, fields
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class Kind(NamedTuple):
+    """What an annotation allows, in words, and whether a value is so."""
+
+    text: str
+    allows: Callable[[Any], bool]
+
+
+def _is_bool(value: object) -> bool:
+    return isinstance(value, bool) or type(value).__name__ in ("bool", "bool_")  # also numpy's
+
+
+def _is_number(value: object, kind: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _is_device(value: object) -> bool:
+    if isinstance(value, torch.device) or _is_number(value, int):
+        return isinstance(value, torch.device) or 0 <= value < 256  # type: ignore[operator]
+    try:
+        return isinstance(value, str) and torch.device(value) is not None
+    except RuntimeError:
+        return False
+
+
+#: By the annotation. Others are checked where the argument is used.
+KINDS: dict[str, Kind] = {
+    "bool": Kind("True or False", _is_bool),
+    "int": Kind("an integer", lambda value: _is_number(value, numbers.Integral | torch.SymInt)),
+    "float": Kind("a number", lambda value: _is_number(value, numbers.Real | torch.SymInt | torch.SymFloat)),
+    "str": Kind("a string", lambda value: isinstance(value, str)),
+    "Tensor": Kind("a tensor", lambda value: isinstance(value, torch.Tensor)),
+    "torch.dtype": Kind("a torch.dtype", lambda value: isinstance(value, torch.dtype)),
+    "torch.device | str": Kind("a device or its name", _is_device),
+    "torch.nn.Module": Kind("a torch.nn.Module", lambda value: isinstance(value, torch.nn.Module)),
+    "Iterable[torch.nn.Module]": Kind(
+        "a sequence of torch.nn.Module", lambda value: _holds(value, torch.nn.Module)
+    ),
+    "Iterable[Tensor]": Kind("a sequence of tensors", lambda value: _holds(value, torch.Tensor)),
+    "torch.nn.Module | Tensor | Iterable[Tensor]": Kind(
+        "a torch.nn.Module, a tensor or a sequence of tensors",
+        lambda value: isinstance(value, torch.nn.Module | torch.Tensor) or _holds(value, torch.Tensor),
+    ),
+    "ProcessGroup": Kind("a process group", lambda value: isinstance(value, torch.distributed.ProcessGroup)),
+    "DeviceMesh": Kind("a DeviceMesh", lambda value: type(value).__name__ == "DeviceMesh"),
+    # nn.Module would register a parameter before its property refuses one; other values are refused there.
+    "Recipe": Kind(
+        "a recipe of transformer_plugin.recipes", lambda value: not isinstance(value, torch.Tensor)
+    ),
+    "LaunchOptions": Kind("LaunchOptions", lambda value: not isinstance(value, torch.Tensor)),
+    # Which strings are allowed is checked, and said, where they are used.
+    "Family": Kind("the name of a family", lambda value: isinstance(value, str)),
+    "Element": Kind("the name of an element", lambda value: isinstance(value, str)),
+    "ScoreFunction": Kind("a name", lambda value: isinstance(value, str)),
+    "FourOverSix": Kind("'', 'mae' or 'mse'", lambda value: isinstance(value, str)),
+    "ParallelMode": Kind("'column' or 'row'", lambda value: isinstance(value, str)),
+    "Layout": Kind("'packed', 'list' or 'grouped'", lambda value: isinstance(value, str)),
+}
+
+
+def _holds(value: object, kind: type) -> bool:
+    """Whether a value holds others of a kind. Nothing is taken from an iterator."""
+    if isinstance(value, str | bytes | dict | torch.Tensor) or not isinstance(value, Iterable):
+        return False
+    return isinstance(value, Iterator) or all(isinstance(each, kind) for each in value)
+
+
+@functools.cache
+def kind_of(annotation: str) -> Kind | None:
+    """What an annotation allows, where it is one of the table, a choice of strings or a callable; None of others."""
+    plain = annotation.removesuffix(" | None")
+    kind = KINDS.get(plain)
+    if kind is None and plain.startswith("Literal["):
+        choices = re.findall(r"['\"](\w+)['\"]", plain)
+        kind = Kind(" or ".join(f"'{choice}'" for choice in choices), lambda value: isinstance(value, str))
+    if kind is None and plain.startswith("Callable["):
+        kind = Kind("a function", callable)
+    if kind is None or plain == annotation:
+        return kind
+    allows = kind.allows
+    return Kind(f"{kind.text} or None", lambda value: value is None or allows(value))
+
+
+def described(value: object) -> str:
+    """A value for an error, in one line."""
+    text = (
+        repr(value)
+        if isinstance(value, str | int | float | complex | torch.dtype | None)
+        else type(value).__name__
+    )
+    return text if len(text) <= 100 else f"{text[:100]}..."
+
+
+def wrong_type(owner: str, argument: str, value: object, kind: Kind, default: object) -> Exception:
+    """The error; a ValueError where the type is right, as of the name of a device that does not exist."""
+    missing = (inspect.Parameter.empty, MISSING)
+    advice = f"Pass {kind.text}" if default in missing else f"The default is {default!r}"
+    is_name = isinstance(value, str) and "name" in kind.text
+    return (ValueError if is_name else TypeError)(
+        f"{owner}: argument '{argument}': expected {kind.text}, got {described(value)}. {advice}."
+    )
+
+
+def check_fields(config: Any, name: str) -> None:
+    """Checks the fields of a dataclass, outside of compiled code."""
+    if torch.compiler.is_compiling():
+        return
+    for field in fields(config):
+        kind, value = kind_of(str(field.type)), getattr(config, field.name)
+        if kind is not None and not kind.allows(value):
+            raise wrong_type(name, field.name, value, kind, field.default)
+
+
+def typed(function: Function) -> Function:
+    """Decorates a function or a constructor: checks the arguments whose annotations are in the table. Not in compiled
+    code, which has its values."""
+    parameters = inspect.signature(function).parameters
+    is_layer = "device" in parameters  # whose sizes and dtype check_sizes() checks
+    left_out = ("int", "torch.dtype | None") if is_layer else ()
+    kinds = {
+        name: (kind, p.default)
+        for name, p in parameters.items()
+        if p.annotation not in left_out and (kind := kind_of(str(p.annotation)))
+    }
+    names = list(parameters)
+    is_constructor = function.__name__ == "__init__"
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            for name, value in (*zip(names, args, strict=False), *kwargs.items()):
+                if name in kinds and not kinds[name][0].allows(value):
+                    op = type(args[0]).__name__ if is_constructor else function.__name__
+                    raise wrong_type(f"transformer_plugin::{op}", name, value, *kinds[name])
+        return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
