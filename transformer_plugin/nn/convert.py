@@ -131,12 +131,12 @@ def convert(
             module.__class__ = kind
         module.recipe = recipe
     for text in _left_as_they_are(kinds, filter):
-        warnings.warn(text, UserWarning, stacklevel=2)
+        warnings.warn(text, UserWarning, stacklevel=3)  # of the caller of the decorated function
     if not chosen:
         got = f"a filter that takes none of {len(convertible)}" if filter and convertible else "none"
         text = "Nothing is converted: pass a model with such layers, or another filter"
         text = message("convert", "model", "layers that can be converted", got, text)
-        warnings.warn(text, UserWarning, stacklevel=2)
+        warnings.warn(text, UserWarning, stacklevel=3)  # of the caller of the decorated function
     return model
 
 

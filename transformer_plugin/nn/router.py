@@ -380,5 +380,5 @@ def _check_experts(num_experts: int, topk: int, config: RouterConfig) -> None:
             "experts, got 1: the only weight is always 1, so the output's gradient does not reach the router. "
             'Pass RouterConfig(pre_softmax=True) or RouterConfig("sigmoid").',
             UserWarning,
-            stacklevel=3,
+            stacklevel=4,
         )

@@ -46,4 +46,4 @@ def warn_of(left: str, op: str, argument: str, consequence: str) -> None:
     if left:
         advice = f"{consequence}: leave them out with 'filter' if that is meant"
         text = message(op, argument, "layers of transformer_plugin.nn", left, advice)
-        warnings.warn(text, UserWarning, stacklevel=3)
+        warnings.warn(text, UserWarning, stacklevel=4)  # of the caller of the decorated helper

@@ -86,7 +86,7 @@ def _check_none() -> None:
         "rank. To shard the experts over ranks, call init_process_group() first; otherwise leave group out, or pass "
         'group="local".'
     )
-    warnings.warn(text, UserWarning, stacklevel=4)
+    warnings.warn(text, UserWarning, stacklevel=5)  # where the layer is made, through a decorated constructor
 
 
 def _error(
