@@ -73,7 +73,7 @@ test-long: build sanitize
 CPUS ?= ONEDNN_MAX_CPU_ISA=AVX512_CORE ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 ATEN_CPU_CAPABILITY=default
 test-cpus: build
 	@for cpu in $(CPUS); do echo "== $$cpu"; env $$cpu $(BIN)/python -m pytest -m "bits and not long" -n 3 --dist loadfile \
-	  --no-loadscope-reorder $(PYTEST_ARGS); done
+	  --no-loadscope-reorder $(PYTEST_ARGS) $$(grep -rl "mark.bits" tests --include=*.py); done
 
 # megatron-core is not among the requirements of `make test`: it has no wheel for older Pythons.
 test-megatron: build
