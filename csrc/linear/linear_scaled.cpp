@@ -72,7 +72,23 @@ void check_shard(const Layer& layer) {
   check_weight_shard({layer.op, "weight", layer.weight}, layer.gradient());
 }
 
+// The largest magnitudes of plain operands are written before the product would refuse a subclass among the others.
+void check_plain_beside_amax(const Layer& layer) {
+  if (!layer.amax || is_traced(*layer.amax)) return;
+  const auto check = [&](const char* name, const OptionalTensor& tensor) {
+    TP_CHECK_VALUE(!tensor || !is_traced(*tensor), layer.op, name, "a plain tensor, as 'amax' is",
+                   "a subclass " << describe(*tensor), "Pass the plain tensor that it has");
+  };
+  check("input", layer.input);
+  check("weight", layer.weight);
+  check("group_sizes", layer.group_sizes);
+  check("bias", layer.bias);
+  check("bias_scale", layer.bias_scale);
+  check("scale", layer.scale);
+}
+
 void check_layer(const Layer& layer) {
+  check_plain_beside_amax(layer);
   const Argument input{layer.op, "input", layer.input}, weight{layer.op, "weight", layer.weight};
   const bool grouped = layer.group_sizes.has_value();
   check_dtype(input, kFloatTypes);

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.opcheck import opcheck
 from transformer_plugin import ops, reference
+from transformer_plugin.tensor import GroupedTensor
 from transformer_plugin.testing.delayed_scaling_cases import E4M3, E5M2
 from transformer_plugin.testing.gemm_cases import in_fp8_units, normals, poison_tail
 from transformer_plugin.testing.numerics import assert_rounded_sum, assert_same_bits, fp8_sums
@@ -259,3 +260,24 @@ def test_errors(
         op(**arguments)
     assert str(caught.value) == f"transformer_plugin::{op.__name__}: {text}"
     assert_same_bits(arguments["amax"], amax)
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_value_among_plain_tensors_writes_no_amax(name: str, device: torch.device) -> None:
+    """The input would be quantized, and its amax written, before the product refused the value."""
+    scale, amax = torch.ones(6, device=device), torch.zeros(6, device=device)
+    arguments: dict[str, Any] = {
+        "input": torch.ones(32, 64, device=device),
+        "weight": torch.ones(2, 48, 64, device=device),
+        "group_sizes": torch.tensor([16, 16], device=device),
+        "bias": torch.ones(2, 48, device=device),
+        "scale": scale,
+        "amax": amax,
+    }
+    keys = dict(zip(("input_format", "weight_format", "grad_format"), KEYS, strict=True))
+    OPS.grouped_linear_scaled(**arguments, **keys)
+    amax.zero_()
+    text = rf"grouped_linear_scaled: argument '{name}': expected a plain tensor"
+    with pytest.raises(ValueError, match=text):
+        OPS.grouped_linear_scaled(**{**arguments, name: GroupedTensor(arguments[name])}, **keys)
+    assert not amax.any()
