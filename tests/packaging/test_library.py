@@ -70,11 +70,12 @@ def test_import_imports_no_compiler() -> None:
 
 
 def test_import_adds_at_most_a_second(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of CPU time, which other tests on the machine do not lengthen."""
     code = """
 import time, torch
-begin = time.perf_counter()
+begin = time.process_time()
 import transformer_plugin
-print(time.perf_counter() - begin)
+print(time.process_time() - begin)
 """
     seconds = min(float(run(code)) for _ in range(3))
     with capsys.disabled():
