@@ -22,12 +22,20 @@ class Kind(NamedTuple):
     allows: Callable[[Any], bool]
 
 
-def _is_bool(value: object) -> bool:
+def is_flag(value: object) -> bool:
     return isinstance(value, bool) or type(value).__name__ in ("bool", "bool_")  # also numpy's
 
 
 def _is_number(value: object, kind: Any) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _is_scalar(value: object) -> bool:
+    return _is_number(value, numbers.Real) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+
+
+def _is_infinity(value: object) -> bool:
+    return isinstance(value, str) and value == "inf"
 
 
 def _is_device(value: object) -> bool:
@@ -41,9 +49,13 @@ def _is_device(value: object) -> bool:
 
 #: By the annotation. Others are checked where the argument is used.
 KINDS: dict[str, Kind] = {
-    "bool": Kind("True or False", _is_bool),
+    "bool": Kind("True or False", is_flag),
     "int": Kind("an integer", lambda value: _is_number(value, numbers.Integral | torch.SymInt)),
     "float": Kind("a number", lambda value: _is_number(value, numbers.Real | torch.SymInt | torch.SymFloat)),
+    "float | Tensor": Kind("a number or a tensor of one", lambda value: _is_scalar(value)),
+    "float | Literal['inf'] | Tensor": Kind(
+        "a number, 'inf' or a tensor of one", lambda value: _is_scalar(value) or _is_infinity(value)
+    ),
     "str": Kind("a string", lambda value: isinstance(value, str)),
     "Tensor": Kind("a tensor", lambda value: isinstance(value, torch.Tensor)),
     "torch.dtype": Kind("a torch.dtype", lambda value: isinstance(value, torch.dtype)),
@@ -58,7 +70,7 @@ KINDS: dict[str, Kind] = {
         lambda value: isinstance(value, torch.nn.Module | torch.Tensor) or _holds(value, torch.Tensor),
     ),
     "ProcessGroup": Kind("a process group", lambda value: isinstance(value, torch.distributed.ProcessGroup)),
-    "DeviceMesh": Kind("a DeviceMesh", lambda value: type(value).__name__ == "DeviceMesh"),
+    "DeviceMesh": Kind("a DeviceMesh", lambda value: _has_base(value, "DeviceMesh")),
     # nn.Module would register a parameter before its property refuses one; other values are refused there.
     "Recipe": Kind(
         "a recipe of transformer_plugin.recipes", lambda value: not isinstance(value, torch.Tensor)
@@ -72,6 +84,11 @@ KINDS: dict[str, Kind] = {
     "ParallelMode": Kind("'column' or 'row'", lambda value: isinstance(value, str)),
     "Layout": Kind("'packed', 'list' or 'grouped'", lambda value: isinstance(value, str)),
 }
+
+
+def _has_base(value: object, name: str) -> bool:
+    """Whether a value is of a class with this name, which is not imported for that."""
+    return any(each.__name__ == name for each in type(value).__mro__)
 
 
 def _holds(value: object, kind: type) -> bool:

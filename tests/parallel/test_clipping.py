@@ -189,6 +189,19 @@ def test_norm_of_nothing_is_float32() -> None:
         torch.set_default_dtype(before)
 
 
+@pytest.mark.parametrize("max_norm", [1.0, 1, torch.tensor(1.0)], ids=repr)
+@pytest.mark.parametrize("norm_type", [2, "inf", math.inf, torch.tensor(2.0)], ids=repr)
+def test_arguments_that_torch_takes(max_norm: Any, norm_type: Any) -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(4, 8)) for _ in range(2)]
+    results = []
+    for clip in (tp.clip_grad_norm_, torch.nn.utils.clip_grad_norm_):
+        for i, parameter in enumerate(parameters):
+            parameter.grad = torch.arange(32.0).view(4, 8) - 10 * i
+        results.append([clip(parameters, max_norm, norm_type), *(p.grad for p in parameters)])
+    for own, expected in zip(*results, strict=True):
+        torch.testing.assert_close(own, expected)
+
+
 def test_clipping_reads_nothing() -> None:
     with FakeTensorMode():  # its tensors have no values to read
         parameters = [torch.nn.Parameter(torch.empty(3, dtype=d)) for d in (torch.float32, torch.bfloat16)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -29,8 +29,8 @@ Place = tuple[str, ...]
 @torch.no_grad()
 def clip_grad_norm_(
     parameters: torch.nn.Module | Tensor | Iterable[Tensor],
-    max_norm: float,
-    norm_type: float = 2.0,
+    max_norm: float | Tensor,
+    norm_type: float | Literal["inf"] | Tensor = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Scales gradients in place so that their total norm is at most ``max_norm``.
@@ -61,7 +61,7 @@ def clip_grad_norm_(
         ValueError: a wrong ``norm_type``, or gradients whose norm is not known; nothing is scaled then.
         PeerTimeoutError: a rank does not call this.
     """
-    norm_type = _checked_order(norm_type)
+    order = _checked_order(norm_type)
     note_shards()
     gradients = _gradients(parameters)  # raises before anything is scaled
     if not gradients:
@@ -69,14 +69,14 @@ def clip_grad_norm_(
     refuse_shards("clip_grad_norm_", "parameters", (parameter for parameter, _ in gradients))
     parts = _by_place(gradients)
     device = parts[next(iter(parts))][1][0].device
-    powers = [_reduced(tensors, groups, norm_type).to(device) for groups, tensors in parts.values()]
+    powers = [_reduced(tensors, groups, order).to(device) for groups, tensors in parts.values()]
     together = torch.stack(powers)
-    norm = together.amax() if math.isinf(norm_type) else together.sum() ** (1 / norm_type)
+    norm = together.amax() if math.isinf(order) else together.sum() ** (1 / order)
     wide = any(gradient.dtype == torch.float64 for _, gradient in gradients)
     norm = norm if wide else norm.float()
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
-            f"transformer_plugin::clip_grad_norm_: expected a finite norm of order {norm_type} of the gradients, got "
+            f"transformer_plugin::clip_grad_norm_: expected a finite norm of order {order} of the gradients, got "
             f"{norm.item()}. Skip the step, or pass error_if_nonfinite=False."
         )
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -86,14 +86,14 @@ def clip_grad_norm_(
     return norm
 
 
-def _checked_order(norm_type: float) -> float:
-    norm_type = float(norm_type)
-    if not norm_type > 0:
+def _checked_order(norm_type: float | str | Tensor) -> float:
+    order = float(norm_type)
+    if not order > 0:
         raise ValueError(
             "transformer_plugin::clip_grad_norm_: argument 'norm_type': expected a number above 0, or inf, got "
-            f"{norm_type}. Pass 2.0 for the Euclidean norm."
+            f"{order}. Pass 2.0 for the Euclidean norm."
         )
-    return norm_type
+    return order
 
 
 def _gradients(parameters: torch.nn.Module | Tensor | Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
