@@ -137,6 +137,13 @@ def rows_of_either(
     return rows
 
 
+def check_matrix(data: Tensor, op: str, argument: str, sizes: str) -> None:
+    """Of a plain tensor whose sizes are read before an op checks them."""
+    if data.is_nested or data.dim() != 2:
+        got = "a nested tensor" if data.is_nested else describe(data)
+        refuse(op, argument, sizes, got, "Reshape it first")
+
+
 def needed(group_sizes: Tensor | None, op: str, argument: str) -> Tensor:
     """The group sizes of a grouped product."""
     if group_sizes is None:

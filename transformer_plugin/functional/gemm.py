@@ -11,6 +11,7 @@ from transformer_plugin.functional._values import (
     Operand,
     Value,
     Values,
+    check_matrix,
     constant,
     describe,
     described,
@@ -139,9 +140,8 @@ def gemm_wgrad(
     left = operand(grad, op, "grad", columnwise=True)
     right = operand(input, op, "input", columnwise=True)
     _check_alike(op, (grad, input), left, right, ("grad", "input"), is_differentiable=False)
-    if left.scales is None and (left.data.is_nested or left.data.dim() != 2):
-        got = "a nested tensor" if left.data.is_nested else describe(grad)
-        refuse(op, "grad", "[M, N]", got, "Reshape it first")
+    if left.scales is None:
+        check_matrix(left.data, op, "grad", "[M, N]")
     first = left.data if left.scales is not None else left.data.t()
     arguments = (left.scales, right.scales, left.key, right.key) if (left.scales or right.scales) else ()
     transpose = right.scales is not None  # columnwise data is [K, M]

@@ -13,6 +13,7 @@ from transformer_plugin.formats import Format, resolve
 from transformer_plugin.functional._values import (
     Value,
     Values,
+    check_matrix,
     constant,
     describe,
     detached,
@@ -190,9 +191,7 @@ def grouped_mlp(
     sizes = needed(rows.group_sizes, op, "input")
     data = plain(rows.values, op, "input")
     if probs is None:
-        if data.is_nested or data.dim() != 2:
-            got = "a nested tensor" if data.is_nested else describe(data)
-            refuse(op, "input", "[T, H]", got, "Reshape it first")
+        check_matrix(data, op, "input", "[T, H]")
         probs = torch.ones(data.shape[0], dtype=torch.float32, device=data.device)
     weights = (_weights(fc1_weight, op, "fc1_weight"), _weights(fc2_weight, op, "fc2_weight"))
     biases = (optional(fc1_bias, op, "fc1_bias"), optional(fc2_bias, op, "fc2_bias"))

@@ -66,8 +66,8 @@ def _linear(
 
 
 def _gemm(a: Any, b: Any, bias: Any = None, transpose_b: bool = True, *others: Any) -> Rules:
-    """Of unquantized operands alone; gradients of ``linear`` are such products. Scales, which are lists, cover whole
-    matrices or blocks, so that quantized operands are whole on every rank."""
+    """Of unquantized operands alone; gradients of ``linear`` are such products. Scales, which are lists, are of
+    matrices or blocks, so that quantized operands are replicated."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     given = [each for one in (bias, *others) for each in (one if isinstance(one, list | tuple) else [one])]

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from transformer_plugin import ops
+from transformer_plugin._arguments import is_flag
 from transformer_plugin.formats import EXPECTED_KEY, KEY_ADVICE, Format
 from transformer_plugin.tensor import _layout
 from transformer_plugin.tensor._base import FLOATS, Buffers, FormatTensor
@@ -95,7 +96,7 @@ def check_rows(op: str, rows: object, buffers: Buffers) -> None:
 
 def check_flag(op: str, name: str, value: object) -> None:
     """True or False."""
-    if not isinstance(value, bool):
+    if not is_flag(value):
         refuse(op, name, "True or False", describe(value), "Leave it out for False", TypeError)
 
 
