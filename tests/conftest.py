@@ -18,6 +18,8 @@ from torch import Tensor
 
 from tests.in_turn import left_out
 
+DEVICES = torch.cuda.device_count()
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-dtypes", action="store_true", help="every dtype of tests marked dtypes_in_turn")
@@ -29,19 +31,25 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // workers))
 
 
+def pytest_report_header() -> str:
+    return f"{DEVICES} CUDA device(s); tests that are marked to need more are deselected"
+
+
+def devices_of(item: pytest.Item) -> int:
+    """The number of CUDA devices that a test needs."""
+    several = [int(mark.args[0]) for mark in item.iter_markers("gpus")]
+    return max([1 for _ in item.iter_markers("gpu")] + several, default=0)
+
+
+def leave_out(config: pytest.Config, items: list[pytest.Item], out: set[pytest.Item]) -> None:
+    config.hook.pytest_deselected(items=[item for item in items if item in out])
+    items[:] = [item for item in items if item not in out]
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--all-dtypes"):
-        out = set(left_out(items))
-        config.hook.pytest_deselected(items=[item for item in items if item in out])
-        items[:] = [item for item in items if item not in out]
-    count = torch.cuda.device_count()
-    for item in items:
-        wanted = max(
-            [1 for _ in item.iter_markers("gpu")] + [int(m.args[0]) for m in item.iter_markers("gpus")],
-            default=0,
-        )
-        if wanted > count:
-            item.add_marker(pytest.mark.skip(reason=f"needs {wanted} CUDA device(s), found {count}"))
+        leave_out(config, items, set(left_out(items)))
+    leave_out(config, items, {item for item in items if devices_of(item) > DEVICES})
 
 
 def pytest_collection_finish() -> None:
@@ -49,7 +57,8 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+# Without a GPU its half of the tests is not even collected, which each worker does for itself.
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)] if DEVICES else ["cpu"])
 def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
