@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -15,6 +18,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from tests.examples import fork_server
 from transformer_plugin.testing.distributed import RankError
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -51,11 +55,37 @@ def environment(gpu: bool = False) -> dict[str, str]:
     }
 
 
+@functools.cache
+def forking() -> dict[str, str]:
+    """Starts a server of forked runs, which lives as long as this process; returns what their environment needs."""
+    folder = Path(tempfile.mkdtemp())
+    server = fork_server.started(folder, EXAMPLES, environment())
+    atexit.register(shutil.rmtree, folder)
+    atexit.register(server.communicate)  # closes its input, so that it ends, and waits
+    return {fork_server.SOCKET: str(folder / "socket")}
+
+
+def run_forked(
+    command: list[str], file_size: tuple[int, int] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs to the end, in processes that are forked from one that has imported torch."""
+    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
+        output = (stdout.fileno(), stderr.fileno())
+        process = fork_server.ForkedRun(command, {**environment(), **forking()}, *output, file_size)
+        status = process.wait(240)
+        texts = [file.seek(0) or file.read() for file in (stdout, stderr)]
+    return subprocess.CompletedProcess(command, status, *texts)
+
+
 def train(out: Path, *more: str, status: int = 0, gpu: bool = False) -> subprocess.CompletedProcess[str]:
     """Runs to the end and checks the exit status."""
-    done = subprocess.run(
-        arguments(out, *more), env=environment(gpu), capture_output=True, text=True, timeout=240, check=False
-    )
+    command = arguments(out, *more)
+    if gpu:
+        done = subprocess.run(
+            command, env=environment(gpu), capture_output=True, text=True, timeout=240, check=False
+        )
+    else:
+        done = run_forked(command)
     assert done.returncode == status, f"status {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
 

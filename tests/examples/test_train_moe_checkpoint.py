@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import shutil
-import signal
 import subprocess
 import time
 from dataclasses import asdict, replace
@@ -22,7 +20,8 @@ from moe_lm.folder import RunFolder
 from moe_lm.world import World
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.examples.conftest import arguments, environment, losses_of, train
+from tests.examples.conftest import arguments, environment, forking, losses_of, run_forked, train
+from tests.examples.fork_server import ForkedRun
 
 
 def text_of(call, *arguments) -> str:
@@ -286,23 +285,21 @@ def test_a_killed_save_and_then_a_disk_that_refuses_one(text_file: Path, tmp_pat
     out = tmp_path / "run"
     options = ["--text", str(text_file), "--steps", "10000", "--ranks", ranks, "--eval-batches", "1"]
     command = arguments(out, *options, "--checkpoint-every", "1")
-    run = subprocess.Popen(command, env=environment(), start_new_session=True, stderr=subprocess.DEVNULL)
+    run = ForkedRun(command, {**environment(), **forking()})  # which ends the ranks with their launcher
     try:
         deadline = time.monotonic() + 120
         while not (list(out.glob("checkpoints/*.tmp")) and list(out.glob("checkpoints/step-*[0-9]"))):
             assert run.poll() is None and time.monotonic() < deadline
             time.sleep(0.001)
     finally:
-        os.killpg(run.pid, signal.SIGKILL)
+        run.kill()
         run.wait()
     complete = sorted(path.name for path in out.glob("checkpoints/step-*[0-9]"))
     saved = int(complete[-1][5:])
     time.sleep(1)  # ranks have a second to react
 
-    done = subprocess.run(
-        arguments(out, *options, "--resume", "--stop-at", str(saved + 2)), env=environment(), capture_output=True,
-        text=True, timeout=240, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000)),
-    )  # fmt: skip
+    command = arguments(out, *options, "--resume", "--stop-at", str(saved + 2))
+    done = run_forked(command, file_size=(400_000, 400_000))
     assert done.returncode == 2, done.stderr
     assert f"resumed from {out / 'checkpoints' / complete[-1]}" in done.stdout
     assert done.stderr.splitlines()[-1] == (
@@ -350,10 +347,7 @@ def test_a_disk_that_refuses_a_line(text_file: Path, tmp_path: Path) -> None:
     """The failed write is to metrics.jsonl, between two checkpoints."""
     out = tmp_path / "run"
     options = ["--text", str(text_file), "--steps", "200", "--ranks", "1", "--eval-batches", "1"]
-    done = subprocess.run(
-        arguments(out, *options), env=environment(), capture_output=True, text=True, timeout=240,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000)),
-    )  # fmt: skip
+    done = run_forked(arguments(out, *options), file_size=(4000, 4000))
     assert done.returncode == 2, done.stderr
     assert done.stderr.splitlines()[-1] == (
         f"train_moe: '{out}': expected a writable disk with free space, got File too large. Free some space; "
