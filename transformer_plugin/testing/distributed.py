@@ -10,6 +10,7 @@ If a rank fails in ``run``, all processes are ended, so that no rank waits for i
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -30,6 +31,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 #: Modules that ranks have from the process that they are forked from: importing them takes seconds.
 _IMPORTED_ONCE = [
     "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "transformer_plugin.nn",
     "transformer_plugin.parallel",
@@ -243,6 +247,7 @@ def _serve(
     pipe: Any, rank: int, size: int, backend: str, port: int, group_timeout: float, store_in_rank_0: bool
 ) -> None:
     """The main function of one process: joins the group and runs what the pipe sends until the pipe closes."""
+    gc.freeze()  # collections leave out the imported modules, which live to the end
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
