@@ -154,6 +154,14 @@ def test_what_is_left_on_purpose() -> None:
     assert texts_of(model, Float8BlockScaling(), lambda _, name: "moe" not in name) == []  # once more
 
 
+def test_adapters_of_other_layers() -> None:
+    """PEFT's adapter of an embedding has numbers of features and matrices, as linear layers have."""
+    adapter = weights(Bank)
+    adapter.base_layer, adapter.in_features, adapter.out_features = torch.nn.Embedding(32, 8), 32, 8
+    adapter.lora_embedding_A = torch.nn.ParameterDict({"default": Parameter(torch.ones(2, 32))})
+    assert texts_of(Sequential(adapter, torch.nn.Linear(8, 8))) == []
+
+
 def test_the_filter_silences() -> None:
     model = Sequential(torch.nn.Linear(8, 8), Own(8, 8), weights(Expert, up=(4, 8, 8), down=(4, 8, 8)))
     asked: list[str] = []

@@ -74,6 +74,8 @@ def is_linear(module: torch.nn.Module) -> bool:
         return False
     if isinstance(module, (torch.nn.Linear, *_OF_TORCH)):
         return True
+    if isinstance(getattr(module, "base_layer", None), torch.nn.Module):
+        return False  # an adapter of PEFT; the layer that it adapts, of any kind, is a module of its own
     has_features = any(all(isinstance(getattr(module, n, None), int) for n in names) for names in _FEATURES)
     return has_features and any(map(_is_matrix, _own_tensors(module)))
 
