@@ -55,9 +55,21 @@ def test_equals_eager(name: str, backend: str, device: torch.device) -> None:
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("inside", [False, True], ids=["around", "inside"])
 @pytest.mark.parametrize(
-    ("backend", "name"), [("aot_eager", "none"), ("aot_eager", "fp8_block"), ("inductor", "none")]
+    ("backend", "name", "inside"),
+    [
+        ("aot_eager", "none", True),
+        ("aot_eager", "fp8_block", False),
+        ("inductor", "none", False),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                ("aot_eager", "none", False),
+                ("aot_eager", "fp8_block", True),
+                ("inductor", "none", True),
+            )
+        ),
+    ],
 )
 def test_autocast(name: str, backend: str, inside: bool, device: torch.device) -> None:
     """Autocast around the compiled model, or inside. One graph per dtype. Inductor does not round between two ops."""

@@ -27,8 +27,19 @@ from transformer_plugin.nn import (
 from transformer_plugin.testing.numerics import assert_same_bits
 
 
-@by_recipe
-@pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
+#: Each recipe in one of the two modes, which trace the same ops: `make test-long` runs the others, too.
+@pytest.mark.parametrize(
+    ("name", "strict"),
+    [
+        pytest.param(
+            *(name, strict),
+            id=f"{'strict' if strict else 'non-strict'}-{name}",
+            marks=[pytest.mark.long] if (i + strict) % 2 else [],
+        )
+        for strict in (False, True)
+        for i, name in enumerate(RECIPES)
+    ],
+)
 def test_export_with_any_number_of_tokens(name: str, strict: bool) -> None:
     torch.manual_seed(0)
     model = Everything(RECIPES[name][0]).eval()

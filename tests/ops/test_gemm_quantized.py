@@ -59,11 +59,20 @@ PAIRS = (
     ("nvfp4", "mxfp8"),
 )
 by_pair = pytest.mark.parametrize("formats", PAIRS, ids=lambda pair: f"{pair[0]}-{pair[1]}")
-# Ragged matrices do not support square blocks.
-by_ragged_pair = pytest.mark.parametrize(
-    "formats", [pair for pair in PAIRS if "square" not in pair[0]], ids=lambda pair: f"{pair[0]}-{pair[1]}"
+# Ragged matrices do not support square blocks. Each shape with every third pair, and each pair with every third shape:
+# `make test-long` runs the others, too.
+by_ragged_case = pytest.mark.parametrize(
+    ("formats", "shape"),
+    [
+        pytest.param(
+            *(pair, shape),
+            id=f"{pair[0]}-{pair[1]}-{shape.name}",
+            marks=[pytest.mark.long] if (i + j) % 3 else [],
+        )
+        for i, pair in enumerate(pair for pair in PAIRS if "square" not in pair[0])
+        for j, shape in enumerate(GROUPED_SHAPES)
+    ],
 )
-by_shape = pytest.mark.parametrize("shape", GROUPED_SHAPES, ids=lambda shape: shape.name)
 by_output = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 
 
@@ -162,9 +171,8 @@ def test_gemm_quantized(
         assert_rounded_sum(got, a64 @ b64 + added, magnitude, k, more=more)
 
 
-@by_ragged_pair
+@by_ragged_case
 @by_output
-@by_shape
 def test_grouped_gemm_quantized(
     shape: GroupedShape, dtype: torch.dtype, formats: tuple[str, str], device: torch.device
 ) -> None:
@@ -202,8 +210,7 @@ def test_grouped_gemm_quantized(
             assert_same_bits(got[begin:], torch.zeros_like(got[begin:]), "tail")
 
 
-@by_pair
-@by_shape
+@by_ragged_case
 def test_grouped_wgrad_quantized(shape: GroupedShape, formats: tuple[str, str], device: torch.device) -> None:
     formats = (formats[0], without_square(formats[1]))
     shape = fitted(shape, formats)

@@ -20,7 +20,7 @@ FIRST = list({(call.op, call.name): call for call in CALLS if call.op not in HOS
 @pytest.mark.usefixtures("schema_checks_take_fp8")
 def test_opcheck(call: Call) -> None:
     op = getattr(torch.ops.transformer_plugin, call.op).default
-    opcheck(op, (), copied(call.arguments))
+    opcheck(op, (), copied(call.arguments), always_trace=True)
 
 
 def test_every_op_is_checked() -> None:

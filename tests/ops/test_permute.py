@@ -210,7 +210,7 @@ def test_strided_inputs_give_the_same_bits(device: torch.device) -> None:
 def test_opcheck_permute(case: Case, device: torch.device) -> None:
     tokens, indices, *layout = case.arguments(device)
     if case not in REAL:  # torch cannot compare float8 values, which the other checks require
-        opcheck(tp.permute.default, (tokens, indices, *layout), test_utils="test_faketensor")
+        opcheck(tp.permute.default, (tokens, indices, *layout), test_utils=("test_faketensor",))
         return
     opcheck(tp.permute.default, (tokens, indices, *layout))
     opcheck(tp.permute.default, (tokens.clone().requires_grad_(), indices, *layout))
