@@ -280,6 +280,7 @@ def test_copies_have_queues_of_their_own(kind: str) -> None:
 @by_layer
 def test_memory_is_freed(kind: str, name: str) -> None:
     """The queue holds the operands, also when it is released with the layer."""
+    gc.freeze()  # the collections below then look only at what this test makes, not at all that other tests left
     layer = make(kind, name, delay_wgrad_compute=True)
     x, *others = batch(kind, name, 0)
     storage = x.untyped_storage()._weak_ref()
