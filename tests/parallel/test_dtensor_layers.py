@@ -58,10 +58,24 @@ def equal_bits(rank: Rank, style: Any, recipe: Recipe, dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
 def test_every_recipe(pair: RankPool, recipe: Recipe | None) -> None:
+    """Compiled with activations that are sharded between the products."""
     dtypes = (torch.float32, torch.bfloat16) if recipe is None else (torch.bfloat16,)
     for sequence, dim in ((False, 1), (True, 0), (True, 1)):
         for dtype in dtypes:
-            pair.run(compare, recipe, dtype, sequence, dim, dtype == torch.bfloat16 and dim == 1)
+            both = dtype == torch.bfloat16 and sequence and dim == 1
+            pair.run(compare, recipe, dtype, sequence, dim, both)
+
+
+#: The plan without sharded activations is compiled for one recipe; which recipe it is does not matter to the layouts.
+PLAIN_PLAN = [
+    recipe if type(recipe) is Float8BlockScaling else pytest.param(recipe, marks=pytest.mark.long)
+    for recipe in RECIPES
+]
+
+
+@pytest.mark.parametrize("recipe", PLAIN_PLAN, ids=lambda recipe: type(recipe).__name__)
+def test_compiled_with_whole_activations(pair: RankPool, recipe: Recipe | None) -> None:
+    pair.run(compare, recipe, torch.bfloat16, False, 1, True)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +22,8 @@ from transformer_plugin.recipes import DelayedScaling, Float8CurrentScaling, NVF
 from transformer_plugin.testing.distributed import Rank, RankPool
 
 Make = Callable[[], torch.nn.Module]
+#: The layouts of the parameters, and that of the input.
+Case = tuple[dict[str, Any], Any]
 
 
 def distribute(layer: torch.nn.Module, mesh: DeviceMesh, layouts: dict[str, Any]) -> None:
@@ -29,29 +33,56 @@ def distribute(layer: torch.nn.Module, mesh: DeviceMesh, layouts: dict[str, Any]
         layer.register_parameter(name, torch.nn.Parameter(part))
 
 
-def compare(rank: Rank, make: Make, layouts: dict[str, Any], shape: tuple[int, ...], of_input: Any) -> None:
-    """Output and all gradients of an input in a layout; compiled, too, if it is sharded along dimension 0 or 1."""
+def compare(
+    rank: Rank,
+    make: Make,
+    cases: list[Case],
+    x: Tensor,
+    compiled: bool = False,
+    rtol: float = 1e-5,
+    atol: float = 2e-5,
+) -> None:
+    """Outputs and all gradients of layers with layouts of the parameters and of the input.
+
+    One graph has the layers of all cases, as compiling a graph takes far longer than one layer more in it.
+    """
+    torch._dynamo.reset()
     mesh = init_device_mesh(rank.device.type, (rank.size,))
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(rank.device)
-    torch.manual_seed(0)
-    layer = make().to(rank.device)
-    expected = results(layer, layer, x.clone().requires_grad_())
-    for compiled in (False, True) if of_input in (Shard(0), Shard(1)) else (False,):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        layer, whole = make().to(rank.device), x.clone().requires_grad_()
-        distribute(layer, mesh, layouts)
-        run = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+    plain, cut = torch.nn.ModuleList(), torch.nn.ModuleList()
+    for layouts, _ in cases:
+        for layers in (plain, cut):
+            torch.manual_seed(0)
+            layers.append(make().to(rank.device))
+        distribute(cut[-1], mesh, layouts)
 
-        def forward(x: Tensor, run: Any = run) -> Tensor:
-            given = DTensor.from_local(x, mesh, [Replicate()]).redistribute(placements=[of_input])
-            output = run(given)
-            return output.redistribute(placements=[Replicate()]).to_local()
+    def all_layers(inputs: list[Tensor]) -> list[Any]:
+        return [layer(x) for layer, x in zip(cut, inputs, strict=True)]
 
-        got = results(layer, forward, whole)
-        assert got.keys() == expected.keys()
-        for name, tensor in got.items():
-            torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=2e-5, msg=name)
+    run = torch.compile(all_layers, fullgraph=True, backend="aot_eager") if compiled else all_layers
+
+    def expected_of(*inputs: Tensor) -> Tensor:
+        return torch.stack([layer(x) for layer, x in zip(plain, inputs, strict=True)])
+
+    def forward(*inputs: Tensor) -> Tensor:
+        wholes = [DTensor.from_local(x, mesh, [Replicate()]) for x in inputs]
+        given = [x.redistribute(placements=[case[1]]) for x, case in zip(wholes, cases, strict=True)]
+        return torch.stack([y.redistribute(placements=[Replicate()]).to_local() for y in run(given)])
+
+    wanted = x.is_floating_point()
+    x = x.to(rank.device)
+    expected = results(plain, expected_of, *[x.clone().requires_grad_(wanted) for _ in cases])
+    got = results(cut, forward, *[x.clone().requires_grad_(wanted) for _ in cases])
+    assert got.keys() == expected.keys()
+    for name, tensor in got.items():
+        message = f"{name} of {cases}, compiled: {compiled}"
+        torch.testing.assert_close(tensor, expected[name], rtol=rtol, atol=atol, msg=message)
+
+
+def compare_both(rank: Rank, make: Make, cases: list[Case], shape: tuple[int, ...]) -> None:
+    """Compiled, too, where the input is sharded along dimension 0 or 1."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    compare(rank, make, cases, x)
+    compare(rank, make, [case for case in cases if case[1] in (Shard(0), Shard(1))], x, compiled=True)
 
 
 def linear() -> torch.nn.Module:
@@ -91,24 +122,22 @@ COLUMNS, ROWS = {"weight": Shard(0), "bias": Shard(0)}, {"weight": Shard(1)}
 
 def every_layout(rank: Rank) -> None:
     for make in (linear, norm_linear, rms_norm_linear):
-        for layouts in (COLUMNS, ROWS, {}):
-            for of_input in (Replicate(), Shard(0), Shard(1), Shard(2)):
-                compare(rank, make, layouts, (4, 6, 32), of_input)
+        of_inputs = (Replicate(), Shard(0), Shard(1), Shard(2))
+        compare_both(rank, make, list(itertools.product((COLUMNS, ROWS, {}), of_inputs)), (4, 6, 32))
 
 
 def norms(rank: Rank) -> None:
     for make in (rms_norm, rms_norm_without_weight, layer_norm, layer_norm_without_bias):
-        for of_input in (Replicate(), Shard(0), Shard(1), Shard(2)):
-            compare(rank, make, {}, (4, 6, 32), of_input)
+        of_inputs = (Replicate(), Shard(0), Shard(1), Shard(2))
+        compare_both(rank, make, [({}, of_input) for of_input in of_inputs], (4, 6, 32))
 
 
 def unequal_parts(rank: Rank) -> None:
-    for layouts in (COLUMNS, ROWS, {}):
-        for of_input in (Replicate(), Shard(0), Shard(1)):
-            compare(rank, odd_linear, layouts, (5, 33), of_input)
-    for of_input in (Shard(0), Shard(1)):
-        compare(rank, layer_norm, {}, (1, 5, 32), of_input)  # one rank has no rows along dimension 0
-        compare(rank, norm_linear, COLUMNS, (1, 5, 32), of_input)
+    of_inputs = (Replicate(), Shard(0), Shard(1))
+    compare_both(rank, odd_linear, list(itertools.product((COLUMNS, ROWS, {}), of_inputs)), (5, 33))
+    # One rank has no rows along dimension 0.
+    compare_both(rank, layer_norm, [({}, Shard(0)), ({}, Shard(1))], (1, 5, 32))
+    compare_both(rank, norm_linear, [(COLUMNS, Shard(0)), (COLUMNS, Shard(1))], (1, 5, 32))
 
 
 def normalized_output(rank: Rank) -> None:
@@ -134,30 +163,32 @@ def normalized_output(rank: Rank) -> None:
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
+TABLES = [Shard(0), Shard(1), Replicate()]
+
+
+def compare_tables(rank: Rank, rows: int, padding: int | None, layouts: list[Any], compiled: bool) -> None:
+    """Embeddings of tables in layouts, with indices in each layout."""
+    of_inputs = (Replicate(), Shard(0), Shard(1))
+    cases: list[Case] = [({"weight": table}, x) for table, x in itertools.product(layouts, of_inputs)]
+    torch.manual_seed(0)
+    indices = torch.randint(rows, (4, 6))
+    for dtype in (torch.int64,) if compiled else (torch.int64, torch.int32):
+        make = functools.partial(Embedding, rows, 32, padding_idx=padding)
+        compare(rank, make, cases, indices.to(dtype), compiled, 1e-6, 1e-6)
+
+
 def tables(rank: Rank) -> None:
-    """Embeddings of a table in each layout, also with a part without rows, and with a padding row."""
-    mesh = init_device_mesh(rank.device.type, (rank.size,))
+    """Tables in each layout, also with a part without rows, and with a padding row in each part."""
     for rows, padding in ((64, None), (33, 32), (33, 3), (1, None)):
-        torch.manual_seed(0)
-        plain = Embedding(rows, 32, padding_idx=padding).to(rank.device)
-        indices = torch.randint(rows, (4, 6)).to(rank.device)
-        expected = results(plain, plain, indices)
-        for layout in (Shard(0), Shard(1), Replicate()):
-            for of_input in (Replicate(), Shard(0), Shard(1)):
-                for dtype, compiled in ((torch.int64, False), (torch.int32, False), (torch.int64, True)):
-                    torch._dynamo.reset()
-                    torch.manual_seed(0)
-                    layer = Embedding(rows, 32, padding_idx=padding).to(rank.device)
-                    distribute(layer, mesh, {"weight": layout})
-                    run = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
-                    given = distribute_tensor(indices.to(dtype), mesh, [of_input])
+        compare_tables(rank, rows, padding, TABLES, False)
+    compare_tables(rank, 33, 32, TABLES, True)
+    compare_tables(rank, 1, None, TABLES[:1], True)
 
-                    def forward(given: Tensor, run: Any = run) -> Tensor:
-                        return run(given).redistribute(placements=[Replicate()]).to_local()
 
-                    got = results(layer, forward, given)
-                    for name, tensor in got.items():
-                        torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=1e-6, msg=name)
+def other_tables_compiled(rank: Rank) -> None:
+    compare_tables(rank, 64, None, TABLES, True)
+    compare_tables(rank, 33, 3, TABLES, True)
+    compare_tables(rank, 1, None, TABLES[1:], True)
 
 
 def message(call: Callable[[], Any]) -> str:
@@ -294,6 +325,7 @@ def partial_input(rank: Rank) -> None:
         unequal_parts,
         normalized_output,
         tables,
+        pytest.param(other_tables_compiled, marks=pytest.mark.long),
         refused_operands,
         refused_options,
         refused_indices,
