@@ -43,9 +43,12 @@ def check_ops(rank: Rank, cases: list[EpCase]) -> None:
 FEW = [case for case in ep_cases() if case.name in ("bfloat16", "nobody-has-any", "capacity-4")]
 
 
-def test_opcheck_one_rank(make_pool) -> None:
-    """A third of the cases: what is registered does not depend on them. A GPU runs all."""
-    make_pool(1, "gloo").run(check_ops, list(ep_cases())[::3])
+# What is registered does not depend on the case, and a case takes seconds: others than on two ranks. A GPU runs all.
+@pytest.mark.parametrize(
+    "cases", [FEW[:1], pytest.param(list(ep_cases())[::3], marks=pytest.mark.long)], ids=len
+)
+def test_opcheck_one_rank(make_pool, cases: list[EpCase]) -> None:
+    make_pool(1, "gloo").run(check_ops, cases)
 
 
 @pytest.mark.gpus(1)
@@ -53,8 +56,9 @@ def test_opcheck_one_gpu(make_pool) -> None:
     make_pool(1, "nccl").run(check_ops, list(ep_cases()))
 
 
-def test_opcheck_two_ranks(pair: RankPool) -> None:
-    pair.run(check_ops, FEW)
+@pytest.mark.parametrize("cases", [FEW[1:], pytest.param(FEW[:1], marks=pytest.mark.long)], ids=len)
+def test_opcheck_two_ranks(pair: RankPool, cases: list[EpCase]) -> None:
+    pair.run(check_ops, cases)
 
 
 def check_compiled(rank: Rank) -> None:

@@ -71,7 +71,7 @@ def test_borders_in_eager(pair: RankPool, key: str) -> None:
     pair.run(check_eager, key)
 
 
-def check_compiled(rank: Rank) -> None:
+def check_compiled(rank: Rank, backend: str) -> None:
     torch._dynamo.reset()
     _, plain = twins(rank, lambda: Block(None, rank, False))
     _, bordered = twins(rank, lambda: Block(None, rank, True))
@@ -81,7 +81,7 @@ def check_compiled(rank: Rank) -> None:
         return ops.leave_gather_region(inside, name)
 
     name = rank.group_name
-    compiled: Any = torch.compile(forward, fullgraph=True)
+    compiled: Any = torch.compile(forward, fullgraph=True, backend=backend)
     for step in range(2):
         batch = dense_batch(rank.rank, step, rank.device)
         want = computed(plain, batch)
@@ -95,8 +95,9 @@ def check_compiled(rank: Rank) -> None:
             assert_same_bits(bordered.get_parameter(parameter).grad, grad, parameter)
 
 
-def test_borders_compiled(pair: RankPool) -> None:
-    pair.run(check_compiled, timeout=300)
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+def test_borders_compiled(pair: RankPool, backend: str) -> None:
+    pair.run(check_compiled, backend, timeout=300)
 
 
 def check_graphs(rank: Rank, key: str, bordered: bool) -> None:

@@ -105,7 +105,13 @@ def check_compiled(rank: Rank, key: str, dynamic: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "dynamic"), [("bf16", True), ("fp8_block", False), ("fp8_block", True), ("mxfp8", True)]
+    ("key", "dynamic"),
+    [
+        ("bf16", True),
+        ("fp8_block", False),
+        pytest.param("fp8_block", True, marks=pytest.mark.long),
+        ("mxfp8", True),
+    ],
 )
 def test_compiled(pair: RankPool, key: str, dynamic: bool) -> None:
     pair.run(check_compiled, key, dynamic)

@@ -35,8 +35,8 @@ def check_compiled(rank: Rank, recipe: str, backend: str) -> None:
 @pytest.mark.parametrize(
     ("recipe", "backend"),
     [
-        ("none", "aot_eager"),
         ("fp8_block", "aot_eager"),
+        pytest.param("none", "aot_eager", marks=pytest.mark.long),
         pytest.param("fp8_block", "inductor", marks=pytest.mark.long),
     ],
 )

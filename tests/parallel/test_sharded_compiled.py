@@ -149,6 +149,6 @@ def check_quantize_weights(rank: Rank, key: str) -> None:
             one.grad = other.grad = None
 
 
-@pytest.mark.parametrize("key", ["fp8_block", "fp8_tensor", "nvfp4"])
+@pytest.mark.parametrize("key", [pytest.param("fp8_block", marks=pytest.mark.long), "fp8_tensor", "nvfp4"])
 def test_quantize_weights(make_pool: Any, key: str) -> None:
     make_pool(2).run(check_quantize_weights, key)

@@ -119,14 +119,23 @@ def check_training(rank: Rank, kind: str) -> None:
 CLIPPING = (torch.nn.utils.clip_grad_norm_, parallel.clip_grad_norm_)
 
 
-@pytest.mark.parametrize("kind", ["eager", "order", "compiled"])
-@pytest.mark.parametrize(
-    "place",
-    [(1, "gloo"), (2, "gloo"), (3, "gloo"), pytest.param((2, "nccl"), marks=pytest.mark.gpus(2))],
-    ids=lambda place: f"{place[0]}-{place[1]}",
-)
+def places(ranks: Any) -> Any:
+    return pytest.mark.parametrize(
+        "place",
+        [*ranks, pytest.param((2, "nccl"), marks=pytest.mark.gpus(2))],
+        ids=lambda place: f"{place[0]}-{place[1]}",
+    )
+
+
+@pytest.mark.parametrize("kind", ["eager", "order"])
+@places([(1, "gloo"), (2, "gloo"), (3, "gloo")])
 def test_training(make_pool: Any, place: tuple[int, str], kind: str) -> None:
     make_pool(*place).run(check_training, kind)
+
+
+@places([(2, "gloo"), *(pytest.param((ranks, "gloo"), marks=pytest.mark.long) for ranks in (1, 3))])
+def test_compiled_training(make_pool: Any, place: tuple[int, str]) -> None:
+    make_pool(*place).run(check_training, "compiled")
 
 
 def check_copies(rank: Rank) -> None:
