@@ -148,8 +148,9 @@ def check_random_order(rank: Rank, seed: int) -> None:
     ops.clear_gathers(name)
 
 
-def test_any_order_of_use(ranks: RankPool) -> None:
-    for seed in range(20):
+@pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 20), marks=pytest.mark.long)], ids=str)
+def test_any_order_of_use(ranks: RankPool, seeds: range) -> None:
+    for seed in seeds:
         ranks.run(check_random_order, seed)
 
 

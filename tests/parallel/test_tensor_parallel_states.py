@@ -121,14 +121,15 @@ def check_checkpoint(rank: Rank, folder: str, tp: int, phase: str) -> None:
 
 
 def test_checkpoints_on_other_meshes(make_pool: Any, tmp_path: Path) -> None:
-    """From (2 data, 2 tp) and (1, 4) to each other and to (2, 1), (1, 2), (4, 1), a whole block."""
+    """From (2 data, 2 tp) to itself, (1, 4), (4, 1), (2, 1), (1, 2) and a whole block; from (1, 4) to three of them."""
     for save in (2, 4):
         folder = str(tmp_path / str(save))
         make_pool(4).run(check_checkpoint, folder, save, "save")
         metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
         assert list(metadata["model.up.weight"].size) == [2 * F, K]  # type: ignore[union-attr]
         assert list(metadata["model.down.weight"].size) == [K, F]  # type: ignore[union-attr]
-        for ranks, tp in ((4, 2), (4, 4), (4, 1), (2, 1), (2, 2), (1, 1)):
+        targets = [(4, 2), (2, 2), (1, 1), (4, 4), (4, 1), (2, 1)]
+        for ranks, tp in targets if save == 2 else targets[:3]:
             make_pool(ranks).run(check_checkpoint, folder, tp, "load")
 
 
