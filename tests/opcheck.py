@@ -66,7 +66,10 @@ def opcheck(
 def kind_of_call(op: torch._ops.OpOverload, given: dict[str, Any]) -> tuple[Any, ...]:
     """Returns which arguments are given and, if one requires a gradient, what decides how autograd gets it."""
     if not any(_requires_grad(value) for value in given.values()):
-        return (op, *sorted(name for name, value in given.items() if isinstance(value, Tensor | list | tuple)))
+        return (
+            op,
+            *sorted(name for name, value in given.items() if isinstance(value, Tensor | list | tuple)),
+        )
     return (op, *((name, _kind(value)) for name, value in sorted(given.items())))
 
 
