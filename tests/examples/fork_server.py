@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import json
 import os
 import resource
@@ -26,6 +27,18 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 SOCKET = "TRAIN_MOE_FORK_SERVER"  # environment variable: the socket's path
+
+
+#: What the runs import.
+IMPORTED = (
+    "matplotlib.pyplot",
+    "moe_lm.compare",
+    "moe_lm.launch",
+    "moe_lm.plots",
+    "moe_lm.run",
+    "moe_lm.sample",
+    "torch._inductor.compile_fx",
+)
 
 
 class ForkedRun:
@@ -148,8 +161,8 @@ class Server:
 
 def main(examples: str, path: str) -> None:
     sys.path.insert(0, examples)
-    import matplotlib.figure  # noqa: F401
-
+    for module in IMPORTED:
+        importlib.import_module(module)
     server = Server(path)
     gc.collect()
     gc.freeze()
