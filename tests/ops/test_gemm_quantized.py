@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -59,20 +60,25 @@ PAIRS = (
     ("nvfp4", "mxfp8"),
 )
 by_pair = pytest.mark.parametrize("formats", PAIRS, ids=lambda pair: f"{pair[0]}-{pair[1]}")
-# Ragged matrices do not support square blocks. Each shape with every third pair, and each pair with every third shape:
-# `make test-long` runs the others, too.
-by_ragged_case = pytest.mark.parametrize(
-    ("formats", "shape"),
-    [
+
+
+def ragged_cases(shapes: Sequence[GroupedShape]) -> pytest.MarkDecorator:
+    """Each shape with every third pair, and each pair with every third shape, in all dtypes that take turns: `make
+    test-long` runs the others, too. Ragged matrices do not support square blocks."""
+    pairs = [pair for pair in PAIRS if "square" not in pair[0]]
+    cases = [
         pytest.param(
             *(pair, shape),
             id=f"{pair[0]}-{pair[1]}-{shape.name}",
-            marks=[pytest.mark.long] if (i + j) % 3 else [],
+            marks=[pytest.mark.long] if (i + j + j // 3) % 3 else [],
         )
-        for i, pair in enumerate(pair for pair in PAIRS if "square" not in pair[0])
-        for j, shape in enumerate(GROUPED_SHAPES)
-    ],
-)
+        for i, pair in enumerate(pairs)
+        for j, shape in enumerate(shapes)
+    ]
+    return pytest.mark.parametrize(("formats", "shape"), cases)
+
+
+by_ragged_case = ragged_cases(GROUPED_SHAPES)
 by_output = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 
 

@@ -15,10 +15,10 @@ from tests.ops.test_gemm_quantized import (
     PAIRS,
     Operand,
     by_output,
-    by_ragged_pair,
     fitted,
     operand,
     ragged,
+    ragged_cases,
     values,
 )
 from transformer_plugin import ops
@@ -39,7 +39,6 @@ pytestmark = pytest.mark.dtypes_in_turn
 CUDA = torch.device("cuda")
 _ops = torch.ops.transformer_plugin
 SHAPES = [shape for shape in GROUPED_SHAPES if shape.name not in ("no-groups", "257-groups", "1100-groups")]
-by_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 
 
 def matrices(stack: Tensor, key: str) -> list[Operand]:
@@ -73,9 +72,8 @@ def product_of_stack(a: Operand, b: list[Operand], formats: tuple[str, str], **m
     return ops.grouped_gemm(**quantized_arguments(a, stack, *formats), **more)
 
 
-@by_ragged_pair
+@ragged_cases(SHAPES)
 @by_output
-@by_shape
 def test_list_agrees_with_float64_and_the_stack(
     shape: GroupedShape, dtype: torch.dtype, formats: tuple[str, str], device: torch.device
 ) -> None:
