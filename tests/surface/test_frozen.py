@@ -93,8 +93,12 @@ def test_op_has_a_reference(name: str) -> None:
     assert any(hasattr(module, n) for module in modules for n in names)
 
 
+@pytest.fixture(scope="module")
+def pages() -> list[str]:
+    return [path.read_text() for path in (ROOT / "docs").rglob("*.md")]
+
+
 @by_op
-def test_op_is_in_the_manual(name: str) -> None:
+def test_op_is_in_the_manual(name: str, pages: list[str]) -> None:
     module = wrapper_of(name).__module__
-    pages = [path.read_text() for path in (ROOT / "docs").rglob("*.md")]
     assert any(f"automodule:: {module}\n" in page for page in pages), f"no page of docs/ documents {module}"
