@@ -1,0 +1,202 @@
+"""Everything private of torch that the package uses, in one list: what to look at when a new version of torch comes.
+
+Each name has a test of its own, so that a version that does not have it is seen at once.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import ProcessGroup
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor.parallel import ColwiseParallel
+
+from tests.surface.surface import ROOT
+
+#: What is imported, or read from modules and classes.
+NAMES = (
+    "torch.Tensor._make_wrapper_subclass",
+    "torch._C._disabled_torch_function_impl",
+    "torch._C._dispatch_has_kernel_for_dispatch_key",
+    "torch._C._distributed_c10d._resolve_process_group",
+    "torch._C._jit_get_all_schemas",
+    "torch._C._set_throw_on_mutable_data_ptr",
+    "torch._foreach_copy_",
+    "torch._foreach_mul_",
+    "torch._foreach_norm",
+    "torch._ops.OpOverloadPacket",
+    "torch.autograd._unsafe_preserve_version_counter",
+    "torch.autograd.profiler._is_profiler_enabled",
+    "torch.distributed.distributed_c10d._resolve_process_group",
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
+    "torch.distributed.pipelining.stage._PipelineStageBase",
+    "torch.distributed.tensor.DTensor._op_dispatcher",
+    "torch.distributed.tensor._op_schema.RuntimeSchemaInfo",
+    "torch.jit._builtins._register_builtin",
+    "torch.nn.modules.module._global_backward_hooks",
+    "torch.nn.modules.module._global_backward_pre_hooks",
+    "torch.nn.modules.module._global_forward_hooks",
+    "torch.nn.modules.module._global_forward_hooks_with_kwargs",
+    "torch.nn.modules.module._global_forward_pre_hooks",
+    "torch.nn.modules.module._has_any_global_hook",
+    "torch.nn.parallel.DistributedDataParallel._assign_modules_buffers",
+    "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
+    "torch.nn.utils.clip_grad._clip_grads_with_norm_",
+    "torch.nn.utils.parametrizations._SpectralNorm",
+    "torch.ops._c10d_functional.all_reduce",
+    "torch.ops.aten._to_copy",
+    "torch.ops.aten._unsafe_view",
+    "torch.optim._muon.DEFAULT_A",
+    "torch.optim._muon.DEFAULT_B",
+    "torch.optim._muon.DEFAULT_C",
+    "torch.optim._muon.DEFAULT_NS_STEPS",
+    "torch.optim._muon.EPS",
+    "torch.optim._muon._adjust_lr",
+    "torch.optim._muon._zeropower_via_newtonschulz",
+    "torch.optim._muon.muon",
+    "torch.optim.optimizer._to_scalar",
+    "torch.utils._python_dispatch.is_in_torch_dispatch_mode",
+    "torch.utils._pytree._register_namedtuple",
+)
+
+_MODULE = torch.nn.Linear(1, 1)
+_OP = torch.ops.aten.add.Tensor
+
+#: Attributes of torch's objects, and an object or class that has them; None where that is made by a group of ranks.
+ATTRIBUTES: dict[str, Any] = {
+    "_all_reduce_hook": FSDPParamGroup.__init__.__code__.co_names,
+    "_backward_hooks": _MODULE,
+    "_backward_pre_hooks": _MODULE,
+    "_ddp_params_and_buffers_to_ignore": None,  # of a module, which torch's own method sets
+    "_device_types": ProcessGroup,
+    "_flatten": DeviceMesh,
+    "_forward_hooks": _MODULE,
+    "_forward_hooks_always_called": _MODULE,
+    "_forward_hooks_with_kwargs": _MODULE,
+    "_forward_pre_hooks": _MODULE,
+    "_forward_pre_hooks_with_kwargs": _MODULE,
+    "_get_backend": ProcessGroup,
+    "_get_root_mesh": DeviceMesh,
+    "_init_group": torch.optim.Muon,
+    "_load_state_dict_pre_hooks": _MODULE,
+    "_local_tensor": torch.distributed.tensor.DTensor.__slots__,
+    "_modules": _MODULE,
+    "_non_persistent_buffers_set": _MODULE,
+    "_op": _OP,
+    "_optimizer_step_post_hooks": torch.optim.SGD([_MODULE.weight], lr=0.1),
+    "_overloadname": _OP,
+    "_prepare_input_fn": ColwiseParallel,
+    "_prepare_output_fn": ColwiseParallel,
+    "_schema": _OP,
+    "_spec": torch.distributed.tensor.DTensor.__slots__,
+    "_timeout": torch._C._distributed_c10d.Backend.Options,
+    "_version": torch.Tensor,
+}
+
+#: Attributes that are not torch's.
+OTHERS = {
+    "_apply_gate": "Hugging Face's experts",
+    "_asdict": "named tuples",
+    "_divided_by_ranks": "a mark on parameters, set by name",
+    "_fields": "named tuples",
+    "_getframe": "sys",
+    "_parameter_layout": "a property of a class in nn",
+}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    files = sorted((ROOT / "transformer_plugin").rglob("*.py"))
+    return {file.stem: ast.parse(file.read_text()) for file in files}
+
+
+def is_of_self(node: ast.Attribute) -> bool:
+    return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+
+
+def own_names() -> set[str]:
+    """Modules, functions, classes, arguments, variables and attributes of the package."""
+    names = set(trees())
+    for tree in trees().values():
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                names.add(node.name)
+            elif isinstance(node, ast.arg):
+                names.add(node.arg)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_of_self(node):
+                names.add(node.attr)
+    return names
+
+
+def imported(tree: ast.Module) -> dict[str, str]:
+    """The names of torch in a module, and what they stand for."""
+    names: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            names |= {each.asname or each.name: f"{node.module}.{each.name}" for each in node.names}
+        elif isinstance(node, ast.Import):
+            paths = [each for each in node.names if each.name.split(".")[0] == "torch"]
+            names |= {each.asname or "torch": each.name if each.asname else "torch" for each in paths}
+    return names
+
+
+def used(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Yields private attributes as they are read: the object's name, if it is of torch, and the attribute."""
+    known = imported(tree)
+    yield from (("", path) for path in known.values() if any(map(is_private, path.split("."))))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            path, value = [node.attr], node.value
+            while isinstance(value, ast.Attribute):
+                path, value = [value.attr, *path], value.value
+            owner = known.get(value.id) if isinstance(value, ast.Name) else None
+            yield ("object", node.attr) if owner is None else ("", ".".join([owner, *path]))
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) > 1:
+            name = getattr(node.args[1], "value", None)
+            if node.func.id in ("getattr", "hasattr", "setattr") and isinstance(name, str):
+                yield from [("object", name)] if is_private(name) else []
+
+
+def test_all_are_listed() -> None:
+    own, listed = own_names(), {*ATTRIBUTES, *OTHERS}
+    found = {each for tree in trees().values() for each in used(tree)}
+    paths = {path for owner, path in found if not owner}
+    attributes = {name for owner, name in found if owner} - own
+    # Of a path that is listed each beginning is, too.
+    assert [
+        path for path in sorted(paths) if not any(f"{name}.".startswith(f"{path}.") for name in NAMES)
+    ] == []
+    assert [name for name in NAMES if not any(f"{name}.".startswith(f"{path}.") for path in paths)] == []
+    assert sorted(attributes - listed - {name.rpartition(".")[2] for name in NAMES}) == []
+    assert sorted(listed - attributes) == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_torch_has(name: str) -> None:
+    path, _, rest = name.partition(".")
+    found: Any = importlib.import_module(path)
+    for part in rest.split("."):
+        path = f"{path}.{part}"
+        try:  # a module that its package does not name, too
+            found = getattr(found, part) if hasattr(found, part) else importlib.import_module(path)
+        except ImportError:
+            pytest.fail(f"torch {torch.__version__} has no {path}")
+
+
+@pytest.mark.parametrize("name", [name for name, owner in ATTRIBUTES.items() if owner is not None])
+def test_objects_of_torch_have(name: str) -> None:
+    owner = ATTRIBUTES[name]
+    assert name in owner if isinstance(owner, tuple | list) else hasattr(owner, name)
