@@ -28,7 +28,6 @@ from typing import Any, NoReturn
 
 SOCKET = "TRAIN_MOE_FORK_SERVER"  # environment variable: the socket's path
 
-
 #: What the runs import.
 IMPORTED = (
     "matplotlib.pyplot",
