@@ -80,7 +80,12 @@ def test_other_sizes(kind: str, name: str, training: bool, device: torch.device)
     )  # the trace made this call, which has updated the state of delayed scaling
     for rows in (96, 48, 32):
         given = arguments(kind, rows, device)
-        for got, expected in zip(traced(*given), eager(*given), strict=True):
+        results = list(zip(traced(*given), eager(*given), strict=True))
+        if kind == "MoE" and device.type == "cuda":
+            # The rows with their padding, of which eager calls have none for so few tokens. A trace is for any number.
+            received, _ = results.pop()
+            assert received >= 2 * rows
+        for got, expected in results:
             assert got.shape == expected.shape
             assert_same_bits(got.detach(), expected.detach())
     if training:

@@ -42,7 +42,8 @@ class MoEOutput(NamedTuple):
     aux_loss: Tensor
     #: int64 ``[E]``, how many of this rank's tokens chose each expert.
     expert_load: Tensor
-    #: int64 ``[1]``, rows that this rank's experts need, padding included, before any is dropped.
+    #: int64 ``[1]``, rows that this rank's experts need, padding included, before any is dropped. On a GPU few tokens
+    #: are not padded where their number is known; a trace, or a graph of any number of tokens, pads them too.
     received: Tensor
 
 

@@ -31,12 +31,15 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 #: Modules that ranks have from the process that they are forked from: importing them takes seconds.
 _IMPORTED_ONCE = [
     "torch._dynamo",
-    "torch._inductor.compile_fx",
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "transformer_plugin.nn",
     "transformer_plugin.parallel",
+]
+#: Likewise, where there is no GPU: importing them asks CUDA for its devices, which a forked process cannot use then.
+_IMPORTED_ONCE_ON_CPU = [
+    "torch._inductor.compile_fx",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
 ]
 
 #: Seconds that the other ranks have to answer after one has failed. Most errors are those of all ranks.
@@ -99,7 +102,9 @@ class RankPool:
         """Starts the processes, which form a new group."""
         size = self.size
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_IMPORTED_ONCE)
+        context.set_forkserver_preload(
+            _IMPORTED_ONCE + ([] if torch.cuda.device_count() else _IMPORTED_ONCE_ON_CPU)
+        )
         # The parent's store chooses a free port. With the store in rank 0, only the port number is taken from it.
         self._store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         port = self._store.port
