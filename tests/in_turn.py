@@ -4,8 +4,9 @@ It is for tests whose CPU path is the same code for every dtype (operands are co
 that the dtype and the other parameters do not interact. A case that is skipped is covered twice: the same shape,
 formats and options run in another dtype, and its dtype runs with other shapes, formats and options.
 
-Of tests with ``opcheck`` in their names a CPU runs one of twelve cases, and more where a value of a parameter would not
-occur. They check what is registered (schema, fake kernel, autograd), which ``test_opcheck.py`` does for every op.
+Of tests with ``opcheck``, ``compile`` or ``graph`` in their names a CPU runs one of twelve cases, and more where a value of a
+parameter would not occur. They check what is registered (schema, fake kernel, autograd), which ``test_opcheck.py`` does
+for every op, and that code can be traced, in which the parameters do not interact; compiling is most of their time.
 
 ``pytest --all-dtypes`` runs all cases, as do the tests on a GPU, where each dtype has its own kernel.
 """
@@ -20,8 +21,8 @@ import pytest
 import torch
 
 TURNS = 3
-#: One of this many opchecks runs.
-OPCHECKS = 12
+#: Names of tests of which a CPU runs one of so many cases.
+THINNED, THINNED_TO = re.compile("opcheck|compile|graph"), 12
 #: In this file all of them run: it has one call of each kind of every op.
 WHOLE = "tests/ops/test_opcheck.py"
 DTYPE = re.compile(r"b?float(64|32|16)")
@@ -53,24 +54,25 @@ def left_out(items: list[pytest.Item]) -> Iterator[pytest.Item]:
     for turn, group in enumerate(groups.values()):
         if len(group) >= TURNS:
             yield from (item for i, item in enumerate(group) if i % TURNS != turn % TURNS)
-    yield from opchecks_left_out(items)
+    yield from thinned(items)
 
 
-def opchecks_left_out(items: list[pytest.Item]) -> Iterator[pytest.Item]:
-    """Yields the opchecks on a CPU to skip."""
+def thinned(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """Yields the opchecks and the tests of compiled code on a CPU to skip."""
     groups: dict[str, list[pytest.Item]] = {}
     for item in items:
         callspec, (name, _, _) = getattr(item, "callspec", None), item.nodeid.partition("[")
         if callspec is None or callspec.params.get("device", "cpu") != "cpu" or name.startswith(WHOLE):
             continue
-        if "opcheck" in name.rpartition("::")[2]:
+        if THINNED.search(name.rpartition("::")[2]):
             groups.setdefault(name, []).append(item)
-    for group in groups.values():
-        seen: set[tuple[str, str]] = set()
+    for test, group in groups.items():
+        opcheck, seen = "opcheck" in test, set[tuple[str, str]]()
         for i, item in enumerate(group):
             params = item.callspec.params.items()  # type: ignore[attr-defined]
-            values = {(name, repr(value)) for name, value in params if name != "case"}
-            if i % OPCHECKS and values <= seen:
+            # The cases of an opcheck are shapes; those of a test of compiled code are layers.
+            values = {(name, repr(value)) for name, value in params if name != "case" or not opcheck}
+            if i % THINNED_TO and values <= seen:
                 yield item
             else:
                 seen |= values
