@@ -4,9 +4,9 @@ It is for tests whose CPU path is the same code for every dtype (operands are co
 that the dtype and the other parameters do not interact. A case that is skipped is covered twice: the same shape,
 formats and options run in another dtype, and its dtype runs with other shapes, formats and options.
 
-Of tests with ``opcheck``, ``compile`` or ``graph`` in their names a CPU runs one of twelve cases, and more where a value of a
-parameter would not occur. They check what is registered (schema, fake kernel, autograd), which ``test_opcheck.py`` does
-for every op, and that code can be traced, in which the parameters do not interact; compiling is most of their time.
+Of tests named ``opcheck``, ``compile`` or ``graph`` a CPU runs one of twelve cases, and more where a value
+of a parameter would not occur. They check what is registered (schema, fake kernel, autograd), which ``test_opcheck.py``
+does for every op, and that code can be traced. Compiling is most of their time, and parameters do not interact in it.
 
 ``pytest --all-dtypes`` runs all cases, as do the tests on a GPU, where each dtype has its own kernel.
 """

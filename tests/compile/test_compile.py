@@ -11,6 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.compile.model import Batch, Everything, assert_same, batch, of_any_rows, step
 from tests.nn.common import RECIPES, row_unit
+from transformer_plugin import nn
 from transformer_plugin.testing.numerics import relative_error
 
 
@@ -194,3 +195,26 @@ def test_activation_checkpointing(device: torch.device) -> None:
     assert_same(step(Checkpointed(), data), expected, 0)
     fast, _ = compiled(Checkpointed(), "aot_eager")
     assert_same(step(fast, data), expected, 0)
+
+
+def test_kinds_of_layers_do_not_count_as_recompilations_of_each_other(device: torch.device) -> None:
+    x, sizes, probs = (
+        torch.randn(8, 32, device=device),
+        torch.tensor([5, 3], device=device),
+        torch.rand(8, device=device),
+    )
+    calls = [
+        (nn.Linear(32, 32), (x,)),
+        (nn.LayerNormLinear(32, 32), (x,)),
+        (nn.GroupedLinear(2, 32, 32), (x, sizes)),
+        (nn.GroupedMLP(2, 32, 32), (x, sizes, probs)),
+        (nn.MoE(32, 32, 2, 1), (x,)),
+        (nn.TopKRouter(32, 2, 1), (x,)),
+        (nn.Embedding(8, 32), (sizes,)),
+        (nn.RMSNorm(32), (x,)),
+        (nn.LayerNorm(32), (x,)),
+    ]
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for layer, arguments in calls:
+            layer.to(device).compile(fullgraph=True, backend="aot_eager")
+            layer(*arguments)

@@ -103,6 +103,8 @@ def layer_forward(forward: Forward) -> Forward:
                 raise lost from None
             raise
 
+    # torch.compile counts recompilations by code object, and calls of all classes would otherwise be of one.
+    call.__code__ = call.__code__.replace(co_name=forward.__qualname__)
     return cast(Forward, call)
 
 
