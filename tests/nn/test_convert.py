@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -198,3 +199,67 @@ def test_refused_of_experts_that_are_converted() -> None:
     ):
         tp.convert(model, recipes.DelayedScaling())
     assert type(model[0]) is torch.nn.Linear
+
+
+def encoder_layer(device: torch.device) -> Any:
+    torch.manual_seed(0)
+    return torch.nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True, device=device).eval()
+
+
+def calls_of(model: torch.nn.Module) -> int:
+    """How many layers of this package a call without gradients calls."""
+    seen: list[torch.nn.Module] = []
+    originals = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    for layer in originals:
+        layer.forward = lambda x, layer=layer: seen.append(layer) or type(layer).forward(layer, x)
+    try:
+        with torch.no_grad():
+            model(torch.randn(2, 8, 64, device=originals[0].weight.device))
+    finally:
+        for layer in originals:
+            del layer.forward
+    return len(seen)
+
+
+@pytest.mark.filterwarnings("ignore:transformer_plugin..convert")
+@pytest.mark.parametrize("recipe", [None, recipes.Float8BlockScaling()], ids=str)
+def test_encoder_layers_evaluate_what_they_train(recipe: Any, device: torch.device) -> None:
+    """torch's fused kernel reads the weights of the linear layers, whatever the layers are."""
+    layer, other = encoder_layer(device), encoder_layer(device)
+    x = torch.randn(2, 8, 64, device=device)
+    with torch.no_grad():
+        plain = layer(x)
+    tp.convert(layer, recipe)
+    trained = layer.train()(x).detach()
+    layer.eval()
+    with torch.no_grad():
+        evaluated = layer(x)
+    torch.testing.assert_close(evaluated, trained, rtol=1e-5, atol=1e-5)
+    assert (evaluated - plain).abs().max() > 1e-3 or recipe is None
+    assert calls_of(layer) == calls_of(copy.deepcopy(layer)) == 2
+    tp.convert(other, recipe, lambda module, name: False)
+    assert other.activation_relu_or_gelu == encoder_layer(device).activation_relu_or_gelu
+
+
+@pytest.mark.filterwarnings("ignore:transformer_plugin..convert")
+@pytest.mark.parametrize("converted_first", [False, True])
+def test_encoders_make_no_nested_tensors(converted_first: bool, device: torch.device) -> None:
+    """Of padded sequences, which torch's kernel alone takes."""
+    layer = encoder_layer(device)
+    if converted_first:
+        tp.convert(layer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says why it makes none
+        encoder = torch.nn.TransformerEncoder(layer, 2).eval()
+    if not converted_first:
+        filtered = copy.deepcopy(encoder)
+        tp.convert(encoder)
+        tp.convert(filtered, None, lambda module, name: name.startswith("layers.1"))
+        assert filtered.layers[0].activation_relu_or_gelu and not filtered.use_nested_tensor
+    assert calls_of(encoder) == 4
+    x, padding = torch.randn(2, 8, 64, device=device), torch.zeros(2, 8, dtype=torch.bool, device=device)
+    padding[1, 5:] = True
+    with torch.no_grad():
+        evaluated = encoder(x, src_key_padding_mask=padding)
+        trained = encoder.train()(x, src_key_padding_mask=padding)
+    torch.testing.assert_close(evaluated, trained, rtol=1e-5, atol=1e-5)

@@ -98,8 +98,10 @@ def convert(
     layer is converted. Routers, embeddings, convolutions and norms are left without a word, and so is what ``filter``
     leaves out. Experts that are a list of modules are converted layer by layer.
 
-    Without gradients ``torch.nn.TransformerEncoderLayer`` reads the weights of its layers and does not call them, so
-    that their recipe has no effect, unless ``torch.backends.mha.set_fastpath_enabled(False)`` was called.
+    In evaluation torch runs a ``torch.nn.TransformerEncoderLayer`` as one fused kernel, which reads weights and no
+    recipe. With converted layers in it, it calls them as in training, and takes no nested tensors. Where a layer is put
+    into one in another way, call ``torch.backends.mha.set_fastpath_enabled(False)``. Other modules that read the weight
+    of a layer, and do not call the layer, compute without its recipe.
 
     Args:
         model: any module.
@@ -130,6 +132,7 @@ def convert(
         if kind is not RecipeModule:
             module.__class__ = kind
         module.recipe = recipe
+    _keep_from_fused_kernel(model)
     for text in _left_as_they_are(kinds, filter):
         warnings.warn(text, UserWarning, stacklevel=3)  # of the caller of the decorated function
     if not chosen:
@@ -138,6 +141,25 @@ def convert(
         text = message("convert", "model", "layers that can be converted", got, text)
         warnings.warn(text, UserWarning, stacklevel=3)  # of the caller of the decorated function
     return model
+
+
+def _keep_from_fused_kernel(model: torch.nn.Module) -> None:
+    """Encoder layers of torch call the layers of this package in them, in evaluation too.
+
+    torch asks these attributes whether its kernel has what a layer computes; nothing else reads them.
+    """
+    changed: set[torch.nn.Module] = set()
+    for module in model.modules():
+        if isinstance(module, torch.nn.TransformerEncoderLayer) and _has_own(module):
+            module.activation_relu_or_gelu = 0  # an activation that the kernel does not have
+            changed.add(module)
+    for module in model.modules():
+        if isinstance(module, torch.nn.TransformerEncoder) and not changed.isdisjoint(module.layers):
+            module.use_nested_tensor = False  # it would make nested tensors, which the kernel alone takes
+
+
+def _has_own(module: torch.nn.Module) -> bool:
+    return any(isinstance(part, PluginModule) for part in module.modules())
 
 
 def _left_as_they_are(
