@@ -269,7 +269,9 @@ def exchange_full(model: Any, case: Case, value: Tensor) -> None:
 DELETED = r"expected a layer that keeps its parameter, of which this rank has a shard, got a deletion of"
 COMPUTED = r"expected a parameter of which this rank has all elements, got .*a shard of sizes"
 SIZES = r"argument 'weight\d?': expected a.* tensor of sizes .*this rank's shard over the ranks .*, got one of sizes"
-QUANTIZED = r"argument '(self|size|weight)': expected .*, got .*(Quantized|Grouped)Tensor \["
+QUANTIZED = (
+    r"argument 'weight': expected a plain parameter, got a (Quantized|Grouped)Tensor \[.*quantized_init"
+)
 DTENSOR = (
     r"expected a DTensor of sizes .* as the experts are sharded over the ranks \[0, 1\], got a Parameter"
 )

@@ -40,6 +40,15 @@ def recipe_layers(module: torch.nn.Module) -> Iterator[RecipeModule]:
     return (layer for layer in module.modules() if isinstance(layer, RecipeModule))
 
 
+def quantize_layers(module: torch.nn.Module, first_micro_batch: bool | torch.Tensor) -> None:
+    """``quantize_weights()`` of the layers of a module; of none if one of them refuses it."""
+    layers = list(recipe_layers(module))
+    for layer in layers:
+        layer._check_cacheable()
+    for layer in layers:
+        layer.quantize_weights(first_micro_batch)
+
+
 def row_rules_in(*modules: torch.nn.Module) -> RowRules:
     """Returns the strictest padding rules that any layer in these modules has for the rows of a group."""
     strictest = _NO_RULES

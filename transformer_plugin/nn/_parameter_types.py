@@ -70,9 +70,9 @@ def has_other_sizes(module: torch.nn.Module, state: dict[str, Any], prefix: str,
         state, prefix: as torch passes them to the layer.
         errors: what is known to be wrong with the state; entries of other sizes are added in torch's words.
     """
-    if module._load_state_dict_pre_hooks:  # torch calls them later; they may change the entries
-        return False
     known = len([text for text in errors if f" for {prefix}" in text])
+    if module._load_state_dict_pre_hooks:  # torch calls them later; they may change the entries
+        return known > 0
     for name, own in (*module._parameters.items(), *module._buffers.items()):
         value = state.get(prefix + name)
         if own is None or not isinstance(value, Tensor) or value.shape == own.shape:

@@ -15,7 +15,7 @@ from transformer_plugin.nn.quantized_parameters import tensors_of
 from transformer_plugin.nn.quantized_weight import QuantizedWeight
 from transformer_plugin.parallel._shard_experts import ExpertShardMixin
 from transformer_plugin.recipes import DelayedScaling, Recipe
-from transformer_plugin.tensor._layout import parsed
+from transformer_plugin.tensor._layout import message, parsed
 
 
 class QuantizedWeightMixin(ExpertShardMixin, ShardedWeightMixin):
@@ -27,6 +27,8 @@ class QuantizedWeightMixin(ExpertShardMixin, ShardedWeightMixin):
     quantized_weight: QuantizedWeight | None = None
     #: Whether :func:`transformer_plugin.parallel.shard_` lets ranks exchange quantized parts.
     gathers_quantized: bool = False
+    #: The names of the parameters of the weight.
+    _weight_names: tuple[str, ...] = ("weight",)
 
     #: Whether they can in the recipe that was set since then.
     _recipe_allows_exchange: bool = True
@@ -58,8 +60,9 @@ class QuantizedWeightMixin(ExpertShardMixin, ShardedWeightMixin):
         graph may contain the call itself. :func:`transformer_plugin.optim.refresh_after` calls it after each step.
 
         A forward raises an error if the weight has changed since: see :class:`~transformer_plugin.nn.QuantizedWeight`
-        for what is noticed. The weight must be a plain tensor. A weight that is gathered for each forward (FSDP) or
-        computed in it (parametrizations) is another tensor each time.
+        for what is noticed. The weight must be a plain tensor. A weight that is gathered for each forward (FSDP) is
+        another tensor each time, and so is one that is computed in it (parametrizations, pruning, weight norms), which
+        is refused.
 
         Moving or casting the module (``.to()``) and setting another recipe drop the copy. In a copy of the module whose
         parameters are averaged (``AveragedModel``) the weights change: call :meth:`forget_quantized_weights` there.
@@ -70,9 +73,9 @@ class QuantizedWeightMixin(ExpertShardMixin, ShardedWeightMixin):
 
         Raises:
             ValueError: there is no recipe, the recipe quantizes nothing, or it is ``DelayedScaling``, whose scales
-                change in each forward.
+                change in each forward; or the weight is computed in each forward.
         """
-        self._check_recipe()
+        self._check_cacheable()
         if is_quantized(self._source_weight()):
             return  # the parameter itself, which quantized_init made
         if self.weight_shard:
@@ -107,7 +110,11 @@ class QuantizedWeightMixin(ExpertShardMixin, ShardedWeightMixin):
             weight = getattr(weight, "_local_tensor", weight)  # of experts over ranks
             return tensors_of(weight) if is_quantized(weight) else None
         if not torch.compiler.is_compiling():  # checking in a graph would recompile for every version
-            kept.check(self._source_weight(), type(self).__name__)
+            try:
+                kept.check(self._source_weight(), type(self).__name__)
+            except ValueError:
+                self._refuse_computed("Call forget_quantized_weights() of this layer")
+                raise
         return kept.op_tensors()
 
     def _quantized_part(self) -> QuantizedWeight:
@@ -130,7 +137,28 @@ class QuantizedWeightMixin(ExpertShardMixin, ShardedWeightMixin):
             self.quantized_weight = QuantizedPart(self.weight, self._formats, self.weight_parts["weight"])
         return self.quantized_weight
 
-    def _check_recipe(self) -> None:
+    def _refuse_computed(self, advice: str) -> None:
+        """Raises if the weight is another tensor in each forward, of which no copy can be kept."""
+        if torch.compiler.is_compiling():
+            return
+        name = next((name for name in self._weight_names if self._is_computed(name)), None)
+        if name is not None:
+            expected = "a parameter, whose quantized copy serves many forwards"
+            got = "one that is computed in each forward, as parametrizations, pruning and weight norms do"
+            raise ValueError(message(type(self).__name__, name, expected, got, advice)) from None
+
+    def _is_computed(self, name: str) -> bool:
+        if isinstance(getattr(type(self), name, None), property):  # parametrizations
+            return True
+        value = self.__dict__.get(name)
+        # torch's older norms and pruning keep what they compute it from as parameters: weight_g, weight_orig.
+        return isinstance(value, Tensor) and (
+            value.grad_fn is not None or any(key.startswith(f"{name}_") for key in self._parameters)
+        )
+
+    def _check_cacheable(self) -> None:
+        """Raises if :meth:`quantize_weights` cannot keep a copy."""
+        self._refuse_computed("Leave out quantize_weights() for this layer")
         if self._formats[1] != "none" and not isinstance(self.recipe, DelayedScaling):
             return
         raise ValueError(

@@ -25,10 +25,11 @@ from transformer_plugin.nn._parameter_types import (
 )
 from transformer_plugin.nn._quantized_weight_mixin import QuantizedWeightMixin
 from transformer_plugin.nn.checkpoint import scales_of
-from transformer_plugin.nn.quantized_parameters import refused_recipe
+from transformer_plugin.nn.quantized_parameters import refused_recipe, watch_quantized
 from transformer_plugin.parallel._weight_part import without_set
 from transformer_plugin.parallel._wrapping import keep_rank_buffers
 from transformer_plugin.recipes import DelayedScaling, Recipe
+from transformer_plugin.tensor._base import FormatTensor
 
 #: The state's buffers, in the order of the ops' arguments.
 STATE = ("delayed_history", "delayed_scale", "delayed_amax")
@@ -284,6 +285,8 @@ class RecipeModule(QuantizedWeightMixin, DelayedWgradMixin):
         super().__setstate__(state)
         if STATE[0] in self._buffers:
             keep_rank_buffers()
+        if isinstance(self._parameters.get("weight"), FormatTensor):
+            watch_quantized()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         with keep_float32(self, *STATE), keeping_attributes(self):

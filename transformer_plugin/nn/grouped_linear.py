@@ -366,7 +366,7 @@ class GroupedLinear(RecipeModule):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         errors = arguments[-1]
         for name in ("weight", "bias") if self.has_bias else ("weight",):
-            convert_state(state_dict, prefix, name, self.parameter_layout, self.num_groups, errors)
+            convert_state(state_dict, prefix, name, self.parameter_layout, self, errors)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def _op_accepts_rows(self, input: Tensor, group_sizes: Tensor, bias_scale: Tensor | None) -> bool:

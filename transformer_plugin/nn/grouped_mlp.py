@@ -11,7 +11,7 @@ from torch import Tensor
 from transformer_plugin import ops
 from transformer_plugin._arguments import typed
 from transformer_plugin.launch import LaunchOptions, checked
-from transformer_plugin.nn._attributes import fixed, recipe_layers
+from transformer_plugin.nn._attributes import fixed, quantize_layers, recipe_layers
 from transformer_plugin.nn._autocast import as_float32
 from transformer_plugin.nn._caller_buffers import (
     buffer_of,
@@ -177,8 +177,7 @@ class GroupedMLP(LaunchedModule):
 
     def quantize_weights(self, first_micro_batch: bool | Tensor = True) -> None:
         """Calls :meth:`GroupedLinear.quantize_weights` of both layers. Call it after each optimizer step."""
-        for layer in recipe_layers(self):
-            layer.quantize_weights(first_micro_batch)
+        quantize_layers(self, first_micro_batch)
 
     def forget_quantized_weights(self) -> None:
         """Drops the quantized weights: each forward quantizes again."""

@@ -101,12 +101,13 @@ def quantize_parameter(module: torch.nn.Module, name: str, key: str) -> None:
     if choice.keeps_values:
         quantized.high_precision_init_val = _kept(weight)  # type: ignore[attr-defined]
     setattr(module, name, quantized)
-    _watch_parametrizations()
+    watch_quantized()
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         install_wrapper_checks()
 
 
-def _watch_parametrizations() -> None:
+def watch_quantized() -> None:
+    """What computes with a parameter, or changes it, knows of quantized ones: parametrizations and pruning."""
     from transformer_plugin.parallel._watching import watch_parametrizations
 
     watch_parametrizations()

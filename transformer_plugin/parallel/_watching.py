@@ -69,6 +69,7 @@ def watch_parametrizations() -> None:
     """Once per process: torch changes a parameter, or its layer, before the layer could refuse a parametrization."""
     from torch.nn.utils.parametrizations import _SpectralNorm
     from torch.nn.utils.parametrize import ParametrizationList
+    from torch.nn.utils.prune import BasePruningMethod
     from torch.nn.utils.spectral_norm import SpectralNorm
     from torch.nn.utils.weight_norm import WeightNorm
 
@@ -79,14 +80,18 @@ def watch_parametrizations() -> None:
     def checked_make(self: Any, modules: Any, original: Any, *arguments: Any, **options: Any) -> None:
         note_shards()
         refuse_computed(original, "register_parametrization")
-        if any(type(module).__module__ == "torch.nn.utils.parametrizations" for module in modules):
-            _refuse_experts(original, type(modules[0]).__name__.strip("_"))
+        norms = [type(m).__name__ for m in modules if type(m).__module__ == "torch.nn.utils.parametrizations"]
+        op = _OPS.get(norms[0], norms[0]) if norms else "register_parametrization"
+        _refuse_values(original, op, has_views=not norms)
+        if norms:
+            _refuse_experts(original, op)
         make(self, modules, original, *arguments, **options)
 
     @functools.wraps(make_norm)
     def checked_norm(self: Any, weight: Any, *arguments: Any, **options: Any) -> None:
         note_shards()
         refuse_computed(weight, "spectral_norm")
+        _refuse_values(weight, "spectral_norm")
         _refuse_experts(weight, "spectral_norm")
         make_norm(self, weight, *arguments, **options)
 
@@ -94,6 +99,58 @@ def watch_parametrizations() -> None:
     _SpectralNorm.__init__ = checked_norm  # type: ignore[method-assign]
     for kind, op in ((WeightNorm, "weight_norm"), (SpectralNorm, "spectral_norm")):
         kind.apply = staticmethod(_checked_apply(kind.apply, op))  # type: ignore[method-assign]
+    pruning: Any = BasePruningMethod
+    pruning.apply = classmethod(_checked_prune(pruning.apply.__func__))
+    _watch_global_pruning()
+
+
+#: Functions of torch by their parametrizations.
+_OPS = {"_WeightNorm": "weight_norm", "_SpectralNorm": "spectral_norm", "_Orthogonal": "orthogonal"}
+
+
+def _checked_prune(apply: Any) -> Any:
+    """Of each pruning method, which raises after it has moved the parameter."""
+
+    @functools.wraps(apply)
+    def checked(cls: Any, module: Any, name: str, *arguments: Any, **options: Any) -> Any:
+        _refuse_pruning(module, name)
+        return apply(cls, module, name, *arguments, **options)
+
+    return checked
+
+
+def _refuse_pruning(module: Any, name: str) -> None:
+    weight = getattr(module, name, None)
+    note_shards()
+    refuse_computed(weight, "prune", name)
+    _refuse_values(weight, "prune", name, has_views=True)
+
+
+def _watch_global_pruning() -> None:
+    """It computes with all weights before it prunes the first."""
+    from torch.nn.utils import prune
+
+    original: Any = prune.global_unstructured
+
+    @functools.wraps(original)
+    def global_unstructured(parameters: Any, *arguments: Any, **options: Any) -> Any:
+        parameters = list(parameters)
+        for module, name in parameters:
+            _refuse_pruning(module, name)
+        return original(parameters, *arguments, **options)
+
+    prune.global_unstructured = global_unstructured
+
+
+def _refuse_values(weight: Any, op: str, name: str = "weight", has_views: bool = False) -> None:
+    """Raises for a quantized parameter, which has no numbers to compute from, and for an unquantized GroupedTensor
+    unless ``op`` needs no other views of it than it has."""
+    if not isinstance(weight, FormatTensor) or (has_views and not weight.format.is_quantized):
+        return
+    is_quantized = weight.format.is_quantized
+    advice = "without quantized_init" if is_quantized else "with parameters='packed' or 'list'"
+    got = f"a {weight._described()}"
+    raise ValueError(message(op, name, "a plain parameter", got, f"Make the layer {advice}"))
 
 
 def _checked_apply(apply: Any, op: str) -> Any:
@@ -106,9 +163,7 @@ def _checked_apply(apply: Any, op: str) -> Any:
         if isinstance(weight, Tensor):
             refuse_computed(weight, op, name)
             _refuse_experts(weight, op, name)
-        if isinstance(weight, FormatTensor):
-            got, advice = f"a {weight._described()}", "Make the layer without quantized_init"
-            raise ValueError(message(op, name, "a plain parameter", got, advice))
+        _refuse_values(weight, op, name)
         return apply(module, name, *arguments, **options)
 
     return checked
