@@ -1,4 +1,4 @@
-"""LoRA of PEFT on parameters of each module (``target_parameters``): outputs, and gradients of the adapters.
+"""LoRA of PEFT on parameters of each module (``target_parameters``): outputs, gradients of the adapters, and merges.
 
 The reference is the bare module with ``weight + delta`` in place of the weight, where ``delta`` is made of the
 adapter's matrices in plain torch.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from tests.clients.imported import peft
-from transformer_plugin import convert, nn
+from transformer_plugin import convert, nn, quantize, quantized_init
 from transformer_plugin.nn.convert import ConvertedExperts
 from transformer_plugin.recipes import Float8BlockScaling
 from transformer_plugin.testing.numerics import assert_same_bits
@@ -171,6 +172,147 @@ def test_merged() -> None:
     expected = wrapped(x)
     assert not torch.equal(expected, bare(x))
     torch.testing.assert_close(wrapped.merge_and_unload()(x), expected)
+
+
+def drawn(wrapped: Any) -> None:
+    """Adapters with an effect, as after a training."""
+    with torch.no_grad():
+        for parameter in wrapped.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.2)
+
+
+#: Adapters: of which module, and of what in it.
+TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "of modules": ("Linear", {"target_modules": ["layer"]}),
+    "of parameters": (
+        "GroupedMLP",
+        {"target_modules": [], "target_parameters": ["layer.fc1.weight", "layer.fc2.weight"]},
+    ),
+}
+
+
+def copied(model: torch.nn.Module) -> list[Any]:
+    """The layers of a model, each with a quantized copy of its weight."""
+    layers = [m for m in model.modules() if isinstance(m, nn.Linear | nn.GroupedLinear)]
+    for layer in layers:
+        layer.quantize_weights()
+    return layers
+
+
+STALE = r"got one that was changed in place afterwards\. Call quantize_weights\(\) again"
+
+
+@pytest.mark.parametrize("adapted_first", [False, True])
+@pytest.mark.parametrize("name", TARGETS)
+def test_quantized_copies_notice_a_merge(name: str, adapted_first: bool) -> None:
+    """PEFT adds to ``weight.data``, which torch does not count."""
+    kind, options = TARGETS[name]
+    torch.manual_seed(0)
+    model = Model(CASES[kind][0](recipe=Float8BlockScaling()))
+    x = torch.randn(ROWS, HIDDEN)
+    layers = [] if adapted_first else copied(model)
+    config = peft().LoraConfig(r=RANK, lora_alpha=3, **options)
+    wrapped = peft().get_peft_model(model, config)
+    drawn(wrapped)
+    layers = layers or copied(wrapped)
+    before = [layer.quantized_weight.value.dequantize().clone() for layer in layers]
+    merged = wrapped.merge_and_unload()
+    with pytest.raises(ValueError, match=STALE):
+        merged(x)
+    assert copied(merged) == layers
+    output = merged(x)
+    for layer, old in zip(layers, before, strict=True):
+        assert not torch.equal(layer.quantized_weight.value.dequantize(), old)
+        layer.forget_quantized_weights()
+    assert_same_bits(output, merged(x))
+
+
+def test_quantized_copies_notice_changes_of_adapters() -> None:
+    """Merged, unmerged, unmerged by a forward, and OLoRA's initial values, which change the weight. Others do not."""
+    torch.manual_seed(0)
+    model = Model(nn.Linear(HIDDEN, FFN, recipe=Float8BlockScaling()))
+    x = torch.randn(ROWS, HIDDEN)
+    copied(model)
+    expected = model(x)
+    wrapped = peft().get_peft_model(model, peft().LoraConfig(r=RANK, target_modules=["layer"]))
+    assert_same_bits(wrapped(x), expected)
+    drawn(wrapped)
+
+    def disabled(x: Tensor) -> None:
+        with wrapped.disable_adapter():
+            wrapped(x)
+
+    for act, call in (("merge_adapter", wrapped), ("unmerge_adapter", wrapped), ("merge_adapter", disabled)):
+        getattr(wrapped, act)()
+        with pytest.raises(ValueError, match=STALE):
+            call(x)
+        copied(wrapped)
+        wrapped(x)
+    wrapped.add_adapter(
+        "other", peft().LoraConfig(r=RANK, target_modules=["layer"], init_lora_weights="olora")
+    )
+    with pytest.raises(ValueError, match=STALE):
+        wrapped(x)
+
+
+def test_adapters_of_a_library_that_comes_later() -> None:
+    """A class of PEFT that gets a layer after the first quantized copy was made."""
+    layer: Any = nn.Linear(HIDDEN, FFN, recipe=Float8BlockScaling())
+    copied(layer)
+
+    def merge(self: Any) -> str:
+        self.base_layer.weight.data += 1
+        return "merged"
+
+    adapter: Any = type("Late", (torch.nn.Module,), {"merge": merge, "__module__": "peft.late"})()
+    adapter.base_layer = layer
+    assert adapter.merge() == "merged"
+    with pytest.raises(ValueError, match=STALE):
+        layer(torch.randn(ROWS, HIDDEN))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("safe", [False, True])
+def test_merged_into_quantized_parameters(safe: bool, dtype: torch.dtype) -> None:
+    """The merged weight is quantized into the same parameter; one that does not change keeps its bytes."""
+    torch.manual_seed(0)
+    with quantized_init(Float8BlockScaling(), preserve_high_precision_init_val=True):
+        model = Model(nn.Linear(HIDDEN, FFN, dtype=dtype))
+    weight: Any = model.layer.weight
+    old = weight.dequantize()
+    x = torch.randn(ROWS, HIDDEN, dtype=dtype)
+    config = peft().LoraConfig(r=RANK, lora_alpha=3, target_modules=["layer"])
+    wrapped = peft().get_peft_model(model, config)
+    assert_same_bits(wrapped(x), model(x))
+    bytes_before = weight.rowwise_data.clone()
+    wrapped.merge_adapter(safe_merge=safe)  # B is zeros
+    assert torch.equal(weight.rowwise_data, bytes_before)
+    assert weight.get_high_precision_init_val() is not None
+    wrapped.unmerge_adapter()
+    drawn(wrapped)
+    delta = wrapped.base_model.model.layer.get_delta_weight("default").detach()
+    wanted = old + delta.to(dtype) if safe else old.clone().add_(delta)
+    merged = wrapped.merge_and_unload(safe_merge=safe)
+    assert merged.layer.weight is weight and weight.dtype == dtype
+    assert_same_bits(weight.dequantize(), quantize(wanted, weight.format.key).dequantize())
+    assert_same_bits(weight.get_high_precision_init_val(), wanted)
+    assert not torch.equal(weight.dequantize(), old)
+    merged(x)
+
+
+@pytest.mark.parametrize("kind", ["grouped", "quantized"])
+def test_adapters_of_values_are_refused(kind: str) -> None:
+    recipe, options = Float8BlockScaling(), {"parameters": "grouped"}
+    with quantized_init(recipe) if kind == "quantized" else nullcontext():
+        model = Model(grouped(**({} if kind == "quantized" else options)))
+    wrapped = adapted(model, ["weight"])
+    text = {
+        "grouped": r"Call packed\(\) for a plain tensor",
+        "quantized": "Make the layer without quantized_init",
+    }
+    with pytest.raises(ValueError, match=text[kind]):
+        wrapped(torch.randn(ROWS, HIDDEN))
 
 
 def converted_model() -> Any:

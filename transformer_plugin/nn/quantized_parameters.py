@@ -107,10 +107,12 @@ def quantize_parameter(module: torch.nn.Module, name: str, key: str) -> None:
 
 
 def watch_quantized() -> None:
-    """What computes with a parameter, or changes it, knows of quantized ones: parametrizations and pruning."""
+    """What computes with a parameter, or changes it, knows of quantized ones: parametrizations, pruning, PEFT."""
+    from transformer_plugin.parallel._merged_adapters import watch_merges
     from transformer_plugin.parallel._watching import watch_parametrizations
 
     watch_parametrizations()
+    watch_merges()
 
 
 def keep_values(parameter: Any, values: Tensor | None) -> None:

@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from transformer_plugin import ops
 from transformer_plugin.formats import Format
+from transformer_plugin.parallel._merged_adapters import watch_merges
 from transformer_plugin.parallel._shard_experts import local
 from transformer_plugin.parallel._watching import watch_steps
 from transformer_plugin.tensor import GroupedTensor, QuantizedTensor
@@ -30,9 +31,10 @@ class QuantizedWeight:
     graph may hold it, and may hold the refresh itself.
 
     In eager code a forward raises an error if the weight was changed in place since the last refresh, also by a step of
-    any ``torch.optim.Optimizer``, has other memory or is another tensor. Other changes that torch does not count go
-    unnoticed: ``weight.data.add_(1)``, kernels of other libraries, compiled code and replays of a CUDA graph. Call
-    :func:`transformer_plugin.optim.refresh_after` for those, or :meth:`refresh` in the step.
+    any ``torch.optim.Optimizer`` or by an adapter of PEFT that was merged or unmerged, has other memory or is another
+    tensor. Other changes that torch does not count go unnoticed: ``weight.data.add_(1)``, kernels of other libraries,
+    compiled code and replays of a CUDA graph. Call :func:`transformer_plugin.optim.refresh_after` for those, or
+    :meth:`refresh` in the step.
 
     Args:
         weight: ``[N, K]`` or ``[G, N, K]``, or G matrices ``[N, K]``: plain tensors, or an unquantized
@@ -62,6 +64,7 @@ class QuantizedWeight:
         for source in self._sources:
             copies_of(source).add(self)
         watch_steps()
+        watch_merges()
 
     def refresh(self, first_micro_batch: bool | Tensor = True) -> None:
         """Quantizes the weight again, into the same memory.

@@ -86,7 +86,7 @@ class MasterWeights:
             ``lambda weights: torch.optim.AdamW(weights, lr=1e-3)``.
 
     Attributes:
-        optimizer: the optimizer.
+        optimizer: the optimizer, which schedulers of the learning rate take: this class is none itself.
         master_weights: float32, in the order of the parameters.
 
     A gradient is ``parameter.main_grad`` where ``parameter.grad_added_to_main_grad`` is True, as ``parameter.grad`` is

@@ -1,0 +1,96 @@
+"""Adapters of PEFT that change the weight of a layer: its quantized copies are outdated, and a quantized one follows.
+
+PEFT adds to ``weight.data``, which torch does not count as a change of the weight, and which a quantized parameter has
+no numbers for. PEFT need not be installed: its classes are recognized when they are there, or get a layer.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from transformer_plugin.functional._values import is_quantized
+
+#: Methods of adapters that change the weight of their layer in place.
+_CHANGING = ("merge", "unmerge", "olora_init")
+
+
+@functools.cache
+def watch_merges() -> None:
+    """Once per process, from the first quantized parameter or copy on."""
+    tuners: Any = sys.modules.get("peft.tuners.tuners_utils")
+    if tuners is not None:
+        for kind in _subclasses(tuners.BaseTunerLayer):
+            _watch(kind)
+    register_module_module_registration_hook(_note_adapter)
+
+
+def _subclasses(kind: Any) -> Iterator[Any]:
+    for each in kind.__subclasses__():
+        yield each
+        yield from _subclasses(each)
+
+
+def _note_adapter(adapter: Any, name: str, layer: Any) -> None:
+    if name == "base_layer":
+        for kind in type(adapter).__mro__:
+            if kind.__module__.startswith("peft."):
+                _watch(kind)
+
+
+@functools.cache
+def _watch(kind: Any) -> None:
+    for name in _CHANGING:
+        if name in kind.__dict__:
+            setattr(kind, name, _changing(kind.__dict__[name]))
+
+
+def _changing(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: Any, *arguments: Any, **options: Any) -> Any:
+        layer = self
+        while hasattr(layer, "base_layer"):
+            layer = layer.base_layer
+        with _in_high_precision(layer):
+            result = method(self, *arguments, **options)
+        for parameter in layer._parameters.values():
+            for copy in getattr(parameter, "__dict__", {}).get("quantized_copies", ()):
+                if not copy.refreshes_itself:
+                    copy.note_changed()
+        return result
+
+    return call
+
+
+@contextmanager
+def _in_high_precision(layer: Any) -> Iterator[None]:
+    """Context in which the quantized parameters of a layer are plain ones, whose new values they get afterwards."""
+    quantized: dict[str, Any] = {
+        n: p for n, p in layer._parameters.items() if p is not None and is_quantized(p)
+    }
+    if not quantized:
+        yield
+        return
+    from transformer_plugin.nn.quantized_parameters import keep_values
+
+    before = {name: p.detach().dequantize() for name, p in quantized.items()}
+    for name, values in before.items():
+        layer._parameters[name] = Parameter(values.clone(), requires_grad=False)
+    changed: dict[str, torch.Tensor] = {}
+    try:
+        yield
+        now = {name: layer._parameters[name].detach() for name in quantized}
+        changed = {name: values for name, values in now.items() if not torch.equal(values, before[name])}
+    finally:
+        layer._parameters.update(quantized)
+    for name, values in changed.items():
+        with torch.no_grad():
+            quantized[name].copy_(values)
+        keep_values(quantized[name], values)
