@@ -114,6 +114,61 @@ def kind_of(annotation: str) -> Kind | None:
     return Kind(f"{kind.text} or None", lambda value: value is None or allows(value))
 
 
+def of_other_memory(tensor: torch.Tensor) -> str | None:
+    """What a tensor is whose numbers do not lie in memory by strides, in words; None of others."""
+    if tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized:
+        return None
+    if tensor.is_nested:
+        return "a nested tensor"
+    if tensor.is_quantized:
+        return f"a tensor that torch quantized, {str(tensor.dtype).removeprefix('torch.')}"
+    layout = str(tensor.layout).removeprefix("torch.").title().replace("_", "").removesuffix("Coo")
+    return f"one of layout {layout}"
+
+
+def is_strided(value: object) -> bool:
+    """Whether it is a tensor whose sizes can be read."""
+    return isinstance(value, torch.Tensor) and of_other_memory(value) is None
+
+
+def refused_memory(owner: str, argument: str, tensor: torch.Tensor) -> str | None:
+    """The error for nested, sparse and torch-quantized tensors, in the words of the ops; None of others."""
+    kind = of_other_memory(tensor)
+    if kind is None:
+        return None
+    advice = "Convert it with .to_dense() first"
+    if tensor.is_nested:
+        advice = (
+            "Pass its rows as one tensor, .values() of a jagged one, and to grouped ops their numbers as "
+        )
+        advice += "group_sizes"
+    elif tensor.is_quantized:
+        advice = "Convert it with .dequantize() first"
+    expected = "a tensor whose numbers lie in memory by strides"
+    return f"{owner}: argument '{argument}': expected {expected}, got {kind}. {advice}."
+
+
+def check_strided(owner: str, argument: str, tensor: torch.Tensor) -> None:
+    """Raises it where the sizes of a tensor are read before an op sees them: torch has errors of its own for that."""
+    text = refused_memory(f"transformer_plugin::{owner}", argument, tensor)
+    if text is not None:
+        raise TypeError(text)
+
+
+def check_dtype(owner: str, argument: str, tensor: object, *dtypes: torch.dtype) -> None:
+    """Refuses another dtype in the words of the ops, where a layer would convert it before an op sees it."""
+    if not isinstance(tensor, torch.Tensor):
+        raise wrong_type(f"transformer_plugin::{owner}", argument, tensor, KINDS["Tensor"], MISSING)
+    check_strided(owner, argument, tensor)
+    if tensor.dtype not in dtypes:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        got = str(tensor.dtype).removeprefix("torch.")
+        raise TypeError(
+            f"transformer_plugin::{owner}: argument '{argument}': expected one of the dtypes {allowed}, got {got}. "
+            "Convert it with .to() first."
+        )
+
+
 def described(value: object) -> str:
     """A value for an error, in one line."""
     text = (

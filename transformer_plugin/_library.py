@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from transformer_plugin._arguments import is_strided, refused_memory
+
 LIBRARY = Path(__file__).with_name("_C.abi3.so")
 
 
@@ -77,6 +79,25 @@ def _is_missing(argument: torch.Argument, values: dict[str, Any]) -> bool:
     return (kind == "Tensor" and value is None) or (kind == "List[Tensor]" and len(value) == 0)
 
 
+def _refused_memory(schema: Any, values: dict[str, Any]) -> str | None:
+    """The error for a nested or sparse tensor that an op has passed on, to another op or to torch."""
+    for argument in schema.arguments:
+        value: Any = values.get(argument.name)
+        is_list = isinstance(value, list | tuple)
+        for i, tensor in enumerate(value if is_list else [value]):
+            if "Tensor" in str(argument.type) and isinstance(tensor, torch.Tensor):
+                name = f"{argument.name}[{i}]" if is_list else argument.name
+                text = refused_memory(schema.name, name, tensor)
+                if text is not None:
+                    return text
+    return None
+
+
+def _is_unreadable(argument: torch.Argument, value: object) -> bool:
+    """Whether a sparse or nested tensor stands for a number, which torch looks for in its memory."""
+    return isinstance(value, torch.Tensor) and "Tensor" not in str(argument.type) and not is_strided(value)
+
+
 def _got(value: object) -> str:
     if isinstance(value, int | float | str):
         return repr(value)
@@ -102,13 +123,19 @@ def _naming_wrong_types(call: Callable[..., Any], schema: Any) -> Callable[..., 
     arguments = schema.arguments
     named_op = f"{schema.name}: argument '"
 
-    def mistaken(error: RuntimeError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    def mistaken(error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """The error in the package's words, of a call that torch refused before the op ran."""
         values = {**{a.name: x for a, x in zip(arguments, args, strict=False)}, **kwargs}
         found = _MISMATCH.match(str(error))
         if found:
             missing = next((a for a in arguments if a.name == found[1]), None)
         elif str(error).startswith(named_op):
+            return None
+        elif refused := _refused_memory(schema, values):
+            return refused
+        elif unreadable := [a for a in arguments if _is_unreadable(a, values.get(a.name))]:
+            missing = unreadable[0]
+        elif isinstance(error, TypeError):
             return None
         else:  # None passes for a tensor; where no argument is one torch finds no kernel
             missing = next((a for a in arguments if _is_missing(a, values)), None)
@@ -124,7 +151,7 @@ def _naming_wrong_types(call: Callable[..., Any], schema: Any) -> Callable[..., 
     def named(*args: Any, **kwargs: Any) -> Any:
         try:
             return call(*args, **kwargs)
-        except RuntimeError as error:
+        except (RuntimeError, TypeError) as error:
             message = mistaken(error, args, kwargs)
             if message is None:
                 raise

@@ -12,7 +12,7 @@ import torch
 
 import transformer_plugin as tp
 from tests.functional.values import draw
-from tests.ops.test_wrong_types import OTHERS
+from tests.ops.test_wrong_types import OTHERS, WITHOUT_STRIDES
 from transformer_plugin import functional
 
 G, N, K, T = 3, 48, 64, 32
@@ -73,3 +73,46 @@ def test_a_wrong_type_names_the_argument(name: str) -> None:
         with pytest.raises((TypeError, ValueError)) as caught:
             getattr(tp, name)(**{**right_calls()[name], argument: object()})
         assert re.match(rf"transformer_plugin::{name}: argument '{argument}'", str(caught.value)), argument
+
+
+@pytest.mark.parametrize("kind", WITHOUT_STRIDES)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_tensors_without_strides(name: str, kind: str) -> None:
+    """Nested and sparse tensors: by the name of the function, or of its part that reads them first."""
+    right = right_calls()[name]
+    for argument, value in right.items():
+        if not isinstance(value, torch.Tensor) or (name, argument) == ("with_columnwise", "value"):
+            continue
+        with pytest.raises(TypeError) as caught:
+            getattr(tp, name)(**{**right, argument: WITHOUT_STRIDES[kind]})
+        text = f"transformer_plugin::{name}: argument '{argument}"
+        assert str(caught.value).startswith(text), argument
+        assert "by strides" in str(caught.value) or kind == "qint8", argument
+
+
+@pytest.mark.parametrize("kind", WITHOUT_STRIDES)
+def test_lists_and_values_with_tensors_without_strides(kind: str) -> None:
+    other, x, sizes = WITHOUT_STRIDES[kind], draw(T, K), torch.tensor([16, 0, 16])
+    value = tp.quantize(x, "fp8_block")
+    calls: list[Callable[[], Any]] = [
+        lambda: tp.grouped_linear(x, [other, other, other], sizes),
+        lambda: tp.quantize([other], "fp8_block"),
+        lambda: tp.GroupedTensor(other),
+        lambda: tp.GroupedTensor(x, other),
+        lambda: tp.GroupedTensor.from_members([other]),
+        lambda: tp.QuantizedTensor(other, value.scale_inv, format="fp8_block"),
+        lambda: tp.QuantizedTensor(value.rowwise_data, other, format="fp8_block"),
+        lambda: value.quantize_(other),
+        lambda: value.copy_(other),
+    ]
+    before = value.rowwise_data.clone()
+    for i, call in enumerate(calls):
+        with pytest.raises(TypeError) as caught:
+            call()
+        assert re.match(r"transformer_plugin::\w+: argument '[\w\[\]]+': expected", str(caught.value)), i
+        assert "by strides" in str(caught.value) or kind == "qint8", i
+    assert torch.equal(before.view(torch.uint8), value.rowwise_data.view(torch.uint8))
+    with pytest.raises(
+        ValueError, match="transformer_plugin::with_columnwise: argument 'value': expected a value"
+    ):
+        tp.with_columnwise(other)

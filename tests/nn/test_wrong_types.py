@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 import transformer_plugin as tp
-from tests.ops.test_wrong_types import OTHERS
+from tests.ops.test_wrong_types import OTHERS, WITHOUT_STRIDES
 from transformer_plugin.parallel import (
     EpBuffer,
     EpContext,
@@ -156,13 +157,96 @@ def test_negative_sizes(name: str, size: str, wrong: int) -> None:
 
 @pytest.mark.parametrize("name", SIZES)
 def test_inputs(name: str) -> None:
-    layer = getattr(tp.nn, name)(**sizes_of(name))
-    grouped = {"group_sizes": torch.tensor([1] * 8)} if name.startswith("Grouped") else {}
-    probs = {"probs": torch.ones(8)} if name == "GroupedMLP" else {}
-    first, *_ = inspect.signature(layer.forward).parameters
-    arguments = {first: torch.ones(8, 8), **grouped, **probs}
-    layer(**arguments)
+    layer, arguments = called(name)
     others_are_named(layer, lambda: arguments, inspect.signature(layer.forward).parameters)
+
+
+def called(name: str, **options: Any) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """A layer and the arguments of a valid call, with the factors of rows."""
+    if name == "Embedding":
+        return tp.nn.Embedding(8, 8), {"input": torch.tensor([3])}
+    scaled = {"scale_bias": True} if name == "GroupedLinear" else {}
+    layer = getattr(tp.nn, name)(**sizes_of(name), **scaled, **options)
+    grouped = {"group_sizes": torch.tensor([1] * 8)} if name.startswith("Grouped") else {}
+    factor = {"GroupedMLP": "probs", "GroupedLinear": "bias_scale"}.get(name)
+    first, *_ = inspect.signature(layer.forward).parameters
+    arguments = {first: torch.ones(8, 8), **grouped, **({factor: torch.ones(8)} if factor else {})}
+    layer(**arguments)
+    return layer, arguments
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.int16, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64],
+    ids=str,
+)
+@pytest.mark.parametrize("name", [*SIZES, "Embedding"])
+def test_dtypes_of_inputs(name: str, dtype: torch.dtype) -> None:
+    """Codes, flags and complex numbers are no numbers of a layer: none is converted without a word."""
+    layer, arguments = called(name)
+    owner = rf"transformer_plugin::{name}: " if name in ("MoE", "TopKRouter") else ""
+    for argument, value in arguments.items():
+        with pytest.raises(TypeError, match=owner or FOUR_PARTS) as caught:
+            layer(**{**arguments, argument: value.to(dtype)})
+        assert re.match(FOUR_PARTS, str(caught.value), re.DOTALL)
+        assert "Convert it with .to() first." in str(caught.value), argument
+
+
+@pytest.mark.parametrize("kind", WITHOUT_STRIDES)
+@pytest.mark.parametrize("recipe", [None, tp.recipes.DelayedScaling()], ids=["plain", "delayed"])
+@pytest.mark.parametrize("name", [*SIZES, "Embedding"])
+def test_inputs_without_strides(name: str, recipe: Any, kind: str) -> None:
+    """Nested and sparse tensors are named in the same words by all layers, also where a layer reads sizes itself."""
+    if recipe is not None and "recipe" not in inspect.signature(getattr(tp.nn, name)).parameters:
+        return
+    layer, arguments = called(name, **({} if recipe is None else {"recipe": recipe}))
+    for argument in arguments:
+        for autocast in (False, True):
+            with pytest.raises(TypeError) as caught, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                layer(**{**arguments, argument: WITHOUT_STRIDES[kind]})
+            assert re.match(FOUR_PARTS, str(caught.value), re.DOTALL), argument
+            if kind != "qint8":  # its dtype is named first
+                assert "expected a tensor whose numbers lie in memory by strides" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", WITHOUT_STRIDES)
+@pytest.mark.parametrize(
+    "name", ["Linear", "LayerNormLinear", "GroupedLinear", "Embedding", "TopKRouter", "RMSNorm"]
+)
+def test_weights_without_strides(name: str, kind: str) -> None:
+    """Assigned, or written into the parameters of a layer: the op of the layer names its own argument."""
+    layer, arguments = called(name)
+    same = {"coo": Tensor.to_sparse, "csr": Tensor.to_sparse_csr, "mkldnn": Tensor.to_mkldnn}
+    fits = kind in same and layer.weight.dim() > 1
+    value = same[kind](layer.weight.detach()) if fits else WITHOUT_STRIDES[kind]
+    weight = torch.nn.Parameter(value, requires_grad=False)
+    if name not in ("TopKRouter", "RMSNorm"):
+        with pytest.raises(TypeError, match=f"transformer_plugin::{name}: argument 'weight'") as caught:
+            layer.weight = weight
+        assert re.match(FOUR_PARTS, str(caught.value), re.DOTALL)
+    layer._parameters["weight"] = weight
+    with pytest.raises(TypeError) as caught:
+        layer(**arguments)
+    assert re.match(FOUR_PARTS, str(caught.value), re.DOTALL)
+    assert "argument 'weight" in str(caught.value) and "gemm" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in WITHOUT_STRIDES if kind != "qint8"])
+def test_optimizers_refuse_tensors_without_strides(kind: str) -> None:
+    """Of qint8 there is no parameter with a gradient."""
+    other = torch.nn.Parameter(WITHOUT_STRIDES[kind])
+    calls: list[Callable[[], Any]] = [
+        lambda: tp.optim.MasterWeights([other], lambda weights: torch.optim.SGD(weights, lr=0.1)),
+        lambda: tp.optim.Muon([other]),
+    ]
+    if kind == "coo":  # the only one that torch takes as the gradient of a plain parameter
+        parameter = weight()
+        parameter.grad = WITHOUT_STRIDES[kind]
+        calls.append(lambda: tp.clip_grad_norm_([parameter], 1.0))
+    for call in calls:
+        with pytest.raises(TypeError, match="by strides") as caught:
+            call()
+        assert re.match(FOUR_PARTS, str(caught.value), re.DOTALL)
 
 
 CONTEXT = {"num_experts": 4, "max_tokens_per_rank": 8, "hidden_dim": 3, "num_topk": 2}

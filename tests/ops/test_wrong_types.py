@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -20,10 +21,28 @@ FIRST_CALLS = list({call.op: call for call in reversed(CALLS)}.values())
 X, W, SIZES = torch.ones(32, 64), torch.ones(2, 32, 64), torch.tensor([16, 16])
 
 
+def without_strides() -> dict[str, torch.Tensor]:
+    """Tensors whose numbers do not lie in memory by strides: of many torch does not tell the sizes."""
+    rows = [torch.ones(2, 32), torch.ones(3, 32)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # prototypes and betas of torch
+        return {
+            "nested": torch.nested.nested_tensor(rows),
+            "vectors": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+            "jagged": torch.nested.nested_tensor(rows, layout=torch.jagged),
+            "coo": torch.ones(32, 32).to_sparse(),
+            "csr": torch.ones(32, 32).to_sparse_csr(),
+            "mkldnn": torch.ones(32, 32).to_mkldnn(),
+            "qint8": torch.quantize_per_tensor(torch.ones(32, 32), 1.0, 0, torch.qint8),
+        }
+
+
+WITHOUT_STRIDES = without_strides()
 #: Values that some arguments take.
 OTHERS: tuple[Any, ...] = (
     *(None, "text", 3, -1, 1.5, float("nan"), True, 2**70, b"x", 1j, int, torch.float32),
     *([1, 2], [[1.0]], (), {}, torch.ones(2, 2), [torch.ones(2), None], np.ones((2, 2), np.float32)),
+    *(WITHOUT_STRIDES[kind] for kind in ("nested", "jagged", "coo", "csr")),
 )
 FOUR_PARTS = r"transformer_plugin::\w+: argument '[\w\[\]]+': expected .*, got .*\. \S"
 

@@ -194,7 +194,7 @@ def other_tables_compiled(rank: Rank) -> None:
 def message(call: Callable[[], Any]) -> str:
     try:
         call()
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         return str(error)
     return "no error"
 
@@ -292,6 +292,11 @@ def refused_indices(rank: Rank) -> None:
         assert message(lambda: table(distribute_tensor(torch.tensor([3, 32]), mesh, [Replicate()]))) == (
             "transformer_plugin::embedding: argument 'indices': expected rows of the table, 0 to 31, got 3 to 32. Pass "
             "indices of rows."
+        )
+        flags = distribute_tensor(torch.tensor([True, False]), mesh, [Replicate()])
+        assert message(lambda: table(flags)) == (
+            "transformer_plugin::embedding: argument 'indices': expected one of the dtypes int64, int32, got bool. "
+            "Convert it with .to() first."
         )
 
 

@@ -130,6 +130,12 @@ def check_embedding(rank: Rank, vocabulary: int, padding: int | None) -> None:
                 ValueError, match=f"expected rows of the table, 0 to {vocabulary - 1}, got 0 to"
             ):
                 own(torch.tensor([0, vocabulary]))
+        # True and False minus the first row of a rank would be int64, and those of other ranks.
+        for wrong in (torch.tensor([True]), torch.tensor([1.0]), torch.tensor([1]).to_sparse(), [1]):
+            with pytest.raises(
+                TypeError, match="transformer_plugin::embedding: argument 'indices': expected "
+            ):
+                own(wrong)
 
 
 @pytest.mark.parametrize(("vocabulary", "padding"), [(64, None), (37, 36), (3, 1)])

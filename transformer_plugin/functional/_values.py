@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from transformer_plugin._arguments import check_strided
 from transformer_plugin.launch import LaunchOptions
 from transformer_plugin.tensor import GroupedTensor, QuantizedTensor, _checks, _layout
 from transformer_plugin.tensor._base import UNQUANTIZED, FormatTensor, new_value
@@ -139,9 +140,9 @@ def rows_of_either(
 
 def check_matrix(data: Tensor, op: str, argument: str, sizes: str) -> None:
     """Of a plain tensor whose sizes are read before an op checks them."""
-    if data.is_nested or data.dim() != 2:
-        got = "a nested tensor" if data.is_nested else describe(data)
-        refuse(op, argument, sizes, got, "Reshape it first")
+    check_strided(op, argument, data)
+    if data.dim() != 2:
+        refuse(op, argument, sizes, describe(data), "Reshape it first")
 
 
 def needed(group_sizes: Tensor | None, op: str, argument: str) -> Tensor:

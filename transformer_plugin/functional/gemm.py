@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from transformer_plugin._arguments import check_strided
 from transformer_plugin.functional._values import (
     Operand,
     Value,
@@ -142,6 +143,7 @@ def gemm_wgrad(
     _check_alike(op, (grad, input), left, right, ("grad", "input"), is_differentiable=False)
     if left.scales is None:
         check_matrix(left.data, op, "grad", "[M, N]")
+        check_strided(op, "input", right.data)
     first = left.data if left.scales is not None else left.data.t()
     arguments = (left.scales, right.scales, left.key, right.key) if (left.scales or right.scales) else ()
     transpose = right.scales is not None  # columnwise data is [K, M]

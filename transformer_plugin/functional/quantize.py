@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from transformer_plugin import ops
+from transformer_plugin._arguments import check_strided
 from transformer_plugin.formats import Format
 from transformer_plugin.functional._values import (
     Value,
@@ -105,13 +106,14 @@ def dequantize(value: Value, dtype: Any = None) -> Tensor:
         dtype: float32, bfloat16 or float16; that of the value by default.
 
     Raises:
-        TypeError: no tensor. ValueError: another dtype, of a quantized value.
+        TypeError: no tensor, a nested or a sparse one. ValueError: another dtype, of a quantized value.
     """
     if not isinstance(value, FormatTensor):
         if not isinstance(value, Tensor):
             refuse(
                 "dequantize", "value", "a value or a tensor", describe(value), "Pass one of a list", TypeError
             )
+        check_strided("dequantize", "value", value)
         return value if dtype is None else value.to(dtype)
     wants_gradient = value.requires_grad and torch.is_grad_enabled()
     if is_quantized(value) and value.rowwise_data is not None and not wants_gradient:

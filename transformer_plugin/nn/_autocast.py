@@ -7,7 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from transformer_plugin._arguments import is_strided
 from transformer_plugin.functional._values import is_quantized, with_dtype
+
+#: The dtypes that :func:`as_float32` converts. Codes of 8 bits are no factors without their scale.
+_FACTORS = (torch.bfloat16, torch.float16, torch.float64)
 
 
 def operands(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -53,7 +57,13 @@ def as_float32(factor: Tensor) -> Tensor:
     """
     if not isinstance(factor, Tensor):  # the op raises the error
         return factor
-    return factor if factor.dtype is torch.float32 or not factor.is_floating_point() else factor.float()
+    return factor.float() if factor.dtype in _FACTORS else factor  # the op refuses others
+
+
+def fits_rows(factor: Any, input: Tensor) -> bool:
+    """Whether an op takes a factor for each row of a matrix."""
+    fits = is_strided(factor) and factor.shape == input.shape[:1]
+    return fits and factor.dtype == torch.float32 and factor.device == input.device
 
 
 def _dtype(input: Tensor) -> torch.dtype | None:
@@ -72,6 +82,7 @@ def _cast(tensor: Tensor, input: Tensor, dtype: torch.dtype) -> Tensor:
     if is_quantized(tensor):
         cast: Tensor = tensor if tensor.dtype == dtype else with_dtype(tensor, dtype)
         return cast
-    if tensor.device.type != input.device.type or tensor.dtype == torch.float64:
+    other = tensor.layout is not torch.strided  # the op refuses it; torch cannot cast every layout
+    if other or tensor.device.type != input.device.type or tensor.dtype == torch.float64:
         return tensor
     return tensor.to(dtype) if tensor.is_floating_point() else tensor

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from transformer_plugin._arguments import check_strided
 from transformer_plugin.recipes import DelayedScaling, Recipe
 from transformer_plugin.tensor._checks import check_tensor, refuse
 from transformer_plugin.tensor._layout import describe
@@ -61,6 +62,7 @@ def copied_into(output: Tensor, out: Tensor) -> Tensor:
 
 def check_buffer(layer: str, argument: str, buffer: Any, input: Tensor) -> None:
     """Refuses what does not have the sizes, dtype and device of the input, or lies in its memory."""
+    check_strided(layer, "input", input)
     buffer = check_tensor(layer, argument, buffer, input.device)
     got, advice = describe(buffer), "Allocate it like 'input'"
     if buffer.dtype != input.dtype:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from transformer_plugin import ops
+from transformer_plugin._arguments import check_dtype
 from transformer_plugin.parallel._collectives import torch_collectives
 from transformer_plugin.recipes import DelayedScaling
 
@@ -145,6 +146,7 @@ def run_embedding(layer: Embedding, input: Any, weight: Any, padding: int) -> Te
 
 def _rows_here(indices: Tensor, table: Tensor, whole: Any, padding: int) -> Tensor:
     """The rows that this rank's part of a table has, and zeros for others."""
+    check_dtype("embedding", "indices", indices, torch.int64, torch.int32)
     mesh, rows = whole.device_mesh, whole.shape[0]
     if indices.is_cpu and not torch.compiler.is_compiling() and indices.numel() > 0:
         _check_indices(indices, rows)

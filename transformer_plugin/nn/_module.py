@@ -120,7 +120,11 @@ def _add_layer_note(error: Exception, module: torch.nn.Module) -> None:
     if any(note.startswith(_NOTE) for note in notes):
         return
     name = _qualified_name(module)
-    note = f"{_NOTE}{name + ': ' if name else ''}{type(module).__name__}({module.extra_repr()})"
+    try:
+        sizes = module.extra_repr()
+    except (RuntimeError, AttributeError):  # of a parameter that is the reason for the error
+        sizes = "..."
+    note = f"{_NOTE}{name + ': ' if name else ''}{type(module).__name__}({sizes})"
     if sys.version_info >= (3, 11):
         error.add_note(note)
     else:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from transformer_plugin import ops
+from transformer_plugin._arguments import is_strided
 from transformer_plugin.formats import Format, resolve
 from transformer_plugin.nn import _tracing
 from transformer_plugin.nn._autocast import is_cast
@@ -240,6 +241,8 @@ class RecipeModule(QuantizedWeightMixin, DelayedWgradMixin):
 
     def _op_accepts(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         """Whether the op will accept the input and the parameters. If not, the op raises the error."""
+        if not is_strided(input) or not is_strided(weight):
+            return False
         part = self.weight_parts.get("weight")
         rows = weight.shape[:-1] if part is None else (part.rows.rows, *weight.shape[1:-1])
         if bias is not None and (

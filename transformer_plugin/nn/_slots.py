@@ -1,9 +1,11 @@
-"""Slots: which rows of the experts hold which tokens."""
+"""Slots: which rows of the experts hold which tokens; and the sizes of groups."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor
 
 from transformer_plugin.nn._module import serializable
@@ -23,3 +25,14 @@ class Slots(NamedTuple):
     source: Tensor
     #: int64 ``[G]``, the rows of each group, with padding.
     group_sizes: Tensor
+
+
+def sizes_tensor(group_sizes: Tensor | Sequence[int], input: Any) -> Tensor:
+    """Sizes in a list as a tensor on the device of the input. What is no list of integers is refused by the op."""
+    if isinstance(group_sizes, Tensor) or not isinstance(group_sizes, list | tuple | range):
+        return cast(Tensor, group_sizes)
+    try:
+        dtype = None if group_sizes else torch.int64
+        return torch.tensor(group_sizes, dtype=dtype, device=getattr(input, "device", None))
+    except (TypeError, ValueError, RuntimeError):
+        return cast(Tensor, group_sizes)

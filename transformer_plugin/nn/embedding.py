@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from transformer_plugin import ops
-from transformer_plugin._arguments import typed
+from transformer_plugin._arguments import check_dtype, typed
 from transformer_plugin.nn._dtensor import is_dtensor, run_embedding
 from transformer_plugin.nn._module import layer_forward, registered
 from transformer_plugin.nn._sharded_weight import ShardedWeightMixin
@@ -85,6 +85,8 @@ class Embedding(ShardedWeightMixin, torch.nn.Embedding):
     def _own_rows(self, input: Tensor, weight: Tensor, padding: int) -> Tensor:
         """The rows that this rank has, and zeros for those of the others."""
         self._check_shard()
+        # Before the first row is subtracted, which makes int64 of bool.
+        check_dtype("embedding", "indices", input, torch.int64, torch.int32)
         slices = self.tensor_slices["weight"]
         first, rows = next(iter(slices.own), (0, 0))
         _check_range(input, slices.size)

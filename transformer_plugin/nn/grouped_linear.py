@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from transformer_plugin import ops
-from transformer_plugin._arguments import typed
+from transformer_plugin._arguments import is_strided, typed
 from transformer_plugin.functional._values import is_quantized
 from transformer_plugin.launch import LaunchOptions, checked
 from transformer_plugin.nn._attributes import fixed
-from transformer_plugin.nn._autocast import as_float32, like_input, operands
+from transformer_plugin.nn._autocast import as_float32, fits_rows, like_input, operands
 from transformer_plugin.nn._caller_buffers import into_buffers
 from transformer_plugin.nn._layouts import (
     Layout,
@@ -28,6 +28,7 @@ from transformer_plugin.nn._layouts import (
 )
 from transformer_plugin.nn._module import check_sizes, layer_forward, registered
 from transformer_plugin.nn._recipe import RecipeModule
+from transformer_plugin.nn._slots import sizes_tensor
 from transformer_plugin.nn._tensor_parallel import (
     ParallelMode,
     TensorParallel,
@@ -47,17 +48,6 @@ if TYPE_CHECKING:
 
 _ops = torch.ops.transformer_plugin
 _NO_OPTIONS = LaunchOptions()
-
-
-def sizes_tensor(group_sizes: Tensor | Sequence[int], input: Any) -> Tensor:
-    """Sizes in a list as a tensor on the device of the input. What is no list of integers is refused by the op."""
-    if isinstance(group_sizes, Tensor) or not isinstance(group_sizes, list | tuple | range):
-        return cast(Tensor, group_sizes)
-    try:
-        dtype = None if group_sizes else torch.int64
-        return torch.tensor(group_sizes, dtype=dtype, device=getattr(input, "device", None))
-    except (TypeError, ValueError, RuntimeError):
-        return cast(Tensor, group_sizes)
 
 
 class GroupedLinear(RecipeModule):
@@ -371,15 +361,16 @@ class GroupedLinear(RecipeModule):
 
     def _op_accepts_rows(self, input: Tensor, group_sizes: Tensor, bias_scale: Tensor | None) -> bool:
         """Whether the op will accept these arguments. On a CPU this includes the values of the group sizes."""
-        if input.dim() != 2 or group_sizes.shape != (self.num_groups,) or group_sizes.device != input.device:
+        if (
+            not is_strided(group_sizes)
+            or input.dim() != 2
+            or group_sizes.shape != (self.num_groups,)
+            or group_sizes.device != input.device
+        ):
             return False
         if group_sizes.dtype not in (torch.int32, torch.int64) or not group_sizes.is_contiguous():
             return False
-        if bias_scale is not None and (
-            bias_scale.shape != input.shape[:1]
-            or bias_scale.dtype != torch.float32
-            or bias_scale.device != input.device
-        ):
+        if bias_scale is not None and not fits_rows(bias_scale, input):
             return False
         if torch.compiler.is_compiling() or type(group_sizes) is not Tensor or group_sizes.is_cuda:
             return True

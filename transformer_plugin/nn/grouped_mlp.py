@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from transformer_plugin import ops
-from transformer_plugin._arguments import typed
+from transformer_plugin._arguments import is_strided, typed
 from transformer_plugin.launch import LaunchOptions, checked
 from transformer_plugin.nn._attributes import fixed, quantize_layers, recipe_layers
-from transformer_plugin.nn._autocast import as_float32
+from transformer_plugin.nn._autocast import as_float32, fits_rows
 from transformer_plugin.nn._caller_buffers import (
     buffer_of,
     check_buffer,
@@ -25,14 +25,14 @@ from transformer_plugin.nn._launched import LaunchedModule
 from transformer_plugin.nn._layouts import Layout
 from transformer_plugin.nn._module import check_sizes, layer_forward, registered
 from transformer_plugin.nn._recipe import RoleFormats
-from transformer_plugin.nn._slots import Slots
+from transformer_plugin.nn._slots import Slots, sizes_tensor
 from transformer_plugin.nn._tensor_parallel import (
     TensorParallel,
     tensor_parallel_of,
     with_mode,
     without_buffers,
 )
-from transformer_plugin.nn.grouped_linear import GroupedLinear, sizes_tensor
+from transformer_plugin.nn.grouped_linear import GroupedLinear
 from transformer_plugin.recipes import DelayedScaling, Recipe
 
 if TYPE_CHECKING:
@@ -228,9 +228,7 @@ class GroupedMLP(LaunchedModule):
             of_activation = parallel.copied(probs)  # fc2 copies those of its bias
         elif out is None and dgrad_out is None and self._can_fuse(fc1, fc2) and allow_one_op(fc1, fc2):
             return self._fused_with_hooks(input, group_sizes, probs)
-        if input.dim() == 2 and (
-            probs.shape != input.shape[:1] or probs.dtype != torch.float32 or probs.device != input.device
-        ):
+        if is_strided(input) and input.dim() == 2 and not fits_rows(probs, input):
             # The op rejects these here, before the first layer changes its state of delayed scaling.
             ops.swiglu(input.new_empty(()).expand(input.shape[0], 2 * self.ffn_hidden), probs)
         of_first = {} if dgrad_out is None else {"dgrad_out": dgrad_out}

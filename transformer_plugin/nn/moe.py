@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from transformer_plugin._arguments import typed
+from transformer_plugin._arguments import check_dtype, typed
 from transformer_plugin.launch import LaunchOptions
 from transformer_plugin.nn import _tracing
 from transformer_plugin.nn._attributes import fixed, row_rules_in
@@ -237,7 +237,7 @@ class MoE(LaunchedModule):
         """Runs the mixture. The experts multiply each row by its routing weight.
 
         Args:
-            input: ``[..., H]``.
+            input: ``[..., H]`` float32, bfloat16 or float16.
             out: memory for the output, contiguous, like ``input`` (under ``torch.autocast`` in its dtype). The output,
                 which combining the experts makes, is copied into it, and what is returned is that memory.
             dgrad_out: memory for the gradient of ``input``, likewise, into which it is copied.
@@ -318,11 +318,7 @@ class MoE(LaunchedModule):
             )
 
     def _tokens(self, input: Tensor) -> Tensor:
-        if not isinstance(input, Tensor):
-            raise TypeError(
-                f"transformer_plugin::MoE: argument 'input': expected a tensor, got {type(input).__name__}. Convert it "
-                "with torch.as_tensor()."
-            )
+        check_dtype("MoE", "input", input, *DTYPES)
         if input.dim() == 0 or input.shape[-1] != self.hidden:
             raise ValueError(
                 f"transformer_plugin::MoE: argument 'input': expected a last dimension of {self.hidden} "

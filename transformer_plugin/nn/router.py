@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from transformer_plugin import ops
-from transformer_plugin._arguments import check_fields, typed
+from transformer_plugin._arguments import check_dtype, check_fields, typed
 from transformer_plugin.nn._attributes import fixed
 from transformer_plugin.nn._hooks import have_hooks
 from transformer_plugin.nn._module import PluginModule, check_sizes, layer_forward, registered, serializable
@@ -22,6 +22,8 @@ from transformer_plugin.ops.routing import ScoreFunction
 
 #: The largest number of experts that :func:`transformer_plugin.ops.topk_router` supports.
 MAX_EXPERTS = 1024
+#: The dtypes of tokens and of the weight; those that the op does not multiply are converted to float32.
+_CONVERTED = (*DTYPES, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -288,7 +290,11 @@ class TopKRouter(PluginModule):
 
     @layer_forward
     def forward(self, tokens: Tensor) -> Routing:
-        """Routes ``tokens [T, H]``."""
+        """Routes ``tokens [T, H]``, float32, bfloat16, float16 or float64.
+
+        Raises:
+            TypeError: another dtype, a nested or a sparse tensor.
+        """
         tokens, weight = self._operands(tokens)
         return self._routing(ops.router_logits(tokens, weight))
 
@@ -313,6 +319,8 @@ class TopKRouter(PluginModule):
         alike = tokens.dtype == weight.dtype and tokens.dtype in DTYPES
         if self._config.router_dtype is None and alike:
             return tokens, weight
+        check_dtype("TopKRouter", "tokens", tokens, *_CONVERTED)
+        check_dtype("TopKRouter", "weight", weight, *_CONVERTED)
         return tokens.float(), weight.float()
 
     def _routing(self, logits: Tensor) -> Routing:
@@ -350,9 +358,7 @@ class TopKRouter(PluginModule):
 
     def extra_repr(self) -> str:
         """The sizes and the configuration."""
-        return (
-            f"hidden={self.weight.shape[1]}, num_experts={self.num_experts}, topk={self.topk}, {self.config}"
-        )
+        return f"hidden={self.hidden}, num_experts={self.num_experts}, topk={self.topk}, {self.config}"
 
 
 def _check_experts(num_experts: int, topk: int, config: RouterConfig) -> None:

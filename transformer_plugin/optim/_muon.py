@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS, EPS, _adjust_lr, muon
 from torch.optim.optimizer import _to_scalar
 
-from transformer_plugin._arguments import typed
+from transformer_plugin._arguments import check_strided, typed
 from transformer_plugin.optim import _whole_matrices as matrices
 from transformer_plugin.optim._newton_schulz import orthogonalized
 from transformer_plugin.optim._shared_work import by_ranks
@@ -210,6 +210,7 @@ def _is_of_matrices(placement: Any) -> bool:
 
 
 def _check(parameter: Tensor) -> None:
+    check_strided("Muon", "params", parameter)
     if parameter.dim() == 2:  # of a stack each rank has whole matrices
         refuse_shards("Muon", "params", [parameter])
     if isinstance(parameter, FormatTensor):

@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from transformer_plugin._arguments import typed
+from transformer_plugin._arguments import check_strided, typed
 from transformer_plugin.nn.quantized_weight import Seen, copies_of
 from transformer_plugin.parallel._layer_shards import note, note_shards, refuse_replaced
 from transformer_plugin.parallel._part_tensor import PartTensor, part_for
@@ -105,6 +105,8 @@ class MasterWeights:
     def __init__(self, parameters: Iterable[Tensor], make: Callable[[list[Tensor]], Optimizer]) -> None:
         note_shards()
         self.parameters = [p for p in parameters if p.requires_grad]
+        for parameter in self.parameters:
+            check_strided("MasterWeights", "parameters", parameter)
         self.master_weights = [_master_of(p) for p in self.parameters]
         #: Parameters that modules have replaced by others, by id.
         self._replaced: dict[int, Replaced] = {}

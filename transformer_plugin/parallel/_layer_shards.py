@@ -13,9 +13,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from torch.distributed import distributed_c10d
 
 from transformer_plugin import ops
+from transformer_plugin._arguments import check_strided
 from transformer_plugin.parallel._tensor_slices import (
     TENSOR_PARALLELISM,
     TENSOR_SLICES,
@@ -82,6 +84,8 @@ def register(layer: Any, name: str, parameter: Any, register_parameter: Any) -> 
     """``register_parameter(name, parameter)`` of a layer: a shard takes the place of a shard, or nothing is changed."""
     is_shard = name in layer.weight_parts or name in layer.tensor_slices
     old = layer._parameters.get(name)
+    if isinstance(parameter, torch.Tensor):
+        check_strided(type(layer).__name__, name, parameter)
     if parameter is not None and not layer.has_full_parameters:
         if is_shard:
             _check_shard(layer, name, parameter, old)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from transformer_plugin._arguments import typed
+from transformer_plugin._arguments import check_strided, typed
 from transformer_plugin.parallel._collectives import all_reduce_max, all_reduce_sum
 from transformer_plugin.parallel._group_names import group_named
 from transformer_plugin.parallel._layer_shards import note_shards
@@ -104,7 +104,10 @@ def _gradients(parameters: torch.nn.Module | Tensor | Iterable[Tensor]) -> list[
         parameters = [parameters]
     once = {id(parameter): parameter for parameter in parameters}
     found = ((parameter, gradient_of(parameter, "clip_grad_norm_")) for parameter in once.values())
-    return [(parameter, gradient) for parameter, gradient in found if gradient is not None]
+    gradients = [(parameter, gradient) for parameter, gradient in found if gradient is not None]
+    for _, gradient in gradients:
+        check_strided("clip_grad_norm_", "parameters", gradient)
+    return gradients
 
 
 def gradient_of(parameter: Any, op: str) -> Tensor | None:

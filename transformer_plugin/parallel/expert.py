@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from transformer_plugin._arguments import check_strided
 from transformer_plugin.config import settings
 from transformer_plugin.ops import expert_parallel as ops
 from transformer_plugin.parallel._group_names import name_with_rank
@@ -295,9 +296,11 @@ _INTEGERS = (int, torch.SymInt)
 
 
 def check_type(op: str, name: str, value: Any, kind: Any, expected: str, advice: str = "") -> None:
-    """Refuses a value of another type."""
+    """Refuses a value of another type, and tensors whose sizes torch does not tell."""
     if not isinstance(value, kind):
         raise TypeError(message(op, name, expected, describe(value), advice or f"Pass {expected}"))
+    if kind is Tensor:
+        check_strided(op, name, value)
 
 
 def device_named(device: Any, op: str) -> torch.device:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from transformer_plugin import ops
-from transformer_plugin._arguments import is_flag
+from transformer_plugin._arguments import check_strided, is_flag
 from transformer_plugin.formats import EXPECTED_KEY, KEY_ADVICE, Format
 from transformer_plugin.tensor import _layout
 from transformer_plugin.tensor._base import FLOATS, Buffers, FormatTensor
@@ -59,6 +59,7 @@ def check_plain(op: str, name: str, value: object) -> Tensor:
         refuse(
             op, name, "a plain tensor", describe(value), "Pass the tensor that holds the numbers", TypeError
         )
+    check_strided(op, name, value)
     return value
 
 
@@ -206,6 +207,8 @@ def write(value: Any, source: Tensor, seed: Tensor | None = None, noop: Tensor |
     """Quantizes ``source`` into the buffers of a value; the buffers' versions change."""
     op = type(value).__name__
     check_inference(value)
+    if isinstance(source, Tensor):
+        check_strided(op, "source", source)
     if not isinstance(source, Tensor) or source.shape != value.shape:
         refuse(op, "source", f"a tensor {sizes(value)}", describe(source), "Pass values of the same shape")
     if isinstance(source, FormatTensor):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from transformer_plugin import ops
+from transformer_plugin._arguments import check_strided
 from transformer_plugin.tensor import _checks
 from transformer_plugin.tensor._base import FLOATS, Buffers, FormatTensor
 from transformer_plugin.tensor._elementwise import in_place, unwrapped
@@ -91,6 +92,7 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return in_place(func, args, kwargs)
     if not isinstance(source, FormatTensor):
         source = source if isinstance(source, Tensor) else torch.tensor(source, dtype=torch.float32)
+        check_strided(type(destination).__name__, "src", source)
         _write(destination, source.expand(destination.shape), non_blocking)
         return destination
     if destination._takes_bytes(source):
