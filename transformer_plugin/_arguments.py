@@ -98,6 +98,22 @@ def _holds(value: object, kind: type) -> bool:
     return isinstance(value, Iterator) or all(isinstance(each, kind) for each in value)
 
 
+def _function_of(taken: str) -> Kind:
+    """A function that can be called with arguments of these types. What has no signature is not looked into."""
+    count = len(re.sub(r"\[[^\]]*\]", "", taken).split(",")) if taken else 0
+
+    def allows(value: Any) -> bool:
+        try:
+            inspect.signature(value).bind(*[None] * count)
+        except TypeError:  # no function, or other arguments
+            return False
+        except ValueError:
+            return callable(value)
+        return True
+
+    return Kind(f"a function of ({taken})" if taken else "a function without arguments", allows)
+
+
 @functools.cache
 def kind_of(annotation: str) -> Kind | None:
     """What an annotation allows, where it is one of the table, a choice of strings or a callable; None of others."""
@@ -107,7 +123,8 @@ def kind_of(annotation: str) -> Kind | None:
         choices = re.findall(r"['\"](\w+)['\"]", plain)
         kind = Kind(" or ".join(f"'{choice}'" for choice in choices), lambda value: isinstance(value, str))
     if kind is None and plain.startswith("Callable["):
-        kind = Kind("a function", callable)
+        taken = re.match(r"Callable\[\[(.*)\], ", plain)
+        kind = Kind("a function", callable) if taken is None else _function_of(taken[1])
     if kind is None or plain == annotation:
         return kind
     allows = kind.allows
@@ -171,11 +188,11 @@ def check_dtype(owner: str, argument: str, tensor: object, *dtypes: torch.dtype)
 
 def described(value: object) -> str:
     """A value for an error, in one line."""
-    text = (
-        repr(value)
-        if isinstance(value, str | int | float | complex | torch.dtype | None)
-        else type(value).__name__
-    )
+    text = type(value).__name__
+    if isinstance(value, str | int | float | complex | torch.dtype | None):
+        text = repr(value)
+    elif inspect.isroutine(value) and not inspect.isbuiltin(value):
+        text = f"a function of {inspect.signature(value)}"
     return text if len(text) <= 100 else f"{text[:100]}..."
 
 
@@ -210,7 +227,10 @@ def typed(function: Function) -> Function:
         for name, p in parameters.items()
         if p.annotation not in left_out and (kind := kind_of(str(p.annotation)))
     }
-    names = list(parameters)
+    kinds_of_parameters = [p.kind for p in parameters.values()]
+    several = inspect.Parameter.VAR_POSITIONAL
+    positional = kinds_of_parameters.index(several) if several in kinds_of_parameters else len(parameters)
+    names = list(parameters)[:positional]
     is_constructor = function.__name__ == "__init__"
 
     @functools.wraps(function)

@@ -59,7 +59,8 @@ from transformer_plugin.testing.numerics import assert_same_bits
         (
             {"aux_loss_coeff": -0.1},
             ValueError,
-            "'aux_loss_coeff': expected 0 or a finite positive number, got -0.1. Pass 0 for no auxiliary loss.",
+            "'aux_loss_coeff': expected 0 or a finite positive number of float32, got -0.1. Pass 0 for no auxiliary "
+            "loss.",
         ),
         (
             {"num_groups": 2.0},

@@ -106,10 +106,34 @@ def test_arguments_are_those_of_torch() -> None:
     [
         ((8,), {}, r"argument 'params': expected matrices \[N, K\] or stacks \[G, N, K\], got Tensor \[8\]"),
         ((2, 2, 2, 2), {}, "Give biases and norms to another optimizer"),
-        ((4, 4), {"lr": -1.0}, "Learning rate should be >= 0"),
-        ((4, 4), {"adjust_lr_fn": "none"}, "Adjust learning rate function none"),
-        ((4, 4), {"ns_steps": 100}, "Muon: argument 'ns_steps': expected less than 100, got 100"),
-        ((4, 4), {"ns_coefficients": (1.0, 2.0)}, "argument 'ns_coefficients': expected three numbers"),
+        *(
+            (
+                (4, 4),
+                {name: value},
+                rf"Muon: argument '{name}': expected a finite number from 0, got {value}\. ",
+            )
+            for name in ("lr", "weight_decay", "momentum", "eps")
+            for value in (-1.0, float("nan"), float("inf"))
+        ),
+        ((4, 4), {"lr": torch.tensor(-0.5)}, "argument 'lr': expected a finite number from 0"),
+        (
+            (4, 4),
+            {"adjust_lr_fn": "none"},
+            "argument 'adjust_lr_fn': expected 'original', 'match_rms_adamw' or None",
+        ),
+        ((4, 4), {"ns_steps": 0}, "argument 'ns_steps': expected from 1 to 99, got 0"),
+        (
+            (4, 4),
+            {"ns_coefficients": (1.0, float("nan"), 2.0)},
+            "argument 'ns_coefficients': expected three finite",
+        ),
+        ((4, 4), {"ns_coefficients": [1.0, 2.0, "x"]}, "argument 'ns_coefficients': expected three finite"),
+        ((4, 4), {"ns_steps": 100}, "Muon: argument 'ns_steps': expected from 1 to 99, got 100"),
+        (
+            (4, 4),
+            {"ns_coefficients": (1.0, 2.0)},
+            "argument 'ns_coefficients': expected three finite numbers",
+        ),
     ],
 )
 def test_wrong_arguments(shape: tuple[int, ...], options: dict[str, Any], text: str) -> None:

@@ -142,6 +142,26 @@ def tensor_parallel_of(
     return TensorParallel(made, ranks, ranks.index(dist.get_rank()), name, bool(sequence_parallel))
 
 
+def check_division(
+    layer: str, mode: str | None, sections: Any, pads_outputs: bool = False, out_features: int | None = None
+) -> None:
+    """Refuses ``sections`` and ``pad_outputs`` where they have no meaning, or another one than with more ranks."""
+    is_sequence = isinstance(sections, Sequence) and not isinstance(sections, str | bytes)
+    if not is_sequence or not all(type(each) is int for each in sections):
+        _refuse(layer, "sections", "a sequence of sizes", repr(sections), "Pass for example [q, k, v]")
+    for name, value in (("sections", list(sections)), ("pad_outputs", pads_outputs)):
+        if value and mode is None:
+            got, advice = (
+                f"parallel_mode=None and {name}={value}",
+                f"Pass parallel_mode='column', or leave out {name}",
+            )
+            _refuse(layer, name, "parallel_mode beside it", got, advice)
+        if value and mode == "row":
+            _refuse(layer, name, "its default with parallel_mode='row'", str(value), "Leave it out")
+    if out_features is not None:
+        _check_sections(layer, SlicePlan(0, "out_features", tuple(sections), pads_outputs), out_features)
+
+
 def group_of(layer: str, group: Any) -> tuple[str, tuple[int, ...]]:
     """The name and the global ranks of a process group, or of the only dimension of a mesh."""
     if hasattr(group, "get_group"):
@@ -219,8 +239,8 @@ class SlicePlan:
     pads: bool = False
 
 
-def _slices(layer: str, whole: Tensor, parallel: TensorParallel, plan: SlicePlan) -> TensorSlices:
-    size, ranks = whole.shape[plan.dim], len(parallel.ranks)
+def _check_sections(layer: str, plan: SlicePlan, size: int) -> None:
+    """Raises if sections do not add up to a dimension."""
     if any(section < 1 for section in plan.sections):
         advice = "Leave out sections without outputs"
         _refuse(layer, "sections", "sizes of at least 1", str(list(plan.sections)), advice)
@@ -230,6 +250,11 @@ def _slices(layer: str, whole: Tensor, parallel: TensorParallel, plan: SlicePlan
     if plan.sections and plan.pads:
         advice = "Leave out sections or pad_outputs"
         _refuse(layer, "sections", "none with pad_outputs", str(list(plan.sections)), advice)
+
+
+def _slices(layer: str, whole: Tensor, parallel: TensorParallel, plan: SlicePlan) -> TensorSlices:
+    size, ranks = whole.shape[plan.dim], len(parallel.ranks)
+    _check_sections(layer, plan, size)
     for section in plan.sections or (size,):
         if section % ranks and not plan.pads:
             argument = "sections" if plan.sections else plan.argument
@@ -251,13 +276,8 @@ def plan_of(
     layer: str, mode: ParallelMode, sections: Sequence[int] = (), pads_outputs: bool = False, dim: int = 0
 ) -> dict[str, SlicePlan]:
     """How ranks divide a weight, whose outputs are dimension ``dim``, and its bias."""
-    if not isinstance(sections, Sequence) or not all(isinstance(each, int) for each in sections):
-        _refuse(layer, "sections", "a sequence of sizes", repr(sections), "Pass for example [q, k, v]")
+    check_division(layer, mode, sections, pads_outputs)
     if mode == "row":
-        for name, value in (("sections", list(sections)), ("pad_outputs", pads_outputs)):
-            if value:
-                expected = "its default with parallel_mode='row'"
-                _refuse(layer, name, expected, str(value), "Leave it out")
         return {"weight": SlicePlan(dim + 1, "in_features")}
     outputs = SlicePlan(dim, "out_features", tuple(sections), pads_outputs)
     return {"weight": outputs, "bias": outputs}

@@ -11,6 +11,8 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
+from transformer_plugin._arguments import typed
+
 
 class Scales:
     """The scales that the layers of one checkpointed function used in its first forward, per layer and call."""
@@ -65,6 +67,7 @@ def scales_of(layer: torch.nn.Module, find: Callable[[], Tensor]) -> Tensor:
     return scale
 
 
+@typed
 def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
     """:func:`torch.utils.checkpoint.checkpoint` that reuses the scales of the first forward.
 
@@ -81,6 +84,9 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
 
     Returns:
         The result of the function.
+
+    Raises:
+        TypeError: no function.
 
     In code that ``torch.compile`` compiles this is torch's own function, and the compiler saves the scales. If eager
     code calls a compiled function through it, the recomputation uses the current scales, as with torch's own function.

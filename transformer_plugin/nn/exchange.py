@@ -17,6 +17,7 @@ from transformer_plugin.nn._slots import Slots
 from transformer_plugin.nn._tracing import assign_all, is_tracing
 from transformer_plugin.nn.grouped_mlp import takes_tokens
 from transformer_plugin.parallel import EpContext, EpPlan
+from transformer_plugin.tensor._layout import message
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -28,7 +29,12 @@ FEW_ROWS = 128
 
 @dataclass(frozen=True)
 class DispatchConfig:
-    """How many rows the experts of one rank receive. All sizes are static; the defaults never drop a row."""
+    """How many rows the experts of one rank receive. All sizes are static; the defaults never drop a row.
+
+    Raises:
+        TypeError: an argument of another type. ValueError: a size below 1 or above 2^31 - 1, a timeout that is not a
+            positive number below 1e9.
+    """
 
     #: rows that this rank can receive; further rows are dropped, the last expert's first. None: enough for all rows.
     capacity: int | None = None
@@ -51,12 +57,15 @@ class DispatchConfig:
             "alignment": "Use 1 for no padding",
         }
         for name, text in advice.items():
-            value, least = getattr(self, name), 1 if name == "alignment" else 0
-            if value is not None and value < least:
-                raise ValueError(
-                    f"transformer_plugin::DispatchConfig: argument '{name}': expected at least {least}, "
-                    f"got {value}. {text}."
-                )
+            value = getattr(self, name)
+            if value is not None and not 1 <= value < 2**31:
+                self._refuse(name, "from 1 to 2^31 - 1", text)
+        if self.timeout is not None and not 0 < self.timeout < 1e9:
+            text = "Use None for the setting of the process"
+            self._refuse("timeout", "a positive number of seconds below 1e9", text)
+
+    def _refuse(self, name: str, expected: str, advice: str) -> NoReturn:
+        raise ValueError(message("DispatchConfig", name, expected, str(getattr(self, name)), advice))
 
     def row_alignment(self, preferred: int, multiple: int) -> int:
         """Returns the alignment of each expert's rows; ``preferred`` and ``multiple`` are powers of two.

@@ -32,6 +32,7 @@ from transformer_plugin.nn._slots import sizes_tensor
 from transformer_plugin.nn._tensor_parallel import (
     ParallelMode,
     TensorParallel,
+    check_division,
     plan_of,
     shard_parameters,
     tensor_parallel_of,
@@ -80,7 +81,8 @@ class GroupedLinear(RecipeModule):
             is set to True and autograd gets an uninitialized gradient, zeros with ``zero_out_wgrad``.
         delay_wgrad_compute: whether the backward leaves the weight's gradient to :meth:`backward_dw`, and keeps its
             operands until then; an attribute that may be set later. Not with ``DelayedScaling``.
-        return_bias: whether ``forward`` leaves out the bias and returns it beside the output.
+        return_bias: whether ``forward`` leaves out the bias and returns it beside the output; ``bias_scale`` is then
+            the caller's to apply.
         save_original_input: as in :class:`Linear`.
         parallel_mode, tp_group, sections: tensor parallelism of every group's product, as in :class:`Linear`, with
             packed parameters. All ranks have the same rows and ``bias_scale``; in mode "row" the first adds the bias.
@@ -128,6 +130,7 @@ class GroupedLinear(RecipeModule):
             raise ValueError(f"transformer_plugin::GroupedLinear: argument 'scale_bias': {text}")
         sizes = {"num_groups": num_groups, "in_features": in_features, "out_features": out_features}
         check_sizes("GroupedLinear", dtype, **sizes)
+        check_division(type(self).__name__, parallel_mode, sections, out_features=out_features)
         self.num_groups, self.scale_bias, self.launch_options = num_groups, scale_bias, launch_options
         if num_groups == 0 and parameters == "list":
             raise ValueError(

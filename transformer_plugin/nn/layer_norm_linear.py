@@ -20,12 +20,14 @@ from transformer_plugin.nn._module import check_sizes, layer_forward, registered
 from transformer_plugin.nn._recipe import RecipeModule
 from transformer_plugin.nn._tensor_parallel import (
     TensorParallel,
+    check_division,
     plan_of,
     shard_parameters,
     tensor_parallel_of,
     whole_parameters,
     without_buffers,
 )
+from transformer_plugin.nn.norms import checked_eps
 from transformer_plugin.nn.quantized_parameters import chosen_recipe, in_high_precision, quantize_parameter
 from transformer_plugin.recipes import DelayedScaling, Recipe
 
@@ -112,6 +114,8 @@ class LayerNormLinear(RecipeModule):
         self.fuse_wgrad_accumulation, self.return_bias = fuse_wgrad_accumulation, return_bias
         self.delay_wgrad_compute = delay_wgrad_compute
         check_sizes(own, dtype, in_features=in_features, out_features=out_features)
+        checked_eps(own, eps)
+        check_division(own, parallel_mode, sections, pad_outputs, out_features)
         self._check(normalization, in_features)
         self.in_features, self.out_features = in_features, out_features
         self.normalization = normalization

@@ -18,6 +18,7 @@ from transformer_plugin.nn._recipe import RecipeModule
 from transformer_plugin.nn._tensor_parallel import (
     ParallelMode,
     TensorParallel,
+    check_division,
     plan_of,
     shard_parameters,
     tensor_parallel_of,
@@ -97,6 +98,7 @@ class Linear(RecipeModule, torch.nn.Linear):
     ) -> None:
         parallel = tensor_parallel_of(type(self).__name__, parallel_mode, tp_group, sequence_parallel)
         check_sizes(type(self).__name__, dtype, in_features=in_features, out_features=out_features)
+        check_division(type(self).__name__, parallel_mode, sections, pad_outputs, out_features)
         super().__init__(in_features, out_features, bias, device, dtype)
         if parallel is not None:
             self._divide(parallel, sections, pad_outputs)

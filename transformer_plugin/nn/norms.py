@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+#: The ops add an eps of float32.
+_LARGEST = torch.finfo(torch.float32).max
+
 
 def _last_dimension(
     normalized_shape: int | Sequence[int], module: str, dtype: torch.dtype | None
@@ -37,6 +40,15 @@ def _last_dimension(
     )
 
 
+def checked_eps(module: str, eps: float | None) -> float | None:
+    """Returns an eps with which a norm has a result: with an infinity every row would be zeros."""
+    if eps is None or 0 <= eps <= _LARGEST:
+        return eps
+    raise ValueError(
+        f"transformer_plugin::{module}: argument 'eps': expected a finite number from 0, got {eps}. 1e-5 is usual."
+    )
+
+
 class _ZeroCenteredNorm(PluginModule):
     """What the two norms share: a gamma that is stored as its difference to 1 if it is zero centered."""
 
@@ -44,6 +56,12 @@ class _ZeroCenteredNorm(PluginModule):
 
     def _center(self, zero_centered: bool, tp_group: Any, sequence_parallel: bool) -> None:
         """Called at the end of a constructor."""
+        if zero_centered and self._parameters.get("weight") is None:
+            advice = "Leave zero_centered out, or pass elementwise_affine=True"
+            text = (
+                f"expected False without a gamma, which it stores as its difference to 1, got True. {advice}."
+            )
+            raise ValueError(f"transformer_plugin::{type(self).__name__}: argument 'zero_centered': {text}")
         self.zero_centered = zero_centered
         self.tensor_parallel = sequence_parallel_group(type(self).__name__, tp_group, sequence_parallel)
         if zero_centered:
@@ -83,7 +101,7 @@ class RMSNorm(_ZeroCenteredNorm, torch.nn.RMSNorm):
         elementwise_affine: whether there is a learned gamma.
         device, dtype: of the parameters; ``device="meta"`` defers the initial values to ``reset_parameters()``.
         zero_centered: whether gamma is 1 + ``weight``, so that weight decay pulls it towards 1; ``weight`` then starts
-            at 0.
+            at 0. Not without a gamma.
         sequence_parallel: whether the ranks of ``tp_group`` normalize other rows with the same parameters, whose
             gradients are then the sum over these ranks, see :doc:`/tensor-parallel`.
         tp_group: with ``sequence_parallel``, a process group or a mesh of one dimension.
@@ -109,7 +127,7 @@ class RMSNorm(_ZeroCenteredNorm, torch.nn.RMSNorm):
         sequence_parallel: bool = False,
     ) -> None:
         shape = _last_dimension(normalized_shape, "RMSNorm", dtype)
-        super().__init__(shape, eps, elementwise_affine, device, dtype)  # type: ignore[arg-type]
+        super().__init__(shape, checked_eps("RMSNorm", eps), elementwise_affine, device, dtype)  # type: ignore[arg-type]
         self._center(zero_centered, tp_group, sequence_parallel)
 
     @layer_forward
@@ -138,7 +156,7 @@ class LayerNorm(_ZeroCenteredNorm, torch.nn.LayerNorm):
         bias: whether to add a learned ``[H]``.
         device, dtype: of the parameters; ``device="meta"`` defers the initial values to ``reset_parameters()``.
         zero_centered: whether gamma is 1 + ``weight``, so that weight decay pulls it towards 1; ``weight`` then starts
-            at 0.
+            at 0. Not without a gamma.
         sequence_parallel: whether the ranks of ``tp_group`` normalize other rows with the same parameters, whose
             gradients are then the sum over these ranks, see :doc:`/tensor-parallel`.
         tp_group: with ``sequence_parallel``, a process group or a mesh of one dimension.
@@ -163,7 +181,7 @@ class LayerNorm(_ZeroCenteredNorm, torch.nn.LayerNorm):
         sequence_parallel: bool = False,
     ) -> None:
         shape = _last_dimension(normalized_shape, "LayerNorm", dtype)
-        super().__init__(shape, eps, elementwise_affine, bias, device, dtype)  # type: ignore[arg-type]
+        super().__init__(shape, checked_eps("LayerNorm", eps), elementwise_affine, bias, device, dtype)  # type: ignore[arg-type]
         self._center(zero_centered, tp_group, sequence_parallel)
 
     @layer_forward

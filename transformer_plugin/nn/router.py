@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +21,8 @@ from transformer_plugin.ops.routing import ScoreFunction
 
 #: The largest number of experts that :func:`transformer_plugin.ops.topk_router` supports.
 MAX_EXPERTS = 1024
+#: Weights and losses are float32.
+_LARGEST = torch.finfo(torch.float32).max
 #: The dtypes of tokens and of the weight; those that the op does not multiply are converted to float32.
 _CONVERTED = (*DTYPES, torch.float64)
 
@@ -128,15 +129,15 @@ class RouterConfig:
             "Pass 1 for DeepSeek-V2, 2 for DeepSeek-V3",
         )
         self._expect(
-            0.0 < self.scaling_factor < math.inf,
+            0.0 < self.scaling_factor <= _LARGEST,
             "scaling_factor",
-            "a finite positive number",
+            "a finite positive number of float32",
             "Pass 1 for unscaled weights",
         )
         self._expect(
-            0.0 <= self.aux_loss_coeff < math.inf,
+            0.0 <= self.aux_loss_coeff <= _LARGEST,
             "aux_loss_coeff",
-            "0 or a finite positive number",
+            "0 or a finite positive number of float32",
             "Pass 0 for no auxiliary loss",
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NoReturn
@@ -91,7 +92,8 @@ class Muon(torch.optim.Muon):
         adjust_lr_fn: str | None = None,
     ) -> None:
         options: Any = (lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn)
-        # torch's constructor checks the options, and refuses stacks.
+        _check_values(lr, weight_decay, momentum, eps, ns_steps, ns_coefficients, adjust_lr_fn)
+        # torch's constructor refuses stacks.
         defaults = torch.optim.Muon([torch.empty(1, 1)], *options).defaults
         Optimizer.__init__(self, params, defaults)
 
@@ -233,13 +235,42 @@ def _check_gradient(parameter: Any, grad: Any) -> None:
 
 
 def _check_options(settings: dict[str, Any], defaults: Iterable[str]) -> None:
+    names = ("lr", "weight_decay", "momentum", "eps", "ns_steps", "ns_coefficients", "adjust_lr_fn")
+    _check_values(*(settings[name] for name in names))
     # torch's constructor checks the options of all groups alike, and not those of one.
     torch.optim.Muon([torch.empty(1, 1)], **{name: settings[name] for name in defaults})
-    steps, coefficients = settings["ns_steps"], settings["ns_coefficients"]
-    if steps >= 100:
-        _refuse(ValueError, "ns_steps", "less than 100", str(steps), "5 are usual")
-    if len(coefficients) != 3:
-        _refuse(ValueError, "ns_coefficients", "three numbers", str(coefficients), "Leave them out")
+
+
+def _check_values(
+    lr: Any,
+    weight_decay: Any,
+    momentum: Any,
+    eps: Any,
+    ns_steps: Any,
+    ns_coefficients: Any,
+    adjust_lr_fn: Any,
+) -> None:
+    """Of values with which a step would be one of NaN, or the wrong way; torch looks at some of them."""
+    numbers = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "eps": eps}
+    for name, value in numbers.items():
+        if isinstance(value, Tensor) and (value.is_cuda or value.numel() != 1):
+            continue  # the host does not wait for a learning rate; torch refuses several
+        if not _is_number(value) or not 0 <= value < math.inf:
+            _refuse(ValueError, name, "a finite number from 0", str(value), "Leave it out for the default")
+    if not isinstance(ns_steps, int) or not 1 <= ns_steps < 100:
+        _refuse(ValueError, "ns_steps", "from 1 to 99", str(ns_steps), "5 are usual")
+    is_sequence = isinstance(ns_coefficients, list | tuple) and len(ns_coefficients) == 3
+    if not is_sequence or not all(_is_number(each) and math.isfinite(each) for each in ns_coefficients):
+        kind = ValueError if isinstance(ns_coefficients, list | tuple) else TypeError
+        got = str(ns_coefficients) if kind is ValueError else type(ns_coefficients).__name__
+        _refuse(kind, "ns_coefficients", "three finite numbers", got, "Leave them out")
+    if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
+        expected = "'original', 'match_rms_adamw' or None"
+        _refuse(ValueError, "adjust_lr_fn", expected, repr(adjust_lr_fn), "None is as 'original'")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | Tensor) and not isinstance(value, bool)
 
 
 def _capturing() -> bool:

@@ -112,6 +112,12 @@ class MasterWeights:
         self._replaced: dict[int, Replaced] = {}
         self._seen: list[Seen] | None
         self.optimizer = make(self.master_weights)
+        if not callable(getattr(self.optimizer, "step", None)):
+            got = type(self.optimizer).__name__
+            advice = "Pass for example lambda weights: torch.optim.AdamW(weights, lr=1e-3)"
+            raise TypeError(
+                message("MasterWeights", "make", "a function that returns an optimizer", got, advice)
+            )
         self._note_written()
         self._watch()
 
@@ -139,13 +145,22 @@ class MasterWeights:
         self._watch()
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of the optimizer, and its result in the parameters.
 
+        Args:
+            closure: computes the loss and the gradients of the parameters, as for optimizers of torch. It is called
+                once, so that optimizers that call it several times (``LBFGS``) do not work.
+
+        Returns:
+            What the closure returns; None without one.
+
         Raises:
+            TypeError: the closure is no function.
             ValueError: a module has another parameter in the place of one that has no gradient since then, for example
             since ``load_state_dict(assign=True)``; or no ``main_grad``. Nothing is changed then.
         """
+        loss = self._loss_of(closure)
         refuse_replaced(self.parameters)
         grads = [gradient_of(parameter, "MasterWeights") for parameter in self.parameters]
         self._check_replaced(grads)
@@ -158,6 +173,21 @@ class MasterWeights:
                 parameter.copy_(master.detach())
         self.optimizer.zero_grad()
         self._note_written()
+        return loss
+
+    @staticmethod
+    def _loss_of(closure: Callable[[], Any] | None) -> Any:
+        """Calls a closure, with gradients."""
+        if closure is None:
+            return None
+        if not callable(closure):
+            got, advice = (
+                type(closure).__name__,
+                "Leave it out, or pass what computes the loss and the gradients",
+            )
+            raise TypeError(message("MasterWeights", "closure", "a function or None", got, advice))
+        with torch.enable_grad():
+            return closure()
 
     @torch.no_grad()
     def follow_parameters(self) -> None:
@@ -226,6 +256,14 @@ class MasterWeights:
             ValueError: another number of master weights, other sizes, or a state that the optimizer refuses. Nothing is
             changed then.
         """
+        if not isinstance(state, dict) or not {"optimizer", "master_weights"} <= state.keys():
+            got = (
+                f"a dict with {sorted(map(str, state))}" if isinstance(state, dict) else type(state).__name__
+            )
+            advice = "Pass what state_dict() of a MasterWeights returned"
+            raise ValueError(
+                message("MasterWeights", "state", "a dict with 'optimizer' and 'master_weights'", got, advice)
+            )
         optimizer, saved = state["optimizer"], list(state["master_weights"])
         if len(saved) == len(self.master_weights):
             saved = [_part_of(weight, self.master_weights[i], i) for i, weight in enumerate(saved)]

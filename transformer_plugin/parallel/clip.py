@@ -48,7 +48,7 @@ def clip_grad_norm_(
 
     Args:
         parameters: a module, a tensor or tensors; parameters without a gradient are skipped.
-        max_norm: the largest norm.
+        max_norm: the largest norm, from 0; of a tensor the host does not read it.
         norm_type: p of the p-norm, above 0, or ``inf``.
         error_if_nonfinite: raise an error if the norm is not finite; the host then reads the norm. Otherwise, as in
             torch, a NaN norm makes every gradient NaN, and an infinite norm makes finite gradients 0 and infinite ones
@@ -58,10 +58,11 @@ def clip_grad_norm_(
         The norm before clipping, a scalar tensor: float64 if any gradient is float64, otherwise float32.
 
     Raises:
-        ValueError: a wrong ``norm_type``, or gradients whose norm is not known; nothing is scaled then.
+        ValueError: a wrong ``norm_type`` or ``max_norm``, or gradients whose norm is not known; nothing is scaled then.
         PeerTimeoutError: a rank does not call this.
     """
     order = _checked_order(norm_type)
+    _check_largest(max_norm)
     note_shards()
     gradients = _gradients(parameters)  # raises before anything is scaled
     if not gradients:
@@ -84,6 +85,15 @@ def clip_grad_norm_(
         for some in _by_kind(tensors):
             torch._foreach_mul_(some, factor.to(some[0].device))
     return norm
+
+
+def _check_largest(max_norm: float | Tensor) -> None:
+    """Of a tensor the host does not wait for the value."""
+    if not isinstance(max_norm, Tensor) and not max_norm >= 0:
+        raise ValueError(
+            f"transformer_plugin::clip_grad_norm_: argument 'max_norm': expected a number from 0, got {max_norm}. Pass "
+            "inf to compute the norm alone."
+        )
 
 
 def _checked_order(norm_type: float | str | Tensor) -> float:

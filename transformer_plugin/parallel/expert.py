@@ -339,8 +339,8 @@ def _check_config(config: EpConfig, ranks: int, timeout: float) -> None:
     check_type(op, "timeout", timeout, int | float, "a number of seconds")
     check_type(op, "overflow", config.overflow, str, "'raise' or 'drop'", "Choose one of them")
     for name in ("num_experts", "max_tokens_per_rank", "hidden_dim", "num_topk"):
-        if getattr(config, name) < 1:
-            _refuse(name, "1 or more", getattr(config, name), op, "Pass a positive size")
+        if not 1 <= getattr(config, name) < 2**31:
+            _refuse(name, "from 1 to 2^31 - 1", getattr(config, name), op, "Pass a positive size")
     if config.num_experts < ranks:
         _refuse(
             "num_experts",
@@ -357,12 +357,14 @@ def _check_config(config: EpConfig, ranks: int, timeout: float) -> None:
             op,
             "Give every rank the same number of experts",
         )
-    if config.alignment < 0 or config.alignment & (config.alignment - 1):
-        _refuse("alignment", "0, 1 or a power of two", config.alignment, op, "Pass 1 for no padding")
-    if config.capacity is not None and config.capacity < 0:
+    if not 0 <= config.alignment < 2**31 or config.alignment & (config.alignment - 1):
+        _refuse(
+            "alignment", "0, 1 or a power of two below 2^31", config.alignment, op, "Pass 1 for no padding"
+        )
+    if config.capacity is not None and not 0 <= config.capacity < 2**31:
         _refuse(
             "capacity",
-            "0 or more rows, or None",
+            "from 0 to 2^31 - 1 rows, or None",
             config.capacity,
             op,
             "Pass None for enough rows for any routing",

@@ -132,8 +132,17 @@ class EpBuffer:
             check_type(
                 "EpBuffer", "recv_capacity_per_rank", recv_capacity_per_rank, int, "an integer or None"
             )
-        if alignment < 0 or alignment & (alignment - 1):
-            _refuse("alignment", "0, 1 or a power of two", alignment, "EpBuffer", "Pass 1 for no padding")
+            if recv_capacity_per_rank < 0:
+                advice = "Pass None for the capacity of ep_bootstrap"
+                _refuse("recv_capacity_per_rank", "0 or more", recv_capacity_per_rank, "EpBuffer", advice)
+        if not 0 <= alignment < 2**31 or alignment & (alignment - 1):
+            _refuse(
+                "alignment",
+                "0, 1 or a power of two below 2^31",
+                alignment,
+                "EpBuffer",
+                "Pass 1 for no padding",
+            )
         self.top_k = top_k
         self.max_tokens_per_rank = max_tokens_per_rank
         self.hidden_dim = hidden_dim

@@ -30,6 +30,7 @@ from transformer_plugin.parallel._weight_part import WEIGHT_PART, WeightPart, pa
 from transformer_plugin.parallel._weight_shard import WeightShard
 from transformer_plugin.parallel._wrapping import install_wrapper_checks
 from transformer_plugin.recipes import DelayedScaling
+from transformer_plugin.tensor._checks import format_of
 from transformer_plugin.tensor._layout import message
 
 if TYPE_CHECKING:
@@ -62,8 +63,7 @@ class _Options(NamedTuple):
     mean: bool
     bfloat16_parts: bool
     timeout_ms: int | None
-    #: Of the weights that this call shards.
-    set: int
+    set: int = 0  # of the weights that this call shards
 
 
 @typed
@@ -109,13 +109,13 @@ def shard_(
         ValueError: no layer to shard; what cannot be sharded, or differs between ranks; nothing is changed then.
         PeerTimeoutError: a rank does not call this.
     """
-    group = _process_group(group)
+    group, options = _process_group(group), _options(format, gradient, gradient_dtype, prefetch, timeout_ms)
     if group is None:
         return module
     left = _left_whole(module, filter)
     if group.size() == 1:
         return _mark_experts(module, filter)
-    options = _options(format, gradient, gradient_dtype, prefetch, timeout_ms)
+    options = options._replace(set=next(_SETS))
     targets = list(_targets(module, filter))
     names = _shared(module, targets, tied)
     _check_targets(module, targets, group, options)
@@ -172,8 +172,10 @@ def _options(
         _refuse("gradient_dtype", "None or torch.bfloat16", str(gradient_dtype), "Use one of the two")
     if prefetch < 0:
         _refuse("prefetch", "at least 0", str(prefetch), "Pass how many weights are gathered ahead")
-    key = format.key if isinstance(format, Format) else format
-    return _Options(key, gradient == "mean", gradient_dtype is not None, timeout_ms, next(_SETS))
+    if timeout_ms is not None and timeout_ms < 1:
+        _refuse("timeout_ms", "at least 1", str(timeout_ms), "None is the group's timeout")
+    key = None if format is None else format_of(_OP, format).key
+    return _Options(key, gradient == "mean", gradient_dtype is not None, timeout_ms)
 
 
 def _layers(
