@@ -106,7 +106,7 @@ def test_sizes_of_a_buffer() -> None:
         ({"format": 3}, TypeError),
         ({"filter": lambda name: True}, TypeError),
     ],
-    ids=str,
+    ids=["gradient", "gradient_dtype", "prefetch", "timeout_ms", "no format", "number", "filter"],
 )
 def test_options_of_shard_without_a_group(options: dict[str, Any], kind: type[Exception]) -> None:
     """What is wrong on many ranks is wrong on one."""
