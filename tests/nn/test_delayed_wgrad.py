@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import re
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils.checkpoint import checkpoint
 
 from tests.nn.common import RECIPES, by_recipe
@@ -341,3 +343,41 @@ def test_missing_main_grad_loses_nothing() -> None:
     delayed.weight1.main_grad = kept
     delayed.backward_dw()
     assert_same_gradients(delayed, usual)
+
+
+@pytest.mark.parametrize("option", ["fuse_wgrad_accumulation", "delay_wgrad_compute"])
+@pytest.mark.parametrize("layout", ["packed", "list", "grouped"])
+@pytest.mark.parametrize("name", ["GroupedLinear", "GroupedMLP", "MoE"])
+def test_schedules_that_ask_for_gradients_of_weights(name: str, layout: str, option: str) -> None:
+    """A zero bubble without dw_builder: one error for all layouts, before anything is added or kept."""
+    sizes = {"GroupedLinear": (4, 32, 32), "GroupedMLP": (4, 32, 32), "MoE": (32, 32, 4, 2)}[name]
+    layer = getattr(nn, name)(*sizes, **{option: True, "parameters": layout})
+    for parameter in layer.parameters():
+        parameter.main_grad = torch.zeros(tuple(parameter.shape))
+    counts = () if name == "MoE" else (torch.tensor([5, 0, 9, 2]),)
+    probs = (torch.rand(16),) if name == "GroupedMLP" else ()
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        input = torch.randn(16, 32, requires_grad=True)
+        output = layer(input, *counts, *probs)
+        return input, output.output if name == "MoE" else output
+
+    input, output = step()
+    _, groups = stage_backward_input([output], [torch.randn(16, 32)], [input], iter(layer.parameters()))
+    with pytest.raises(ValueError) as caught:
+        stage_backward_weight(iter(layer.parameters()), groups)
+    assert re.match(
+        r"transformer_plugin::grouped_(linear|mlp): argument '(fc[12]_)?main_grad(_queue)?': expected a backward that "
+        rf"accumulates, as the layer has {option}=True, got torch.autograd.grad for the gradient of its weight, as "
+        r"pipeline schedules with a zero bubble call it. Pass dw_builder=transformer_plugin.nn.dw_builder\(module\) to "
+        r"PipelineStage, or leave the option out.",
+        str(caught.value),
+    )
+    assert not any(parameter.main_grad.any() for parameter in layer.parameters())
+    assert not layer.need_backward_dw()
+    input, output = step()  # other backwards go on
+    output.sum().backward()
+    assert input.grad is not None and layer.need_backward_dw() == (option == "delay_wgrad_compute")
+    layer.backward_dw()
+    input, output = step()
+    assert torch.autograd.grad(output.sum(), [input])[0].any()

@@ -28,6 +28,7 @@ NAMES = (
     "torch._C._distributed_c10d._resolve_process_group",
     "torch._C._jit_get_all_schemas",
     "torch._C._set_throw_on_mutable_data_ptr",
+    "torch._C._will_engine_execute_node",
     "torch._foreach_copy_",
     "torch._foreach_mul_",
     "torch._foreach_norm",

@@ -14,6 +14,7 @@ from transformer_plugin.nn._main_grad import main_grad_buffers
 from transformer_plugin.parallel._shard_experts import local
 from transformer_plugin.recipes import DelayedScaling, Recipe
 from transformer_plugin.tensor import GroupedTensor
+from transformer_plugin.tensor._layout import message
 
 _ops = torch.ops.transformer_plugin
 
@@ -128,6 +129,29 @@ class DelayedWgradMixin(WgradHooks):
             )
         return self._deferred.tensor
 
+    def _watch_capture(self, op: str, output: Tensor, prefix: str = "") -> None:
+        """Called with the output of the layer's op. A backward that does not accumulate is refused before it begins,
+        as the op refuses it itself where no view lies between it and a weight."""
+        is_deferred = self._delays_wgrad and self._deferred is not None
+        if not (is_deferred or self.fuse_wgrad_accumulation) or torch.compiler.is_compiling():
+            return
+        nodes = _nodes_behind_views(output, self._weights())
+        if not nodes or output.grad_fn is None:
+            return
+        argument = f"{prefix}main_grad{'_queue' if is_deferred else ''}"
+        option = "delay_wgrad_compute" if is_deferred else "fuse_wgrad_accumulation"
+
+        def refuse(_: Any) -> None:
+            if any(_is_captured(node) for node in nodes):
+                expected = f"a backward that accumulates, as the layer has {option}=True"
+                got = "torch.autograd.grad for the gradient of its weight, as pipeline schedules with a zero bubble "
+                advice = (
+                    "Pass dw_builder=transformer_plugin.nn.dw_builder(module) to PipelineStage, or leave the "
+                )
+                raise ValueError(message(op, argument, expected, f"{got}call it", f"{advice}option out"))
+
+        output.grad_fn.register_prehook(refuse)
+
     def _refuse(self, argument: str, expected: str, got: str, advice: str) -> NoReturn:
         raise ValueError(
             f"transformer_plugin::{type(self).__name__}: argument '{argument}': expected {expected}, got {got}. "
@@ -153,6 +177,28 @@ class DelayedWgradMixin(WgradHooks):
             if not weight.requires_grad or weight.grad is grad:
                 continue
             weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
+
+
+def _nodes_behind_views(output: Tensor, weights: list[Tensor]) -> list[Any]:
+    """The nodes that accumulate the gradients of weights of which an op has read views."""
+    found: list[Any] = []
+    for following, _ in () if output.grad_fn is None else output.grad_fn.next_functions:
+        node: Any = following
+        while node is not None and node.name() in ("ViewBackward0", "ToCopyBackward0"):
+            node = node.next_functions[0][0]
+        is_direct = node is following
+        if not is_direct and any(getattr(node, "variable", None) is weight for weight in weights):
+            found.append(node)
+    return found
+
+
+def _is_captured(node: Any) -> bool:
+    """Whether the backward that runs is torch.autograd.grad for the gradient of a leaf."""
+    try:
+        torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # it says so
+        return True
+    return False
 
 
 def _plain(grad: Tensor) -> Tensor:

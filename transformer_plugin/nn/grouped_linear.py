@@ -319,6 +319,8 @@ class GroupedLinear(RecipeModule):
             output = out
             ops.grouped_linear_out(input, weight, group_sizes, out, *layer, **into)
         self._op_took(into)
+        if into and self._parameter_layout == "grouped":
+            self._watch_capture("grouped_linear", output)
         return output
 
     def _refuse_bias_scale(self) -> NoReturn:

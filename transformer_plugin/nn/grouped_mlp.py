@@ -336,6 +336,8 @@ class GroupedMLP(LaunchedModule):
         if first:
             for layer, gradient in ((fc1, first), (fc2, second)):
                 layer._op_took({"weight_grad": gradient[2]})
+        for layer, prefix in ((fc1, "fc1_"), (fc2, "fc2_")) if fc1.parameter_layout == "grouped" else ():
+            layer._watch_capture("grouped_mlp", output, prefix)
         return output
 
     def _op_options(self, fc1: GroupedLinear, fc2: GroupedLinear) -> dict[str, Any]:
