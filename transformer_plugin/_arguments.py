@@ -186,6 +186,17 @@ def check_dtype(owner: str, argument: str, tensor: object, *dtypes: torch.dtype)
         )
 
 
+def class_name(instance: object) -> str:
+    """The name of a class as its author wrote it: torch gives modules with parametrizations, or under FSDP2, a class
+    that is derived from theirs."""
+    own = type(instance)
+    if not own.__module__.startswith("torch."):
+        return own.__name__
+    return next(
+        (kind.__name__ for kind in own.__mro__ if not kind.__module__.startswith("torch.")), own.__name__
+    )
+
+
 def described(value: object) -> str:
     """A value for an error, in one line."""
     text = type(value).__name__
@@ -238,7 +249,7 @@ def typed(function: Function) -> Function:
         if not torch.compiler.is_compiling():
             for name, value in (*zip(names, args, strict=False), *kwargs.items()):
                 if name in kinds and not kinds[name][0].allows(value):
-                    op = type(args[0]).__name__ if is_constructor else function.__name__
+                    op = class_name(args[0]) if is_constructor else function.__name__
                     raise wrong_type(f"transformer_plugin::{op}", name, value, *kinds[name])
         return function(*args, **kwargs)
 

@@ -12,7 +12,7 @@ _Base: type[Exception] = dist.DistError if dist.is_available() else RuntimeError
 
 #: The text of the C++ error (``peer_error`` in csrc/distributed/liveness.cpp); torch raises it as ``DistBackendError``.
 _TEXT = re.compile(
-    r"PeerTimeoutError: transformer_plugin::(?P<op>\w+): phase '(?P<phase>[^']*)': .*?"
+    r"PeerTimeoutError: (?P<text>transformer_plugin)::(?P<op>\w+): phase '(?P<phase>[^']*)': .*?"
     r"(rank\(s\) (?P<ranks>[\d,]+) did not take part|could not determine the missing ranks|no rank is missing)"
 )
 
@@ -57,7 +57,7 @@ def peer_timeout(error: BaseException) -> PeerTimeoutError | None:
     if found is None or isinstance(error, PeerTimeoutError):
         return None
     ranks = tuple(int(rank) for rank in found["ranks"].split(",")) if found["ranks"] else ()
-    text = str(error)[found.start() :]
+    text = str(error)[found.start("text") :]  # tracebacks print the name of the class before it
     return PeerTimeoutError(ranks[0] if ranks else None, found["op"], found["phase"], text, ranks)
 
 

@@ -228,7 +228,7 @@ def test_survivors_raise_the_named_error_in_time(played: dict[str, Future], name
         unreachable = "could not determine the missing ranks (store unreachable; rank 0 usually hosts it): "
         got = unreachable if scenario.store_in_rank_0 else f"rank(s) {named} did not take part. This is rank "
         assert outcome.text.startswith(
-            f"PeerTimeoutError: transformer_plugin::{outcome.op}: phase '{outcome.phase}': "
+            f"transformer_plugin::{outcome.op}: phase '{outcome.phase}': "
             f"expected all {scenario.size} ranks of group '0' within {int(TIMEOUT * 1000)} ms, {got}"
         ), outcome
         assert "; backend error: " in outcome.text, outcome

@@ -191,7 +191,7 @@ def test_the_function_and_the_lost_rank_are_named(
         assert (outcome.op, outcome.phase) == ACTIONS[name][1], outcome
         assert (outcome.rank, outcome.ranks) == (VICTIM, (VICTIM,)), outcome
         assert outcome.text.startswith(
-            f"PeerTimeoutError: transformer_plugin::{outcome.op}: phase '{outcome.phase}': expected all 3 ranks"
+            f"transformer_plugin::{outcome.op}: phase '{outcome.phase}': expected all 3 ranks"
         ), outcome
         assert outcome.seconds < PROMISE, outcome
 

@@ -83,3 +83,25 @@ def test_ranges_in_a_profile() -> None:
     ranges = [event for event in profile.events() if event.name == "transformer_plugin.nn.MoE"]
     inner = {child.name for child in ranges[0].cpu_children}
     assert {"transformer_plugin.nn.TopKRouter", "transformer_plugin.nn.GroupedMLP"} <= inner
+
+
+def test_a_layer_with_parametrizations_has_its_own_name() -> None:
+    """And not that of the class that torch gives it; a class of the user's keeps its name."""
+    layer = GroupedLinear(2, 8, 8)
+    torch.nn.utils.parametrize.register_parametrization(layer, "weight", torch.nn.Softplus())
+    assert type(layer).__name__ == "ParametrizedGroupedLinear"
+    with pytest.raises(
+        ValueError, match=r"^transformer_plugin::GroupedLinear: attribute 'num_groups'"
+    ) as fixed:
+        layer.num_groups = 3
+    assert "Parametrized" not in str(fixed.value)
+    layer.delay_wgrad_compute = True
+    with pytest.raises(ValueError, match=r"^transformer_plugin::GroupedLinear: argument 'weight'") as caught:
+        layer(torch.ones(4, 8), torch.tensor([2, 2]))
+    assert any(" GroupedLinear(" in note for note in caught.value.__notes__)
+
+    class Mine(Linear):
+        pass
+
+    with pytest.raises(TypeError, match=r"^transformer_plugin::Mine: argument 'bias'"):
+        Mine(8, 8, bias="yes")

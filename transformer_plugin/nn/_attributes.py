@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from transformer_plugin._arguments import class_name
 from transformer_plugin.nn._module import PluginModule
 from transformer_plugin.nn._recipe import RecipeModule, RowRules
 from transformer_plugin.recipes import Recipe
@@ -28,7 +29,7 @@ def fixed(name: str, read: Callable[[Any], Any] | None = None) -> Any:
         current = read(self) if read else self.__dict__.setdefault(key, value)
         if current is not value and current != value:
             raise ValueError(
-                f"transformer_plugin::{type(self).__name__}: attribute '{name}': expected {current!r}, as in the "
+                f"transformer_plugin::{class_name(self)}: attribute '{name}': expected {current!r}, as in the "
                 f"constructor, got {value!r}. Make a new layer."
             )
 
@@ -77,7 +78,7 @@ class SharedRecipeModule(PluginModule):
                 name: layer.recipe for name, layer in self.named_modules() if isinstance(layer, RecipeModule)
             }
             raise ValueError(
-                f"transformer_plugin::{type(self).__name__}: attribute 'recipe': expected the same recipe in all "
+                f"transformer_plugin::{class_name(self)}: attribute 'recipe': expected the same recipe in all "
                 f"layers, got {', '.join(f'{name} with {recipe}' for name, recipe in names.items())}. "
                 "Read the recipe of each layer."
             )
@@ -88,7 +89,7 @@ class SharedRecipeModule(PluginModule):
         layers = list(recipe_layers(self))
         if not layers and recipe is not None:
             raise ValueError(
-                f"transformer_plugin::{type(self).__name__}: attribute 'recipe': expected layers that have a "
+                f"transformer_plugin::{class_name(self)}: attribute 'recipe': expected layers that have a "
                 f"recipe, got {[type(child).__name__ for child in self.children()]}. Set their formats instead."
             )
         before = [layer.recipe for layer in layers]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from transformer_plugin import ops
+from transformer_plugin._arguments import class_name
 from transformer_plugin.nn._main_grad import main_grad_buffers
 from transformer_plugin.parallel._shard_experts import local
 from transformer_plugin.recipes import DelayedScaling, Recipe
@@ -53,7 +54,7 @@ class WgradHooks(torch.nn.Module):
         """
         if not callable(hook):
             raise TypeError(
-                f"transformer_plugin::{type(self).__name__}: argument 'hook': expected a function without arguments, "
+                f"transformer_plugin::{class_name(self)}: argument 'hook': expected a function without arguments, "
                 f"got {type(hook).__name__}. Pass for example functools.partial(reduce, parameter)."
             )
         self._wgrad_hooks = (*self._wgrad_hooks, hook)
@@ -154,7 +155,7 @@ class DelayedWgradMixin(WgradHooks):
 
     def _refuse(self, argument: str, expected: str, got: str, advice: str) -> NoReturn:
         raise ValueError(
-            f"transformer_plugin::{type(self).__name__}: argument '{argument}': expected {expected}, got {got}. "
+            f"transformer_plugin::{class_name(self)}: argument '{argument}': expected {expected}, got {got}. "
             f"{advice}."
         )
 
@@ -163,7 +164,7 @@ class DelayedWgradMixin(WgradHooks):
         assert self._deferred is not None
         queue, weights = self._deferred.tensor, self._weights()
         if self.fuse_wgrad_accumulation:
-            ops.run_deferred_wgrads(queue, main_grad_buffers(type(self).__name__, weights))
+            ops.run_deferred_wgrads(queue, main_grad_buffers(class_name(self), weights))
             return
         fresh = all(weight.grad is None for weight in weights)
         grads: list[Tensor] = []
@@ -233,7 +234,7 @@ class DelayedWgradContainer(WgradHooks):
         found = {layer.delay_wgrad_compute for layer in self._delaying()}
         if len(found) > 1:
             raise ValueError(
-                f"transformer_plugin::{type(self).__name__}: attribute 'delay_wgrad_compute': expected the same in "
+                f"transformer_plugin::{class_name(self)}: attribute 'delay_wgrad_compute': expected the same in "
                 "all layers, got both. Read that of each layer."
             )
         return found == {True}

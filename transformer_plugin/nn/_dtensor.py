@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from transformer_plugin import ops
-from transformer_plugin._arguments import check_dtype
+from transformer_plugin._arguments import check_dtype, class_name
 from transformer_plugin.parallel._collectives import torch_collectives
 from transformer_plugin.recipes import DelayedScaling
 
@@ -62,7 +62,7 @@ def run_linear(
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     input, weight, bias = operands
-    name, last = type(layer).__name__, input.dim() - 1
+    name, last = class_name(layer), input.dim() - 1
     mesh, layout = _mesh_of(name, input, weight), _weight_layout(layer, input, weight, bias, into)
     _refuse_buffers(name, out is not None or "dgrad_out" in into)
     if layout == Shard(0):
@@ -96,7 +96,7 @@ def run_norm_linear(
     from torch.distributed.tensor import Partial, Shard
 
     input, norm_weight, norm_bias, weight, bias = operands
-    name = type(layer).__name__
+    name = class_name(layer)
     mesh, layout = _mesh_of(name, input, weight), _weight_layout(layer, input, weight, bias, into)
     _check_layout(name, "norm_weight", norm_weight, "Replicate()")
     _check_layout(name, "norm_bias", norm_bias, "Replicate()")
@@ -126,7 +126,7 @@ def run_embedding(layer: Embedding, input: Any, weight: Any, padding: int) -> Te
     """``ops.embedding`` of a table that is sharded by rows (``Shard(0)``), by columns (``Shard(1)``) or not."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    name = type(layer).__name__
+    name = class_name(layer)
     mesh, layout = _mesh_of(name, input, weight), weight.placements[0]
     _refuse_shards(layer)
     if layout == Shard(0):
@@ -256,7 +256,7 @@ def _rows_layout(input: Any) -> Any:
 
 def _weight_layout(layer: RecipeModule, input: Any, weight: Any, bias: Any, into: dict[str, Any]) -> Any:
     """The layout of a linear layer's weight. Refuses what cannot run on DTensors."""
-    name, layout = type(layer).__name__, weight.placements[0]
+    name, layout = class_name(layer), weight.placements[0]
     _refuse_shards(layer)
     if isinstance(layer.recipe, DelayedScaling):
         expected, advice = "one with scales of the current values", "Use for example Float8CurrentScaling()"
@@ -281,7 +281,7 @@ def _refuse_shards(layer: ShardedWeightMixin) -> None:
     if layer.weight_shard:
         advice = "Parallelize other layers, or shard other weights"
         expected = "a weight that shard_ has not sharded"
-        _refuse(type(layer).__name__, "weight", expected, "a DTensor of a shard that shard_ made", advice)
+        _refuse(class_name(layer), "weight", expected, "a DTensor of a shard that shard_ made", advice)
 
 
 def _refuse_buffers(layer: str, given: bool) -> None:

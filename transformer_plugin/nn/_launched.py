@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from transformer_plugin._arguments import class_name
 from transformer_plugin.launch import LaunchOptions, checked
 from transformer_plugin.nn._attributes import SharedRecipeModule
 from transformer_plugin.nn._delayed_wgrad import DelayedWgradContainer
@@ -18,14 +19,14 @@ class LaunchedModule(DelayedWgradContainer, SharedRecipeModule):
         found = {layer.launch_options for layer in self.modules() if isinstance(layer, GroupedLinear)}
         if len(found) > 1:
             raise ValueError(
-                f"transformer_plugin::{type(self).__name__}: attribute 'launch_options': expected the same in all "
+                f"transformer_plugin::{class_name(self)}: attribute 'launch_options': expected the same in all "
                 f"layers, got {sorted(found)}. Read those of each layer."
             )
         return found.pop() if found else LaunchOptions()
 
     @launch_options.setter
     def launch_options(self, options: LaunchOptions) -> None:
-        checked(options, type(self).__name__)
+        checked(options, class_name(self))
         for layer in self.modules():
             if isinstance(layer, GroupedLinear):
                 layer.launch_options = options

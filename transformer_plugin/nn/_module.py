@@ -13,6 +13,7 @@ from torch.autograd import profiler
 from torch.compiler import is_compiling
 from torch.utils._pytree import _register_namedtuple
 
+from transformer_plugin._arguments import class_name
 from transformer_plugin.errors import peer_timeout
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class PluginModule(torch.nn.Module):
     def __prepare_scriptable__(self) -> NoReturn:
         """Raises an error. ``torch.jit.script`` calls this method on a module and on its submodules."""
         raise TypeError(
-            f"transformer_plugin.nn.{type(self).__name__}: expected torch.export, torch.compile or torch.jit.trace, "
+            f"transformer_plugin.nn.{class_name(self)}: expected torch.export, torch.compile or torch.jit.trace, "
             "got torch.jit.script, which does not support the modules of this package. Use one of those; functions "
             "that call torch.ops.transformer_plugin can be scripted."
         )
@@ -124,7 +125,7 @@ def _add_layer_note(error: Exception, module: torch.nn.Module) -> None:
         sizes = module.extra_repr()
     except (RuntimeError, AttributeError):  # of a parameter that is the reason for the error
         sizes = "..."
-    note = f"{_NOTE}{name + ': ' if name else ''}{type(module).__name__}({sizes})"
+    note = f"{_NOTE}{name + ': ' if name else ''}{class_name(module)}({sizes})"
     if sys.version_info >= (3, 11):
         error.add_note(note)
     else:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from transformer_plugin._arguments import typed
+from transformer_plugin._arguments import class_name, typed
 from transformer_plugin.nn._delayed_wgrad import DelayedWgradMixin, WgradHooks, outermost
 from transformer_plugin.parallel._shard_experts import local
 from transformer_plugin.tensor._layout import message
@@ -75,7 +75,7 @@ def _check_complete(name: str, layer: Any) -> None:
     else:
         return
     expected = "gradients that are complete when the schedule divides them by the number of microbatches"
-    where = f"'{name}' ({type(layer).__name__})" if name else type(layer).__name__
+    where = f"'{name}' ({class_name(layer)})" if name else class_name(layer)
     raise ValueError(message("scale_grads", "submod", expected, f"{where} with {got}", advice))
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from transformer_plugin._arguments import class_name
 from transformer_plugin.functional._values import is_quantized
 from transformer_plugin.nn._sharded_weight import ShardedWeightMixin
 from transformer_plugin.nn.quantized_parameters import tensors_of
@@ -111,7 +112,7 @@ class QuantizedWeightMixin(ExpertShardMixin, ShardedWeightMixin):
             return tensors_of(weight) if is_quantized(weight) else None
         if not torch.compiler.is_compiling():  # checking in a graph would recompile for every version
             try:
-                kept.check(self._source_weight(), type(self).__name__)
+                kept.check(self._source_weight(), class_name(self))
             except ValueError:
                 self._refuse_computed("Call forget_quantized_weights() of this layer")
                 raise
@@ -121,14 +122,14 @@ class QuantizedWeightMixin(ExpertShardMixin, ShardedWeightMixin):
         """The quantized copy of this rank's part, made when it is first needed."""
         if not self.exchanges_quantized:
             raise ValueError(
-                f"transformer_plugin::{type(self).__name__}: argument 'weight': expected a weight whose ranks exchange "
+                f"transformer_plugin::{class_name(self)}: argument 'weight': expected a weight whose ranks exchange "
                 "quantized parts, got one of which values travel, to be quantized after each gather: of "
                 "shard_(..., format='none'), a list, BFloat16(), or a recipe whose blocks do not divide the parts. "
                 "Leave out quantize_weights(), or shard_ a packed weight with this recipe and without 'format'."
             )
         if self.quantized_weight is None and torch.compiler.is_compiling():
             raise ValueError(
-                f"transformer_plugin::{type(self).__name__}: argument 'weight': expected a quantized part that exists "
+                f"transformer_plugin::{class_name(self)}: argument 'weight': expected a quantized part that exists "
                 "before a compiled forward, got none. Call quantize_weights() first, for example after .to()."
             )
         if self.quantized_weight is None:
@@ -145,7 +146,7 @@ class QuantizedWeightMixin(ExpertShardMixin, ShardedWeightMixin):
         if name is not None:
             expected = "a parameter, whose quantized copy serves many forwards"
             got = "one that is computed in each forward, as parametrizations, pruning and weight norms do"
-            raise ValueError(message(type(self).__name__, name, expected, got, advice)) from None
+            raise ValueError(message(class_name(self), name, expected, got, advice)) from None
 
     def _is_computed(self, name: str) -> bool:
         if isinstance(getattr(type(self), name, None), property):  # parametrizations
@@ -162,7 +163,7 @@ class QuantizedWeightMixin(ExpertShardMixin, ShardedWeightMixin):
         if self._formats[1] != "none" and not isinstance(self.recipe, DelayedScaling):
             return
         raise ValueError(
-            f"transformer_plugin::{type(self).__name__}: argument 'recipe': expected a recipe that quantizes the "
+            f"transformer_plugin::{class_name(self)}: argument 'recipe': expected a recipe that quantizes the "
             f"weight from its current values, got {self.recipe}. Leave out quantize_weights(), or set another recipe."
         )
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from transformer_plugin import ops
-from transformer_plugin._arguments import is_strided
+from transformer_plugin._arguments import class_name, is_strided
 from transformer_plugin.formats import Format, resolve
 from transformer_plugin.nn import _tracing
 from transformer_plugin.nn._autocast import is_cast
@@ -95,14 +95,14 @@ class RecipeModule(QuantizedWeightMixin, DelayedWgradMixin):
     def recipe(self, recipe: Recipe | None) -> None:
         if recipe is not None and not isinstance(recipe, Recipe):
             raise TypeError(
-                f"transformer_plugin.nn.{type(self).__name__}: argument 'recipe': expected a recipe of "
+                f"transformer_plugin.nn.{class_name(self)}: argument 'recipe': expected a recipe of "
                 f"transformer_plugin.recipes or None, got {recipe!r}. Construct one, or call "
                 "transformer_plugin.recipes.recipe_from_name() with a name."
             )
         formats = self._formats_here(recipe)
         text = refused_recipe(self, recipe)
         if text:
-            raise ValueError(f"transformer_plugin::{type(self).__name__}: argument 'recipe': {text}")
+            raise ValueError(f"transformer_plugin::{class_name(self)}: argument 'recipe': {text}")
         self._check_widths(recipe, formats)
         if self.quantized_weight is not None and self.quantized_weight.formats != tuple(formats):
             self.forget_quantized_weights()
@@ -126,10 +126,10 @@ class RecipeModule(QuantizedWeightMixin, DelayedWgradMixin):
             return ()
         if isinstance(self._recipe, DelayedScaling):
             raise ValueError(
-                f"transformer_plugin::{type(self).__name__}: argument 'recipe': expected fuse_wgrad_accumulation=False "
+                f"transformer_plugin::{class_name(self)}: argument 'recipe': expected fuse_wgrad_accumulation=False "
                 "with DelayedScaling, got True. Use another recipe, for example Float8CurrentScaling()."
             )
-        buffers, *rest = main_grads(type(self).__name__, self._weights())
+        buffers, *rest = main_grads(class_name(self), self._weights())
         if not isinstance(self._source_weight(), Tensor):
             return buffers, *rest
         return buffers if buffers is None else buffers[0], *rest
@@ -164,7 +164,7 @@ class RecipeModule(QuantizedWeightMixin, DelayedWgradMixin):
         if not isinstance(self._recipe, DelayedScaling):
             return True
         raise ValueError(
-            f"transformer_plugin::{type(self).__name__}: argument 'recipe': expected save_original_input=False with "
+            f"transformer_plugin::{class_name(self)}: argument 'recipe': expected save_original_input=False with "
             "DelayedScaling, whose scales have changed by the backward, got True. Leave it out."
         )
 
@@ -206,7 +206,7 @@ class RecipeModule(QuantizedWeightMixin, DelayedWgradMixin):
             if width % block == 0:
                 continue
             text = (
-                f"transformer_plugin.nn.{type(self).__name__}: argument 'recipe': expected one that supports "
+                f"transformer_plugin.nn.{class_name(self)}: argument 'recipe': expected one that supports "
                 f"{name}={width}, got {recipe}, which needs a multiple of {block}. Use for example "
                 f"{name}={-(-width // block) * block}, or a recipe of another format."
             )

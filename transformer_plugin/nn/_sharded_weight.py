@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from transformer_plugin._arguments import class_name
 from transformer_plugin.nn._module import PluginModule
 from transformer_plugin.nn._tracing import is_tracing
 from transformer_plugin.parallel import _layer_shards
@@ -46,7 +47,7 @@ class ShardedWeightMixin(PluginModule):
             expected = "eager code with a weight that another runtime gathers (attach_distributed_weights)"
             advice = "Trace a layer with the unsharded weight"
             raise ValueError(
-                message(type(self).__name__, "weight", expected, "code that torch.jit.trace traces", advice)
+                message(class_name(self), "weight", expected, "code that torch.jit.trace traces", advice)
             )
         return self.named_weight_shard
 

@@ -14,6 +14,7 @@ from torch.distributed import distributed_c10d
 from torch.nn import Parameter
 
 from transformer_plugin import ops
+from transformer_plugin._arguments import class_name
 from transformer_plugin.parallel._group_names import name_with_rank
 from transformer_plugin.parallel._layer_shards import REPLACED, Replacement, note_layer
 from transformer_plugin.parallel._part_states import handle_module
@@ -181,7 +182,7 @@ def shard_parameters(layer: ShardedWeightMixin, parallel: TensorParallel, plan: 
     for name, how in plan.items():
         given = layer._parameters.get(name)
         if given is not None:
-            made[name] = _slices(type(layer).__name__, given, parallel, how)
+            made[name] = _slices(class_name(layer), given, parallel, how)
     parts = {name: _part_of(layer, name, slices) for name, slices in made.items()}
     layer.tensor_parallel, layer.tensor_slices = parallel, made
     for name, part in parts.items():
@@ -199,7 +200,7 @@ def _part_of(layer: ShardedWeightMixin, name: str, slices: TensorSlices) -> Para
     if part is not None:
         if part.__dict__[TENSOR_SLICES] != slices:
             got = "slices of other rows or columns than another layer has"
-            _refuse(type(layer).__name__, name, "the same slices of a weight that layers share", got)
+            _refuse(class_name(layer), name, "the same slices of a weight that layers share", got)
         return part
     part = Parameter(slices.cut(whole.detach()), whole.requires_grad)
     for key, value in whole.__dict__.items():
@@ -208,7 +209,7 @@ def _part_of(layer: ShardedWeightMixin, name: str, slices: TensorSlices) -> Para
     setattr(part, TENSOR_SLICES, slices)
     setattr(whole, _PART, part)
     # Of a model that exists an optimizer may have it already; a constructor's is nobody's.
-    full_name = f"the whole '{type(layer).__name__}.{name}'"
+    full_name = f"the whole '{class_name(layer)}.{name}'"
     setattr(whole, REPLACED, Replacement(full_name, "parallelize_module"))
     return part
 
@@ -216,14 +217,14 @@ def _part_of(layer: ShardedWeightMixin, name: str, slices: TensorSlices) -> Para
 def _check_whole(layer: ShardedWeightMixin, plan: dict[str, SlicePlan]) -> None:
     layout = getattr(layer, "parameter_layout", "packed")
     if layout != "packed":
-        _refuse(type(layer).__name__, "parameters", "'packed' with parallel_mode", repr(layout))
+        _refuse(class_name(layer), "parameters", "'packed' with parallel_mode", repr(layout))
     for name in plan:
         if name not in layer._parameters:  # a parametrization, or a hook, computes it
-            _refuse(type(layer).__name__, name, "a plain parameter, which is whole", "one that is computed")
+            _refuse(class_name(layer), name, "a plain parameter, which is whole", "one that is computed")
     for name, parameter in layer._parameters.items():
         if parameter is not None and (type(parameter) is not Parameter or layout_of(parameter) is not None):
             kind = "a part" if layout_of(parameter) is not None else f"a {type(parameter).__name__}"
-            _refuse(type(layer).__name__, name, "a plain parameter, which is whole", kind)
+            _refuse(class_name(layer), name, "a plain parameter, which is whole", kind)
 
 
 @dataclass(frozen=True)

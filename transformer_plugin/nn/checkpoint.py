@@ -11,7 +11,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
-from transformer_plugin._arguments import typed
+from transformer_plugin._arguments import class_name, typed
 
 
 class Scales:
@@ -43,7 +43,7 @@ class Scales:
         taken = self._taken.get(layer, [])
         if call == len(taken):
             raise RuntimeError(
-                f"transformer_plugin.checkpoint: argument 'function': expected to call {type(layer).__name__} "
+                f"transformer_plugin.checkpoint: argument 'function': expected to call {class_name(layer)} "
                 f"{call} times, as in its first forward, got one more call when it was recomputed. Make the function "
                 "deterministic."
             )

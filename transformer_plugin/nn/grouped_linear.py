@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from transformer_plugin import ops
-from transformer_plugin._arguments import is_strided, typed
+from transformer_plugin._arguments import class_name, is_strided, typed
 from transformer_plugin.functional._values import is_quantized
 from transformer_plugin.launch import LaunchOptions, checked
 from transformer_plugin.nn._attributes import fixed
@@ -124,20 +124,20 @@ class GroupedLinear(RecipeModule):
         sections: Sequence[int] = (),
     ) -> None:
         super().__init__()
-        parallel = tensor_parallel_of(type(self).__name__, parallel_mode, tp_group, False)
+        parallel = tensor_parallel_of(class_name(self), parallel_mode, tp_group, False)
         if scale_bias and not bias:
             text = "expected False without a bias, got True. Pass bias=True or leave scale_bias out."
             raise ValueError(f"transformer_plugin::GroupedLinear: argument 'scale_bias': {text}")
         sizes = {"num_groups": num_groups, "in_features": in_features, "out_features": out_features}
         check_sizes("GroupedLinear", dtype, **sizes)
-        check_division(type(self).__name__, parallel_mode, sections, out_features=out_features)
+        check_division(class_name(self), parallel_mode, sections, out_features=out_features)
         self.num_groups, self.scale_bias, self.launch_options = num_groups, scale_bias, launch_options
         if num_groups == 0 and parameters == "list":
             raise ValueError(
                 "transformer_plugin::GroupedLinear: argument 'num_groups': expected at least 1 with "
                 "parameters='list', got 0. Use 'packed', whose weight has a device and a dtype without groups."
             )
-        self.parameter_layout = checked_layout(parameters, type(self).__name__)
+        self.parameter_layout = checked_layout(parameters, class_name(self))
         self.fuse_wgrad_accumulation, self.return_bias = fuse_wgrad_accumulation, return_bias
         self.delay_wgrad_compute, self.save_original_input = delay_wgrad_compute, save_original_input
         options: Any = {"device": device, "dtype": dtype}
@@ -159,7 +159,7 @@ class GroupedLinear(RecipeModule):
 
     def _divide(self, parallel: TensorParallel, sections: Sequence[int] = ()) -> None:
         """Keeps this rank's slices."""
-        shard_parameters(self, parallel, plan_of(type(self).__name__, parallel.mode, sections, dim=1))
+        shard_parameters(self, parallel, plan_of(class_name(self), parallel.mode, sections, dim=1))
         self._out_features, self._in_features = self.weight.shape[1:]
 
     def _check_quantizable_layout(self) -> None:
@@ -231,7 +231,7 @@ class GroupedLinear(RecipeModule):
 
     @launch_options.setter
     def launch_options(self, options: LaunchOptions) -> None:
-        self._launch_options = checked(options, type(self).__name__)
+        self._launch_options = checked(options, class_name(self))
 
     def reset_parameters(self) -> None:
         """Uniform within ``1 / sqrt(K)``, as in ``torch.nn.Linear``. Also resets the state of delayed scaling."""
@@ -283,11 +283,11 @@ class GroupedLinear(RecipeModule):
             bias = bias_scale = None
         into, parallel = self._weight_gradient(), self.tensor_parallel
         if parallel is not None:
-            without_buffers(type(self).__name__, parallel, out, dgrad_out)
+            without_buffers(class_name(self), parallel, out, dgrad_out)
             self._check_shard()
             input, bias_scale = parallel.input(input), parallel.copied(bias_scale)
         if out is not None or dgrad_out is not None:
-            out, buffers = into_buffers(type(self).__name__, self.recipe, out, dgrad_out, self.weight_shard)
+            out, buffers = into_buffers(class_name(self), self.recipe, out, dgrad_out, self.weight_shard)
             into.update(buffers)
         given = (input, weight, group_sizes, bias, bias_scale)
         output = self._product(given, quantized_weight, into, out)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from transformer_plugin import ops
-from transformer_plugin._arguments import is_strided, typed
+from transformer_plugin._arguments import class_name, is_strided, typed
 from transformer_plugin.launch import LaunchOptions, checked
 from transformer_plugin.nn._attributes import fixed, quantize_layers, recipe_layers
 from transformer_plugin.nn._autocast import as_float32, fits_rows
@@ -138,9 +138,9 @@ class GroupedMLP(LaunchedModule):
     ) -> None:
         super().__init__()
         mode = None if tp_group is None else "column"
-        parallel = tensor_parallel_of(type(self).__name__, mode, tp_group, False)
-        check_sizes(type(self).__name__, dtype, num_groups=num_groups, hidden=hidden, ffn_hidden=ffn_hidden)
-        checked(launch_options, type(self).__name__)
+        parallel = tensor_parallel_of(class_name(self), mode, tp_group, False)
+        check_sizes(class_name(self), dtype, num_groups=num_groups, hidden=hidden, ffn_hidden=ffn_hidden)
+        checked(launch_options, class_name(self))
         _check_interleave(glu_interleave, ffn_hidden)
         self.num_groups, self.hidden, self.ffn_hidden, self.bias = num_groups, hidden, ffn_hidden, bias
         self.glu_interleave = glu_interleave
@@ -224,7 +224,7 @@ class GroupedMLP(LaunchedModule):
             return self._fused(fc1, fc2, input, group_sizes, probs, out, dgrad_out)
         parallel, of_activation = self.tensor_parallel or getattr(fc1, "tensor_parallel", None), probs
         if parallel is not None:
-            without_buffers(type(self).__name__, parallel, out, dgrad_out)
+            without_buffers(class_name(self), parallel, out, dgrad_out)
             of_activation = parallel.copied(probs)  # fc2 copies those of its bias
         elif out is None and dgrad_out is None and self._can_fuse(fc1, fc2) and allow_one_op(fc1, fc2):
             return self._fused_with_hooks(input, group_sizes, probs)
@@ -248,13 +248,13 @@ class GroupedMLP(LaunchedModule):
     ) -> Tensor:
         """The layers one by one, whose hooks see rows: copies of the tokens."""
         if dgrad_out is not None:
-            input = with_gradient_into(type(self).__name__, input, dgrad_out)
+            input = with_gradient_into(class_name(self), input, dgrad_out)
         rows = ops.permute_rows(input, slots.slot, slots.source)
         output = GroupedMLP.forward(self, rows, slots.group_sizes, probs)
         summed = ops.unpermute(output, slots.slot, slots.source)
         if out is None:
             return summed
-        check_buffer(type(self).__name__, "out", out, summed)
+        check_buffer(class_name(self), "out", out, summed)
         return copied_into(summed, out)
 
     def _fused_with_hooks(self, input: Tensor, group_sizes: Tensor, probs: Tensor) -> Tensor:
@@ -291,7 +291,7 @@ class GroupedMLP(LaunchedModule):
         parallel = fc2.tensor_parallel
         if parallel is None:
             return self._one_op(fc1, fc2, input, group_sizes, probs, out, dgrad_out, slots)
-        without_buffers(type(self).__name__, parallel, out, dgrad_out)
+        without_buffers(class_name(self), parallel, out, dgrad_out)
         for layer in (fc1, fc2):
             layer._check_shard()
         input, probs = parallel.copied(input), parallel.copied(probs)
@@ -330,7 +330,7 @@ class GroupedMLP(LaunchedModule):
             output = ops.grouped_mlp(*required, **options)
         else:
             if "weight_shard" in options:
-                into_buffers(type(self).__name__, None, out, None, fc1.weight_shard)  # raises
+                into_buffers(class_name(self), None, out, None, fc1.weight_shard)  # raises
             output = buffer_of(out)
             ops.grouped_mlp_out(*required, output, **options)
         if first:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from transformer_plugin import ops
-from transformer_plugin._arguments import typed
+from transformer_plugin._arguments import class_name, typed
 from transformer_plugin.nn._attributes import fixed
 from transformer_plugin.nn._autocast import like_input, operands
 from transformer_plugin.nn._caller_buffers import into_buffers, with_gradient_into
@@ -109,7 +109,7 @@ class LayerNormLinear(RecipeModule):
         pad_outputs: bool = False,
     ) -> None:
         super().__init__()
-        own = type(self).__name__
+        own = class_name(self)
         parallel = tensor_parallel_of(own, parallel_mode, tp_group, sequence_parallel, ("column",))
         self.fuse_wgrad_accumulation, self.return_bias = fuse_wgrad_accumulation, return_bias
         self.delay_wgrad_compute = delay_wgrad_compute
@@ -139,7 +139,7 @@ class LayerNormLinear(RecipeModule):
         self, parallel: TensorParallel, sections: Sequence[int] = (), pad_outputs: bool = False
     ) -> None:
         """Keeps this rank's slices."""
-        shard_parameters(self, parallel, plan_of(type(self).__name__, "column", sections, pad_outputs))
+        shard_parameters(self, parallel, plan_of(class_name(self), "column", sections, pad_outputs))
         self._out_features = self.weight.shape[0]
 
     def _check(self, normalization: str, in_features: int) -> None:
@@ -188,12 +188,12 @@ class LayerNormLinear(RecipeModule):
             weight = like_input(weight, input)
         into, parallel = self._weight_gradient(), self.tensor_parallel
         if parallel is not None:
-            without_buffers(type(self).__name__, parallel, out, dgrad_out)
+            without_buffers(class_name(self), parallel, out, dgrad_out)
             self._check_shard()
         if out is not None or dgrad_out is not None:
-            out, _ = into_buffers(type(self).__name__, self.recipe, out, dgrad_out, self.weight_shard)
+            out, _ = into_buffers(class_name(self), self.recipe, out, dgrad_out, self.weight_shard)
             if dgrad_out is not None:
-                input = with_gradient_into(type(self).__name__, input, dgrad_out)
+                input = with_gradient_into(class_name(self), input, dgrad_out)
         if is_dtensor(weight):
             all_operands = (input, norm_weight, norm_bias, weight, bias)
             output, normalized = run_norm_linear(self, all_operands, quantized_weight, into, out)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from transformer_plugin import ops
-from transformer_plugin._arguments import typed
+from transformer_plugin._arguments import class_name, typed
 from transformer_plugin.nn._autocast import like_input, operands
 from transformer_plugin.nn._caller_buffers import into_buffers
 from transformer_plugin.nn._dtensor import is_dtensor, run_linear
@@ -96,9 +96,9 @@ class Linear(RecipeModule, torch.nn.Linear):
         sections: Sequence[int] = (),
         pad_outputs: bool = False,
     ) -> None:
-        parallel = tensor_parallel_of(type(self).__name__, parallel_mode, tp_group, sequence_parallel)
-        check_sizes(type(self).__name__, dtype, in_features=in_features, out_features=out_features)
-        check_division(type(self).__name__, parallel_mode, sections, pad_outputs, out_features)
+        parallel = tensor_parallel_of(class_name(self), parallel_mode, tp_group, sequence_parallel)
+        check_sizes(class_name(self), dtype, in_features=in_features, out_features=out_features)
+        check_division(class_name(self), parallel_mode, sections, pad_outputs, out_features)
         super().__init__(in_features, out_features, bias, device, dtype)
         if parallel is not None:
             self._divide(parallel, sections, pad_outputs)
@@ -112,7 +112,7 @@ class Linear(RecipeModule, torch.nn.Linear):
         self, parallel: TensorParallel, sections: Sequence[int] = (), pad_outputs: bool = False
     ) -> None:
         """Keeps this rank's slices."""
-        shard_parameters(self, parallel, plan_of(type(self).__name__, parallel.mode, sections, pad_outputs))
+        shard_parameters(self, parallel, plan_of(class_name(self), parallel.mode, sections, pad_outputs))
         self.out_features, self.in_features = self.weight.shape
 
     def reset_parameters(self) -> None:
@@ -143,12 +143,12 @@ class Linear(RecipeModule, torch.nn.Linear):
             weight = like_input(weight, input)
         into = self._weight_gradient()
         if parallel is not None:
-            without_buffers(type(self).__name__, parallel, out, dgrad_out)
+            without_buffers(class_name(self), parallel, out, dgrad_out)
             self._check_shard()
             gathering = None if isinstance(self._recipe, DelayedScaling) else into
             input, bias, own_bias, added = parallel.before(input, bias, own_bias, gathering)
         if out is not None or dgrad_out is not None:
-            out, buffers = into_buffers(type(self).__name__, self.recipe, out, dgrad_out, self.weight_shard)
+            out, buffers = into_buffers(class_name(self), self.recipe, out, dgrad_out, self.weight_shard)
             into.update(buffers)
         if is_dtensor(weight):
             output = run_linear(self, (input, weight, bias), quantized_weight, into, out)

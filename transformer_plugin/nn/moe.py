@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from transformer_plugin._arguments import check_dtype, typed
+from transformer_plugin._arguments import check_dtype, class_name, typed
 from transformer_plugin.launch import LaunchOptions
 from transformer_plugin.nn import _tracing
 from transformer_plugin.nn._attributes import fixed, row_rules_in
@@ -247,9 +247,9 @@ class MoE(LaunchedModule):
         experts: Any = registered(self, self._modules, "experts")
         self._check_router(router)
         if out is not None:
-            check_buffer(type(self).__name__, "out", out, operand(input))
+            check_buffer(class_name(self), "out", out, operand(input))
         if dgrad_out is not None:
-            input = with_gradient_into(type(self).__name__, input, dgrad_out)
+            input = with_gradient_into(class_name(self), input, dgrad_out)
             tokens = self._tokens(input)
         if returns_tokens(router):
             routing, tokens = router.route(tokens)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from transformer_plugin import ops
-from transformer_plugin._arguments import typed
+from transformer_plugin._arguments import class_name, typed
 from transformer_plugin.nn._autocast import as_weight
 from transformer_plugin.nn._dtensor import is_dtensor, run_norm
 from transformer_plugin.nn._module import PluginModule, check_sizes, layer_forward, registered
@@ -61,9 +61,9 @@ class _ZeroCenteredNorm(PluginModule):
             text = (
                 f"expected False without a gamma, which it stores as its difference to 1, got True. {advice}."
             )
-            raise ValueError(f"transformer_plugin::{type(self).__name__}: argument 'zero_centered': {text}")
+            raise ValueError(f"transformer_plugin::{class_name(self)}: argument 'zero_centered': {text}")
         self.zero_centered = zero_centered
-        self.tensor_parallel = sequence_parallel_group(type(self).__name__, tp_group, sequence_parallel)
+        self.tensor_parallel = sequence_parallel_group(class_name(self), tp_group, sequence_parallel)
         if zero_centered:
             self.reset_parameters()
 

@@ -15,6 +15,7 @@ from typing import Any, NoReturn, cast
 
 import torch
 
+from transformer_plugin._arguments import class_name
 from transformer_plugin.parallel._layer_shards import described, note_layer
 from transformer_plugin.parallel._shard_experts import EXPERT_RANKS
 from transformer_plugin.tensor._layout import message
@@ -157,4 +158,4 @@ def _refuse_variant(adapter: Any, layer: Any, variant: str) -> NoReturn:
 
 def _refuse(adapter: Any, layer: Any, name: str, got: str, advice: str) -> NoReturn:
     expected = f"a parameter of which this rank has all elements, as the adapter {type(adapter).__qualname__} reads it"
-    raise ValueError(message(type(layer).__name__, name, expected, got, advice))
+    raise ValueError(message(class_name(layer), name, expected, got, advice))

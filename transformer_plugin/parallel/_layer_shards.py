@@ -17,7 +17,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 from transformer_plugin import ops
-from transformer_plugin._arguments import check_strided
+from transformer_plugin._arguments import check_strided, class_name
 from transformer_plugin.parallel._tensor_slices import (
     TENSOR_PARALLELISM,
     TENSOR_SLICES,
@@ -85,7 +85,7 @@ def register(layer: Any, name: str, parameter: Any, register_parameter: Any) -> 
     is_shard = name in layer.weight_parts or name in layer.tensor_slices
     old = layer._parameters.get(name)
     if isinstance(parameter, torch.Tensor):
-        check_strided(type(layer).__name__, name, parameter)
+        check_strided(class_name(layer), name, parameter)
     if parameter is not None and not layer.has_full_parameters:
         if is_shard:
             _check_shard(layer, name, parameter, old)
@@ -105,7 +105,7 @@ def note_replaced(layer: Any, name: str, old: Any, by: str) -> None:
     if old is None or old is now or not _is_noted(old):
         return
     part = part_of(old)
-    what = f"the shard '{part.name if part is not None else f'{type(layer).__name__}.{name}'}'"
+    what = f"the shard '{part.name if part is not None else f'{class_name(layer)}.{name}'}'"
     old.__dict__.setdefault(REPLACED, Replacement(what, by))
     if part is not None and _exists(part.group):
         # Ranks may free the old memory at different times, and only some would still gather it ahead of use.
@@ -136,7 +136,7 @@ def refuse_deletion(layer: Any, name: str) -> None:
     expected = "a layer that keeps its parameter, of which this rank has a shard"
     got = f"a deletion of {described(parameter)}, as parametrizations, spectral_norm and pruning do"
     advice = "Assign another parameter of the same sizes without deleting this one"
-    raise ValueError(message(type(layer).__name__, name, expected, got, advice))
+    raise ValueError(message(class_name(layer), name, expected, got, advice))
 
 
 @contextmanager
@@ -183,7 +183,7 @@ def _check_shard(layer: Any, name: str, parameter: Any, old: Any) -> None:
     elif _is_other_shard(parameter, part, slices):
         got = f"{described(parameter)}, which is another shard in the layer that has it"
     if got:
-        raise ValueError(message(type(layer).__name__, name, expected, got, advice))
+        raise ValueError(message(class_name(layer), name, expected, got, advice))
 
 
 def _is_other_shard(parameter: Any, part: WeightPart | None, slices: TensorSlices | None) -> bool:
@@ -204,7 +204,7 @@ def _check_full(layer: Any, name: str, parameter: Any) -> None:
     if _is_noted(parameter) and _is_held(parameter):
         expected = "a parameter of which this rank has all elements"
         advice = "Shard both layers in the same way, for tied weights with shard_(..., tied=True)"
-        raise ValueError(message(type(layer).__name__, name, expected, described(parameter), advice))
+        raise ValueError(message(class_name(layer), name, expected, described(parameter), advice))
 
 
 def _is_noted(parameter: Any) -> bool:

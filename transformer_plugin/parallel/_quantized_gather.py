@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import _unsafe_preserve_version_counter  # type: ignore[attr-defined]
 from torch.nn import Parameter
 
-from transformer_plugin._arguments import typed
+from transformer_plugin._arguments import class_name, typed
 from transformer_plugin.parallel import _gather_layout as layout
 from transformer_plugin.parallel._gather_layout import Part, Shards, refuse
 from transformer_plugin.parallel._other_layers import not_quantized, warn_of
@@ -68,7 +68,7 @@ class QuantizedGatherTensor(Tensor):
         return value
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"{type(self).__name__}({self.high_precision!r})"
+        return f"{class_name(self)}({self.high_precision!r})"
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["high_precision"], None

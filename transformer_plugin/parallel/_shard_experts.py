@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from transformer_plugin._arguments import class_name
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
@@ -70,7 +72,7 @@ class ExpertShardMixin(torch.nn.Module):
         got = f"a {type(parameter).__name__} of sizes {list(given[0])}"
         got += "" if given[1] is None else f" in {given[1]}"
         raise ValueError(
-            f"transformer_plugin::{type(self).__name__}: argument '{name}': expected a DTensor of sizes "
+            f"transformer_plugin::{class_name(self)}: argument '{name}': expected a DTensor of sizes "
             f"{list(kept[0])} in {kept[1]}, as the experts are sharded over the ranks "
             f"{list(self._expert_ranks.ranks)}, got {got}. Make it with DTensor.from_local, or copy values into the "
             "parameter."
@@ -100,7 +102,7 @@ class ExpertShardMixin(torch.nn.Module):
             return parameter
         if not torch.compiler.is_compiling() and not hasattr(parameter, "to_local"):
             raise ValueError(
-                f"transformer_plugin::{type(self).__name__}: argument 'group': expected DTensor parameters, as the "
+                f"transformer_plugin::{class_name(self)}: argument 'group': expected DTensor parameters, as the "
                 f"experts are sharded over the ranks {list(self._expert_ranks.ranks)}, got a plain tensor: a "
                 "data-parallel wrapper has replaced them. Use transformer_plugin.parallel.data_parallel() or "
                 "fully_shard(), or make the layer with dtensor=False."

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from transformer_plugin._arguments import typed
+from transformer_plugin._arguments import class_name, typed
 from transformer_plugin.formats import Format
 from transformer_plugin.functional._values import is_quantized
 from transformer_plugin.parallel._weight_part import layout_of
@@ -166,7 +166,7 @@ def give_handle(layer: Any) -> None:
 
 
 def _refuse(name: str, expected: str, layer: Any, shard: str = "") -> NoReturn:
-    got = f"'{name}' of {type(layer).__name__}({layer.extra_repr()})" + (f", {shard}" if shard else "")
+    got = f"'{name}' of {class_name(layer)}({layer.extra_repr()})" + (f", {shard}" if shard else "")
     raise ValueError(
         message(_OP, "module", expected, got, f"Leave the attribute {_MARK} out there, or change the layer")
     )
@@ -188,7 +188,7 @@ def _shards_of(layer: Any) -> Iterator[tuple[Tensor, str]]:
         shard = layer._parameters.get(name)
         rows = layer.num_groups if shard is not None and shard.dim() == 3 else layer.out_features
         if getattr(shard, _MARK, False) and shard.shape[0] < rows:
-            of_layer = f"'{name}' of {type(layer).__name__}, {shard.shape[0]} of its {rows} rows"
+            of_layer = f"'{name}' of {class_name(layer)}, {shard.shape[0]} of its {rows} rows"
             yield shard, f"{of_layer}, a shard of another runtime (attach_distributed_weights)"
 
 

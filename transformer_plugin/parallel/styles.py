@@ -17,6 +17,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_module, distri
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
+from transformer_plugin._arguments import class_name
 from transformer_plugin.nn._tensor_parallel import TensorParallel, same_on_ranks, tensor_parallel_of
 from transformer_plugin.nn.embedding import Embedding
 from transformer_plugin.nn.grouped_linear import GroupedLinear
@@ -40,7 +41,7 @@ class _Style(ParallelStyle):
         self.sequence_parallel = sequence_parallel
 
     def _ranks(self, module: Any, mesh: DeviceMesh, mode: str) -> TensorParallel | None:
-        name, kind_of = type(self).__name__, type(module)
+        name, kind_of = class_name(self), type(module)
         if not issubclass(kind_of, self.kinds):
             names = " or ".join(kind.__name__ for kind in self.kinds)
             _refuse(name, "module", names, kind_of.__name__, "Use another style for this module")
