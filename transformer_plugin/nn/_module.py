@@ -105,7 +105,7 @@ def layer_forward(forward: Forward) -> Forward:
             raise
 
     # torch.compile counts recompilations by code object, and calls of all classes would otherwise be of one.
-    call.__code__ = call.__code__.replace(co_name=forward.__qualname__)
+    call.__code__ = call.__code__.replace(co_name=forward.__qualname__)  # type: ignore[attr-defined]
     return cast(Forward, call)
 
 
