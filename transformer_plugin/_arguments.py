@@ -191,12 +191,8 @@ def check_dtype(owner: str, argument: str, tensor: object, *dtypes: torch.dtype)
 def class_name(instance: object) -> str:
     """The name of a class as its author wrote it: torch gives modules with parametrizations, or under FSDP2, a class
     that is derived from theirs."""
-    own = type(instance)
-    if not own.__module__.startswith("torch."):
-        return own.__name__
-    return next(
-        (kind.__name__ for kind in own.__mro__ if not kind.__module__.startswith("torch.")), own.__name__
-    )
+    derived = ("torch.nn.utils.", "torch.distributed.fsdp.")
+    return next(kind.__name__ for kind in type(instance).__mro__ if not kind.__module__.startswith(derived))
 
 
 def described(value: object) -> str:

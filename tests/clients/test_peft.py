@@ -7,6 +7,8 @@ adapter's matrices in plain torch.
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -256,8 +258,9 @@ def test_quantized_copies_notice_changes_of_adapters() -> None:
         wrapped(x)
 
 
-def test_adapters_of_a_library_that_comes_later() -> None:
-    """A class of PEFT that gets a layer after the first quantized copy was made."""
+def test_adapters_that_are_derived_later() -> None:
+    """A class of adapters from after the first quantized copy."""
+    base: Any = peft().tuners.tuners_utils.BaseTunerLayer
     layer: Any = nn.Linear(HIDDEN, FFN, recipe=Float8BlockScaling())
     copied(layer)
 
@@ -265,11 +268,29 @@ def test_adapters_of_a_library_that_comes_later() -> None:
         self.base_layer.weight.data += 1
         return "merged"
 
-    adapter: Any = type("Late", (torch.nn.Module,), {"merge": merge, "__module__": "peft.late"})()
+    adapter: Any = type("Late", (torch.nn.Module, base), {"merge": merge})()
     adapter.base_layer = layer
     assert adapter.merge() == "merged"
     with pytest.raises(ValueError, match=STALE):
         layer(torch.randn(ROWS, HIDDEN))
+
+
+def test_a_library_that_is_imported_later() -> None:
+    code = """
+import sys, torch, transformer_plugin as tp
+layer = tp.nn.Linear(32, 32, recipe=tp.recipes.Float8BlockScaling())
+layer.quantize_weights()
+assert "peft" not in sys.modules
+import peft
+config = peft.LoraConfig(r=4, target_modules=["0"], init_lora_weights=False)
+merged = peft.get_peft_model(torch.nn.Sequential(layer), config).merge_and_unload()
+try:
+    merged(torch.randn(4, 32))
+except ValueError as error:
+    print("quantize_weights" in str(error))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "True\n", done.stderr
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

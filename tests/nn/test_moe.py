@@ -258,7 +258,7 @@ def test_errors_have_four_parts() -> None:
     with pytest.raises(ValueError) as caught:
         MoE(8, 16, 4, 2, dispatch=DispatchConfig(alignment=0))
     assert str(caught.value) == (
-        "transformer_plugin::DispatchConfig: argument 'alignment': expected at least 1, got 0. "
+        "transformer_plugin::DispatchConfig: argument 'alignment': expected from 1 to 2^31 - 1, got 0. "
         "Use 1 for no padding."
     )
     for name, given, use in (("alignment", 8, 16), ("capacity", 40, 48)):

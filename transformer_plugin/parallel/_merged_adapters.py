@@ -1,7 +1,7 @@
 """Adapters of PEFT that change the weight of a layer: its quantized copies are outdated, and a quantized one follows.
 
 PEFT adds to ``weight.data``, which torch does not count as a change of the weight, and which a quantized parameter has
-no numbers for. PEFT need not be installed: its classes are recognized when they are there, or get a layer.
+no numbers for. PEFT need not be installed.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch.nn import Parameter
-from torch.nn.modules.module import register_module_module_registration_hook
 
+from transformer_plugin._on_import import on_import
 from transformer_plugin.functional._values import is_quantized
 
 #: Methods of adapters that change the weight of their layer in place.
@@ -25,11 +25,20 @@ _CHANGING = ("merge", "unmerge", "olora_init")
 @functools.cache
 def watch_merges() -> None:
     """Once per process, from the first quantized parameter or copy on."""
-    tuners: Any = sys.modules.get("peft.tuners.tuners_utils")
-    if tuners is not None:
-        for kind in _subclasses(tuners.BaseTunerLayer):
-            _watch(kind)
-    register_module_module_registration_hook(_note_adapter)
+    on_import("peft.tuners.tuners_utils", _watch_adapters)
+
+
+def _watch_adapters() -> None:
+    """Those that there are, and those that PEFT, or a user, derives from its base class later."""
+    base: Any = sys.modules["peft.tuners.tuners_utils"].BaseTunerLayer
+
+    def watch_new(cls: Any, /, **options: Any) -> None:
+        super(base, cls).__init_subclass__(**options)
+        _watch_all(cls)
+
+    base.__init_subclass__ = classmethod(watch_new)
+    for kind in _subclasses(base):
+        _watch_all(kind)
 
 
 def _subclasses(kind: Any) -> Iterator[Any]:
@@ -38,11 +47,10 @@ def _subclasses(kind: Any) -> Iterator[Any]:
         yield from _subclasses(each)
 
 
-def _note_adapter(adapter: Any, name: str, layer: Any) -> None:
-    if name == "base_layer":
-        for kind in type(adapter).__mro__:
-            if kind.__module__.startswith("peft."):
-                _watch(kind)
+def _watch_all(adapter: Any) -> None:
+    for kind in adapter.__mro__:
+        if kind is adapter or kind.__module__.startswith("peft."):
+            _watch(kind)
 
 
 @functools.cache
