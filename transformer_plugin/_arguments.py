@@ -131,8 +131,8 @@ def kind_of(annotation: str) -> Kind | None:
     return Kind(f"{kind.text} or None", lambda value: value is None or allows(value))
 
 
-def of_other_memory(tensor: torch.Tensor) -> str | None:
-    """What a tensor is whose numbers do not lie in memory by strides, in words; None of others."""
+def non_strided_kind(tensor: torch.Tensor) -> str | None:
+    """What a tensor is that is not strided: nested, sparse, mkldnn or quantized by torch. None for a strided one."""
     if tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized:
         return None
     if tensor.is_nested:
@@ -145,12 +145,12 @@ def of_other_memory(tensor: torch.Tensor) -> str | None:
 
 def is_strided(value: object) -> bool:
     """Whether it is a tensor whose sizes can be read."""
-    return isinstance(value, torch.Tensor) and of_other_memory(value) is None
+    return isinstance(value, torch.Tensor) and non_strided_kind(value) is None
 
 
-def refused_memory(owner: str, argument: str, tensor: torch.Tensor) -> str | None:
+def non_strided_error(owner: str, argument: str, tensor: torch.Tensor) -> str | None:
     """The error for nested, sparse and torch-quantized tensors, in the words of the ops; None of others."""
-    kind = of_other_memory(tensor)
+    kind = non_strided_kind(tensor)
     if kind is None:
         return None
     advice = "Convert it with .to_dense() first"
@@ -167,7 +167,7 @@ def refused_memory(owner: str, argument: str, tensor: torch.Tensor) -> str | Non
 
 def check_strided(owner: str, argument: str, tensor: torch.Tensor) -> None:
     """Raises it where the sizes of a tensor are read before an op sees them: torch has errors of its own for that."""
-    text = refused_memory(f"transformer_plugin::{owner}", argument, tensor)
+    text = non_strided_error(f"transformer_plugin::{owner}", argument, tensor)
     if text is not None:
         raise TypeError(text)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from transformer_plugin._arguments import is_strided, refused_memory
+from transformer_plugin._arguments import is_strided, non_strided_error
 
 LIBRARY = Path(__file__).with_name("_C.abi3.so")
 
@@ -79,7 +79,7 @@ def _is_missing(argument: torch.Argument, values: dict[str, Any]) -> bool:
     return (kind == "Tensor" and value is None) or (kind == "List[Tensor]" and len(value) == 0)
 
 
-def _refused_memory(schema: Any, values: dict[str, Any]) -> str | None:
+def _non_strided_error(schema: Any, values: dict[str, Any]) -> str | None:
     """The error for a nested or sparse tensor that an op has passed on, to another op or to torch."""
     for argument in schema.arguments:
         value: Any = values.get(argument.name)
@@ -87,7 +87,7 @@ def _refused_memory(schema: Any, values: dict[str, Any]) -> str | None:
         for i, tensor in enumerate(value if is_list else [value]):
             if "Tensor" in str(argument.type) and isinstance(tensor, torch.Tensor):
                 name = f"{argument.name}[{i}]" if is_list else argument.name
-                text = refused_memory(schema.name, name, tensor)
+                text = non_strided_error(schema.name, name, tensor)
                 if text is not None:
                     return text
     return None
@@ -131,7 +131,7 @@ def _naming_wrong_types(call: Callable[..., Any], schema: Any) -> Callable[..., 
             missing = next((a for a in arguments if a.name == found[1]), None)
         elif str(error).startswith(named_op):
             return None
-        elif refused := _refused_memory(schema, values):
+        elif refused := _non_strided_error(schema, values):
             return refused
         elif unreadable := [a for a in arguments if _is_unreadable(a, values.get(a.name))]:
             missing = unreadable[0]

@@ -151,11 +151,19 @@ def refused_recipe(module: torch.nn.Module, recipe: Recipe | None) -> str | None
 
 
 @contextmanager
-def in_high_precision(module: torch.nn.Module, *names: str) -> Iterator[None]:
-    """Quantized parameters of these names are unquantized inside, with any values, and quantized again afterwards."""
+def in_high_precision(module: torch.nn.Module, *names: str, reads: bool = False) -> Iterator[None]:
+    """Quantized parameters of these names are unquantized inside, and quantized again afterwards.
+
+    Inside they have any values, or with ``reads`` their own; one whose values are not changed then keeps its bytes.
+    """
     quantized: dict[str, Any] = {name: p for name in names if is_quantized(p := module._parameters.get(name))}
+    before: dict[str, Tensor] = {}
     for name, parameter in quantized.items():
-        values = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        if reads:
+            before[name] = values = parameter.detach().dequantize()
+            values = values.clone()
+        else:
+            values = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
         module._parameters[name] = Parameter(values)
     if quantized:
         note_layer(module)  # slices are slices inside, too
@@ -166,6 +174,8 @@ def in_high_precision(module: torch.nn.Module, *names: str) -> Iterator[None]:
     finally:
         module._parameters.update(quantized)
     for name, values in drawn.items():
+        if name in before and torch.equal(values, before[name]):
+            continue
         with torch.no_grad():
             quantized[name].copy_(values)
         keep_values(quantized[name], values)

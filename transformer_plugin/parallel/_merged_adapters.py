@@ -9,14 +9,9 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import torch
-from torch.nn import Parameter
-
 from transformer_plugin._on_import import on_import
-from transformer_plugin.functional._values import is_quantized
 
 #: Methods of adapters that change the weight of their layer in place.
 _CHANGING = ("merge", "unmerge", "olora_init")
@@ -63,10 +58,12 @@ def _watch(kind: Any) -> None:
 def _changing(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: Any, *arguments: Any, **options: Any) -> Any:
+        from transformer_plugin.nn.quantized_parameters import in_high_precision
+
         layer = self
         while hasattr(layer, "base_layer"):
             layer = layer.base_layer
-        with _in_high_precision(layer):
+        with in_high_precision(layer, *layer._parameters, reads=True):
             result = method(self, *arguments, **options)
         for parameter in layer._parameters.values():
             for copy in getattr(parameter, "__dict__", {}).get("quantized_copies", ()):
@@ -75,30 +72,3 @@ def _changing(method: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return call
-
-
-@contextmanager
-def _in_high_precision(layer: Any) -> Iterator[None]:
-    """Context in which the quantized parameters of a layer are plain ones, whose new values they get afterwards."""
-    quantized: dict[str, Any] = {
-        n: p for n, p in layer._parameters.items() if p is not None and is_quantized(p)
-    }
-    if not quantized:
-        yield
-        return
-    from transformer_plugin.nn.quantized_parameters import keep_values
-
-    before = {name: p.detach().dequantize() for name, p in quantized.items()}
-    for name, values in before.items():
-        layer._parameters[name] = Parameter(values.clone(), requires_grad=False)
-    changed: dict[str, torch.Tensor] = {}
-    try:
-        yield
-        now = {name: layer._parameters[name].detach() for name in quantized}
-        changed = {name: values for name, values in now.items() if not torch.equal(values, before[name])}
-    finally:
-        layer._parameters.update(quantized)
-    for name, values in changed.items():
-        with torch.no_grad():
-            quantized[name].copy_(values)
-        keep_values(quantized[name], values)

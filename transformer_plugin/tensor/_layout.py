@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from transformer_plugin._arguments import of_other_memory
+from transformer_plugin._arguments import non_strided_kind
 from transformer_plugin.formats import BLOCK, Format
 
 _parse = cache(Format.parse)
@@ -33,7 +33,7 @@ def describe(value: object) -> str:
     """What an error says it got."""
     if not isinstance(value, Tensor):
         return type(value).__name__
-    kind = of_other_memory(value)
+    kind = non_strided_kind(value)
     if kind is not None:  # has no sizes or strides that torch would tell
         return kind
     text = f"{type(value).__name__} {sizes(value)} of {str(value.dtype).removeprefix('torch.')} on {value.device}"
