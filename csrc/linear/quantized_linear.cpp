@@ -137,7 +137,8 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
       const auto [g, bias] = quantize_gradient(grad, column_sizes, formats.grad, grad_key, wants_input,
                                                wants_weight, wants_bias && !saved[8].defined());
       grad_bias = bias;
-      const auto compute_weight = [&] {
+      const auto compute_weight = [&,
+                                   &g = g] {  // clang captures no structured binding under OpenMP otherwise
         grad_weight = weight_gradient.compute(g.columnwise, columnwise_input(ctx, input, column_sizes),
                                               column_sizes, grad.scalar_type(), options);
       };
@@ -275,11 +276,12 @@ void check_layer_widths(const Argument& input, const WeightArgument& weight, con
 }
 
 void check_ragged_formats(const char* op, const OperandFormats& formats) {
-  for (const auto& [name, format, key] : {std::tuple{"input_format", formats.input, formats.input_key},
-                                          std::tuple{"grad_format", formats.grad, formats.grad_key}}) {
+  const auto check_rows = [&](const char* name, const auto& format, const auto& key) {
     TP_CHECK_VALUE(!format.square_blocks, op, name, "blocks along rows, which end where a group ends",
                    "'" << key << "'", "Square blocks are for the weight");
-  }
+  };
+  check_rows("input_format", formats.input, formats.input_key);
+  check_rows("grad_format", formats.grad, formats.grad_key);
 }
 
 void check_save_original_input(const char* op, bool save, const OperandFormats& formats) {

@@ -136,7 +136,7 @@ void quantized_product_out(const QuantizedCall& call, const OptionalTensor& beta
     return rowwise_product_out({a, b, none, bias, none, alpha}, factor_of_out, out);
   }
   with_values(operands, [&](const Tensor& left, const Tensor& right, const OptionalTensor& factor) {
-    dense_gemm_out(left, right, bias, factor, beta, out, accumulate);
+    dense_gemm_out(left, right, operands.bias, factor, beta, out, accumulate);
   });
 }
 

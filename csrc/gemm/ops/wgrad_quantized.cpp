@@ -33,11 +33,12 @@ QuantizedWgradCall::QuantizedWgradCall(const char* op, const OperandArguments& g
   check_same_device(input_argument, grad_argument);
   check_value_size(input_names, input_, 1, grad_.row_length(),
                    "the columns of 'grad', the rows of the buffer");
-  for (const auto& [name, index] :
-       {std::pair("input_rows", &input_rows), std::pair("grad_rows", &grad_rows)}) {
-    TP_CHECK_VALUE(!*index, op, name, "None with quantized operands", describe(**index),
+  const auto check_no_rows = [&](const char* name, const OptionalTensor& index) {
+    TP_CHECK_VALUE(!index, op, name, "None with quantized operands", describe(*index),
                    "Take the rows before they are quantized");
-  }
+  };
+  check_no_rows("input_rows", input_rows);
+  check_no_rows("grad_rows", grad_rows);
   if (alpha) check_factor({op, "alpha", *alpha}, grad_argument, group_sizes.sym_size(0));
   check_launch_options(op, options);
 }
