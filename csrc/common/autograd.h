@@ -9,11 +9,12 @@
 #include <torch/csrc/autograd/functions/utils.h>
 
 #include <algorithm>
-#include <memory>
 #include <optional>
 #include <string>
 #include <type_traits>
 #include <utility>
+
+#include "common/torch_version.h"
 
 namespace transformer_plugin {
 
@@ -113,7 +114,7 @@ class DifferentiableFunction : public CheckedFunction<Self> {
 
  private:
   static void refuse(torch::autograd::edge_list&& from, torch::autograd::variable_list& results) {
-    const auto refusal = std::make_shared<torch::autograd::Error>(
+    const auto refusal = make_node<torch::autograd::Error>(
         std::string("transformer_plugin::") + Self::kName +
             ": gradient: expected to be differentiated once, got a second time (create_graph=True). "
             "Write this part in plain PyTorch for that.",

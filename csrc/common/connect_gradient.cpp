@@ -8,6 +8,7 @@
 #include "common/autograd.h"
 #include "common/check.h"
 #include "common/register.h"
+#include "common/torch_version.h"
 
 namespace transformer_plugin {
 namespace {
@@ -56,7 +57,7 @@ void connect_gradient_autograd(const Tensor& value, const Tensor& source) {
   if (!any_wants_grad(source)) return;
   TP_CHECK_VALUE(!value.is_view(), kOp, "value", "a new tensor, which is no view", describe(value),
                  "Detach it first");
-  const auto node = std::make_shared<PassOn>();
+  const auto node = make_node<PassOn>();
   node->set_next_edges(torch::autograd::collect_next_edges(source));
   torch::autograd::set_history(value, node);
 }

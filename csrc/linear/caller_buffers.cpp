@@ -3,11 +3,11 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 
-#include <memory>
 #include <string>
 #include <utility>
 
 #include "common/autograd.h"
+#include "common/torch_version.h"
 #include "gemm/ops/leading_dims.h"
 
 namespace transformer_plugin::linear {
@@ -92,7 +92,7 @@ class IntoBuffer : public torch::autograd::Node {
 
 Tensor rows_into(const Tensor& input, const Tensor& dgrad_out) {
   const Tensor rows = gemm::as_matrix(input).detach();
-  const auto node = std::make_shared<IntoBuffer>(dgrad_out);
+  const auto node = make_node<IntoBuffer>(dgrad_out);
   node->set_next_edges(torch::autograd::collect_next_edges(input));
   torch::autograd::set_history(rows, node);
   return rows;
