@@ -5,17 +5,22 @@
 #   make test-long  generated cases by the thousand, any arguments at all for every op in forked children, and the CPU kernels
 #                   under the address and undefined sanitizers
 #   make test-cpus  the tests of equal bits as on CPUs with fewer instructions, one run for each of CPUS
-#   make test-megatron
-#                   tests under megatron-core, which is installed for them; needs Python 3.12 or later
+#   make test-newest
+#                   the library built for CPUs with the newest torch that was tried, and some of its tests
+#   make test-megatron, make test-torchtitan
+#                   tests under megatron-core (needs Python 3.12 or later) and torchtitan (needs a newer torch:
+#                   TORCH=torch==2.15.0), which are installed for them
 #   make bench      benchmarks into benchmarks/results/, and plots from there
 #   make docs       the manual, in docs/_build/html
 #   make lint       ruff, clang-format, mypy;  make format: let ruff and clang-format rewrite
 #   make clean      removes what was built;  make distclean: the virtual environment too
 #
-# PYTHON names the interpreter of the virtual environment: `make test PYTHON=python3.12`.
+# PYTHON names the interpreter of the virtual environment: `make test PYTHON=python3.12`. TORCH names another torch, which
+# gets an environment of its own: `make test TORCH=torch==2.15.0`.
 
+DEFAULT_TORCH := torch==2.11.0
 PYTHON ?= python3
-TORCH ?= torch==2.11.0
+TORCH ?= $(DEFAULT_TORCH)
 RANKS ?= 2
 
 SHELL := /bin/bash
@@ -26,16 +31,16 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The processes of the tests share compiled modules, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-VENV := .venv
+VENV := .venv$(if $(filter-out $(DEFAULT_TORCH),$(TORCH)),-$(subst ==,,$(TORCH)))
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 INSTALLED := $(VENV)/.installed
-LIBRARY := transformer_plugin/_C.abi3.so
+BUILT := $(VENV)/.built
 BUILD_INPUTS := setup.py $(wildcard build_tools/*.py) $(shell find csrc -type f)
 CXX_FILES := $(shell find csrc examples -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 BENCHMARKS := $(filter-out __init__ common compile_peer functional_cases grouped_gemm_cpu grouped_gemm_works host_time_cases moe_layer_cases moe_layer_measures moe_layer_page moe_layer_peers peers plot quantize_case quantize_cases quantize_grouped,$(basename $(notdir $(wildcard benchmarks/*.py))))
 
-.PHONY: help setup build demo test test-cpus test-megatron test-long sanitize sanitize-gpu bench docs lint format clean distclean
+.PHONY: help setup build demo test test-cpus test-newest test-megatron test-torchtitan test-long sanitize sanitize-gpu bench docs lint format clean distclean
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
@@ -48,15 +53,15 @@ $(READY): pyproject.toml build_tools/extras.py
 	@touch $@
 
 # ninja prints whole command lines; a line for each file is enough to see how far it is.
-$(LIBRARY): $(BUILD_INPUTS) $(READY)
-	@echo "building $@"
+$(BUILT): $(BUILD_INPUTS) transformer_plugin/_torch_versions.py $(READY)
+	@echo "building the library for $(TORCH)"
 	@$(BIN)/python -W ignore setup.py build_ext --inplace 2>&1 | sed -u -E \
 	  -e 's/^(\[[0-9]+\/[0-9]+\]).* -c (-o [^ ]+ )?[^ ]*\/(csrc\/[^ ]+) .*/\1 \3/'
 	@touch $@
 
-$(INSTALLED): pyproject.toml $(LIBRARY)
+$(INSTALLED): pyproject.toml $(BUILT)
 	@$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --editable .
-	@touch $@ && touch -r $@ $(LIBRARY)
+	@touch $@
 
 setup: $(READY)
 build: $(INSTALLED)
@@ -76,6 +81,23 @@ CPUS ?= ONEDNN_MAX_CPU_ISA=AVX512_CORE ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILI
 test-cpus: build
 	@for cpu in $(CPUS); do echo "== $$cpu"; env $$cpu $(BIN)/python -m pytest -m "bits and not long" -n 3 --dist loadfile \
 	  --no-loadscope-reorder $(PYTEST_ARGS) $$(grep -rl "mark.bits" tests --include=*.py); done
+
+# What differs between versions of torch: what is private there, autograd, compiled code, values, modules, two ranks.
+NEWEST := torch==2.15.0
+NEWEST_TESTS := surface/test_torch_private.py packaging/test_torch_versions.py packaging/test_library.py ops/test_linear_ops.py \
+  ops/test_gemm.py ops/test_nodes_of_weights.py ops/test_second_derivatives.py compile/test_export.py compile/test_cache_keys.py \
+  functional/test_compile.py tensor nn/test_linear.py nn/test_grouped.py nn/test_moe.py parallel/test_split_backward.py \
+  parallel/test_tensor_parallel_layers.py parallel/test_sharded_weights.py parallel/test_sharded_state.py parallel/test_muon.py \
+  parallel/test_dtensor_ops.py parallel/test_quantized_gather.py parallel/test_expert_parallel.py parallel/test_moe.py
+test-newest:  # CFLAGS: the build takes two thirds of the time
+	TRANSFORMER_PLUGIN_CPU_ONLY=1 CFLAGS=-O1 $(MAKE) test TORCH=$(NEWEST) PYTEST_ARGS="$(addprefix tests/,$(NEWEST_TESTS))"
+
+# torchtitan does not import on the default torch.
+test-torchtitan: build
+	$(BIN)/python -m pip install --quiet "$$($(BIN)/python build_tools/extras.py torchtitan)"
+	@$(BIN)/python -c "import torchtitan.models.common.moe" || \
+	  { echo "torchtitan: expected a torch that it imports on, got $(TORCH). Run make test-torchtitan TORCH=$(NEWEST)"; exit 1; }
+	$(BIN)/python -m pytest tests/clients/test_torchtitan.py $(PYTEST_ARGS)
 
 # megatron-core is not among the requirements of `make test`: it has no wheel for older Pythons.
 test-megatron: build
@@ -120,8 +142,8 @@ format: $(READY)
 	@$(BIN)/clang-format -i $(CXX_FILES)
 
 clean:
-	rm -rf build dist *.egg-info $(LIBRARY) $(INSTALLED) docs/_build docs/reference/generated
+	rm -rf build dist *.egg-info transformer_plugin/_C.*so .venv*/.built .venv*/.installed docs/_build docs/reference/generated
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 distclean: clean
-	rm -rf $(VENV)
+	rm -rf .venv .venv-*

@@ -1,4 +1,4 @@
-"""Builds the one shared library, transformer_plugin/_C.abi3.so. Metadata is in pyproject.toml."""
+"""Builds the one shared library, transformer_plugin/_C.torch*.so. Metadata is in pyproject.toml."""
 
 import sys
 from pathlib import Path
@@ -14,9 +14,10 @@ try:
     check_torch()
     from build_tools.extension import build_command, library
 
+    extension = library(ROOT)
     setup(
-        ext_modules=[library(ROOT)],
-        cmdclass={"build_ext": build_command()},
+        ext_modules=[extension],
+        cmdclass={"build_ext": build_command(extension)},
         options={"bdist_wheel": {"py_limited_api": "cp310"}},
     )
 except ToolchainError as error:

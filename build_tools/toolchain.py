@@ -6,13 +6,14 @@ one builds the same library.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
 import subprocess
 from pathlib import Path
+from types import ModuleType
 
-MINIMUM_TORCH = (2, 11)
 MINIMUM_GCC = 11
 MINIMUM_CLANG = 14
 DEFAULT_CUDA_ARCH = "9.0a"
@@ -20,6 +21,19 @@ DEFAULT_CUDA_ARCH = "9.0a"
 
 class ToolchainError(RuntimeError):
     """Something needed for the build is missing, too old, or does not go with the rest."""
+
+
+def _read_versions() -> ModuleType:
+    """The package's module of torch's versions. To import the package would load the library, which is not there."""
+    path = Path(__file__).parent.parent / "transformer_plugin" / "_torch_versions.py"
+    spec = importlib.util.spec_from_file_location("transformer_plugin._torch_versions", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+torch_versions = _read_versions()
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -43,14 +57,11 @@ def check_torch() -> None:
     except ImportError as error:
         raise ToolchainError(
             f"torch is not importable in this build environment ({error}). Install it first, then build "
-            "against it: `pip install 'torch>=2.11'` and `pip install --no-build-isolation .`"
+            f"against it: `pip install '{torch_versions.REQUIREMENT}'` and `pip install --no-build-isolation .`"
         ) from error
-    if _numbers(torch.__version__) < MINIMUM_TORCH:
-        wanted = ".".join(map(str, MINIMUM_TORCH))
-        raise ToolchainError(
-            f"found torch {torch.__version__}, need {wanted} or later. Run `pip install 'torch>={wanted}'`, "
-            "then `pip install --no-build-isolation .`"
-        )
+    refused = torch_versions.refusal(torch.__version__)
+    if refused:
+        raise ToolchainError(refused)
 
 
 def check_compiler() -> None:

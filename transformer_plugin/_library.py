@@ -11,17 +11,13 @@ from typing import Any
 import torch
 
 from transformer_plugin._arguments import is_strided, non_strided_error
+from transformer_plugin._torch_versions import find_library
 
-LIBRARY = Path(__file__).with_name("_C.abi3.so")
+LIBRARY = find_library(Path(__file__).parent, torch.__version__, torch.version.cuda)
 
 
 def load() -> None:
-    """Loads ``_C.abi3.so``. A library built for another torch is an ImportError that says so."""
-    if not LIBRARY.exists():
-        raise ImportError(
-            f"transformer_plugin: expected the compiled library {LIBRARY.name} next to the package, found none. "
-            "Build it: `pip install --no-build-isolation .` in the source tree."
-        )
+    """Loads the library. One that was built for another torch of the same name is an ImportError that says so."""
     try:
         torch.ops.load_library(str(LIBRARY))
     except OSError as error:

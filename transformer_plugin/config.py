@@ -1,4 +1,5 @@
-"""Settings. Every environment variable that the package reads is here, read once, at import."""
+"""Settings. Every environment variable that the package reads is here, read once, at import; but for that of
+``_torch_versions``, which the build reads too."""
 
 from __future__ import annotations
 

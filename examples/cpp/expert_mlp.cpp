@@ -1,5 +1,5 @@
 // Trains a grouped expert MLP from C++, with no Python in the process:
-//   expert_mlp path/to/transformer_plugin/_C.abi3.so
+//   expert_mlp path/to/transformer_plugin/_C.torch2.11.cu13.so
 // For each of three recipes it takes a few steps of SGD on a fixed batch and prints the loss before and
 // after. The gradients come from the library, which registers them with torch's autograd.
 #include <torch/torch.h>
@@ -69,7 +69,7 @@ Losses train(const tp::Recipe& recipe, torch::Dtype dtype) {
 
 int main(int argc, char** argv) {
   if (argc != 2) {
-    std::fprintf(stderr, "usage: %s path/to/transformer_plugin/_C.abi3.so\n", argv[0]);
+    std::fprintf(stderr, "usage: %s path/to/transformer_plugin/_C.torch2.11.cu13.so\n", argv[0]);
     return 2;
   }
   tp::load_library(argv[1]);

@@ -1,5 +1,5 @@
 // Runs a scripted module that uses transformer_plugin's ops, saved from Python, and compares its numbers:
-//   scripted path/to/_C.abi3.so module.pt data.pt
+//   scripted path/to/_C.torch2.11.cu13.so module.pt data.pt
 // data.pt is a scripted module, too. It contains the tensors input, group_sizes, probs, output and grad that
 // Python computed. The output, and the gradient of sum(output^2) with respect to the input, must be
 // bit-identical.
@@ -24,7 +24,7 @@ bool same_bits(const char* name, const torch::Tensor& got, const torch::Tensor& 
 
 int main(int argc, char** argv) {
   if (argc != 4) {
-    std::fprintf(stderr, "usage: %s path/to/_C.abi3.so module.pt data.pt\n", argv[0]);
+    std::fprintf(stderr, "usage: %s path/to/_C.torch2.11.cu13.so module.pt data.pt\n", argv[0]);
     return 2;
   }
   tp::load_library(argv[1]);

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from build_tools import toolchain
-from build_tools.toolchain import ToolchainError
+from build_tools.extension import optimization
+from build_tools.toolchain import ToolchainError, torch_versions
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -44,18 +45,23 @@ def test_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     text = message(toolchain.check_torch)
     assert text.startswith("torch is not importable in this build environment (")
-    assert text.endswith("`pip install 'torch>=2.11'` and `pip install --no-build-isolation .`")
+    assert text.endswith("`pip install 'torch>=2.11,<2.16'` and `pip install --no-build-isolation .`")
 
 
 def test_torch_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.9.1+cu128")
-    assert message(toolchain.check_torch) == (
-        "found torch 2.9.1+cu128, need 2.11 or later. Run `pip install 'torch>=2.11'`, "
-        "then `pip install --no-build-isolation .`"
-    )
+    assert message(toolchain.check_torch) == torch_versions.refusal("2.9.1+cu128")
 
 
-@pytest.mark.parametrize("version", ["2.11.0", "2.11.0+cpu", "2.14.1", "3.0.0a0+git1234"])
+def test_torch_that_nobody_has_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(torch_versions.SETTING, raising=False)
+    monkeypatch.setattr(torch, "__version__", "3.0.0a0+git1234")
+    assert f"or try this version: set {torch_versions.SETTING}=1, and build" in message(toolchain.check_torch)
+    monkeypatch.setenv(torch_versions.SETTING, "1")
+    toolchain.check_torch()
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.11.0+cpu", "2.14.1", "2.15.0a0+git1234"])
 def test_torch_that_serves(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(torch, "__version__", version)
     toolchain.check_torch()
@@ -217,3 +223,14 @@ def test_machine_check_names_the_package_to_install(machine: Path, arrange: str,
     )  # fmt: skip
     assert result.returncode == 1
     assert expected in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "added"),
+    [("", ["-O3"]), ("-O1", []), ("-g -O0", []), ("-march=native", ["-O3"]), ("-DNO-O", ["-O3"])],
+)
+def test_the_environment_chooses_the_optimization(
+    flags: str, added: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CFLAGS", flags)
+    assert optimization() == added

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from transformer_plugin._library import LIBRARY
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 PYTHONS = ("python3.10", "python3.11", "python3.12", "python3.13")
 
@@ -41,7 +43,7 @@ def test_holds_the_package_and_nothing_else(wheel: Path) -> None:
     names = [name for name in zipfile.ZipFile(wheel).namelist() if not name.endswith("/")]
     assert {name.split("/")[0].split("-")[0] for name in names} == {"transformer_plugin"}
     code = [name for name in names if ".dist-info/" not in name]
-    assert [name for name in code if name.endswith(".so")] == ["transformer_plugin/_C.abi3.so"]
+    assert [name for name in code if name.endswith(".so")] == [f"transformer_plugin/{LIBRARY.name}"]
     assert "transformer_plugin/py.typed" in code
     assert {Path(name).suffix for name in code} == {".py", ".so", ".typed"}
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "transformer_plugin").rglob("*.py")}

@@ -36,6 +36,9 @@ def modules() -> list[ModuleType]:
 
 def _describe(thing: Any) -> str:
     if inspect.isclass(thing):
+        owner = next(each for each in thing.__mro__ if "__init__" in vars(each))
+        if owner.__module__.startswith("torch."):  # whose arguments differ between versions
+            return f"class with the arguments of {owner.__module__}.{owner.__qualname__}"
         return f"class{_signature(thing)}"
     return f"def{_signature(thing)}" if callable(thing) else type(thing).__name__
 
@@ -62,10 +65,9 @@ def public_names() -> dict[str, dict[str, str]]:
 
 
 def environment_variables() -> list[str]:
-    """Returns the variables that config.py reads."""
-    return sorted(
-        set(re.findall(r'"(TRANSFORMER_PLUGIN_\w+)"', (ROOT / NAMESPACE / "config.py").read_text()))
-    )
+    """Returns the variables that are read at import."""
+    text = "".join((ROOT / NAMESPACE / name).read_text() for name in ("config.py", "_torch_versions.py"))
+    return sorted(set(re.findall(r'"(TRANSFORMER_PLUGIN_\w+)"', text)))
 
 
 def surface() -> dict[str, Any]:

@@ -1,0 +1,82 @@
+"""The versions of torch that this package has been tried with, and which compiled library serves the running one.
+
+Imports nothing but the standard library: the build reads it before there is a library.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+#: Minor versions. A library serves the minor version of torch that it was built with.
+OLDEST, NEWEST = (2, 11), (2, 15)
+#: An environment variable: 1 lets the build and the import go on with a version newer than the newest tried.
+SETTING = "TRANSFORMER_PLUGIN_UNTRIED_TORCH"
+
+_BUILD = "`pip install --no-build-isolation --force-reinstall --no-deps .` in the source tree"
+
+
+def text(version: tuple[int, int]) -> str:
+    """``(2, 11)`` as ``2.11``."""
+    return f"{version[0]}.{version[1]}"
+
+
+#: As a requirement of pip's.
+REQUIREMENT = f"torch>={text(OLDEST)},<{NEWEST[0]}.{NEWEST[1] + 1}"
+
+
+def minor(version: str) -> tuple[int, int]:
+    """The first two numbers of a version such as ``2.15.0+cu132``."""
+    major, second = re.findall(r"\d+", version)[:2]
+    return int(major), int(second)
+
+
+def refusal(version: str) -> str | None:
+    """Why this version of torch is not served, and what to do; None if it is."""
+    found = minor(version)
+    if OLDEST <= found <= NEWEST or (found > NEWEST and os.environ.get(SETTING) == "1"):
+        return None
+    reason = (
+        f"expected torch {text(OLDEST)} to {text(NEWEST)}, got {version}. Run `pip install '{REQUIREMENT}'`"
+    )
+    if found > NEWEST:
+        return f"{reason}, or try this version: set {SETTING}=1, and build for it: {_BUILD}"
+    return f"{reason}, then build for it: {_BUILD}"
+
+
+def library_name(version: str, cuda: str | None) -> str:
+    """The file of the library for a version of torch, built with a version of CUDA or without it."""
+    return f"_C.torch{text(minor(version))}.{f'cu{minor(cuda)[0]}' if cuda else 'cpu'}.so"
+
+
+def _described(name: str) -> str:
+    """A library by its file's name: ``torch 2.11 with CUDA 13``."""
+    _, torch, cuda, _ = re.split(r"\.(?=torch|cu|cpu|so)", name)
+    return f"torch {torch[5:]} {'without CUDA' if cuda == 'cpu' else f'with CUDA {cuda[2:]}'}"
+
+
+def find_library(folder: Path, version: str, cuda: str | None) -> Path:
+    """Returns the library for the running torch, of this version and CUDA version.
+
+    One without CUDA also serves a torch with CUDA, on CPUs. Raises an ImportError with both versions if there is none.
+    """
+    refused = refusal(version)
+    if refused:
+        raise ImportError(f"transformer_plugin: {refused}.")
+    wanted = library_name(version, cuda)
+    found = sorted(path.name for path in folder.glob("_C.torch*.so"))
+    for name in (wanted, library_name(version, None)):
+        same_minor = [other for other in found if other.startswith(name.rpartition(".c")[0] + ".")]
+        if name in found and (name == wanted or same_minor == [name]):
+            return folder / name
+    running = f"torch {version} {f'with CUDA {cuda}' if cuda else 'without CUDA'}"
+    if not found:
+        raise ImportError(
+            f"transformer_plugin: expected the compiled library {wanted} next to the package, for {running}, found "
+            f"none. Build it: {_BUILD}."
+        )
+    raise ImportError(
+        f"transformer_plugin: expected a compiled library for {running}, found one for "
+        f"{' and one for '.join(_described(name) for name in found)}. Build it again for this torch: {_BUILD}."
+    )
