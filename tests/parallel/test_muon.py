@@ -37,10 +37,13 @@ OPTIONS: list[dict[str, Any]] = [
     {"lr": 0.02},
     {"lr": 0.02, "adjust_lr_fn": "match_rms_adamw", "nesterov": False, "weight_decay": 0.3},
 ]
+ADJUSTMENTS = [{"lr": 0.02, "adjust_lr_fn": name} for name in _muon.ADJUSTMENTS if _muon._torch_takes(name)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", [*OPTIONS, {"lr": torch.tensor(0.01), "ns_steps": 3, "momentum": 0.5}])
+@pytest.mark.parametrize(
+    "options", [*OPTIONS, *ADJUSTMENTS[2:], {"lr": torch.tensor(0.01), "ns_steps": 3, "momentum": 0.5}]
+)
 def test_whole_matrices(device: torch.device, dtype: torch.dtype, options: dict[str, Any]) -> None:
     """The bits of torch's, also with closures, after saving, and of matrices without a gradient."""
     torch.manual_seed(0)
@@ -119,7 +122,7 @@ def test_arguments_are_those_of_torch() -> None:
         (
             (4, 4),
             {"adjust_lr_fn": "none"},
-            "argument 'adjust_lr_fn': expected 'original', 'match_rms_adamw' or None",
+            r"expected 'original', 'match_rms_adamw'(, 'spectral_unclamped')? or None, got 'none'",
         ),
         ((4, 4), {"ns_steps": 0}, "argument 'ns_steps': expected from 1 to 99, got 0"),
         (

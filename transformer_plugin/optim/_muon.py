@@ -22,6 +22,8 @@ from transformer_plugin.parallel.foreign import refuse_shards
 from transformer_plugin.tensor._base import FormatTensor
 from transformer_plugin.tensor._layout import describe, message
 
+#: Of the learning rate, of all versions of torch.
+ADJUSTMENTS = ("original", "match_rms_adamw", "spectral_unclamped")
 #: A target, its gradient and its momentum: this rank's tensors.
 _Item = tuple[Target, Tensor, Tensor]
 
@@ -63,7 +65,8 @@ class Muon(torch.optim.Muon):
         ns_coefficients: of the polynomial of a Newton-Schulz iteration.
         eps: the smallest norm that an update is divided by.
         ns_steps: the number of iterations, below 100.
-        adjust_lr_fn: ``"original"``, which None means, too, or ``"match_rms_adamw"``.
+        adjust_lr_fn: ``"original"``, which None means, too, ``"match_rms_adamw"``, or what else the installed
+            ``torch.optim.Muon`` takes, as ``"spectral_unclamped"`` since torch 2.14.
 
     Raises:
         TypeError: quantized parameters, or ``DTensor`` s that divide a matrix.
@@ -264,9 +267,18 @@ def _check_values(
         kind = ValueError if isinstance(ns_coefficients, list | tuple) else TypeError
         got = str(ns_coefficients) if kind is ValueError else type(ns_coefficients).__name__
         _refuse(kind, "ns_coefficients", "three finite numbers", got, "Leave them out")
-    if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
-        expected = "'original', 'match_rms_adamw' or None"
+    if not _torch_takes(adjust_lr_fn):
+        expected = f"{', '.join(repr(name) for name in ADJUSTMENTS if _torch_takes(name))} or None"
         _refuse(ValueError, "adjust_lr_fn", expected, repr(adjust_lr_fn), "None is as 'original'")
+
+
+def _torch_takes(adjust_lr_fn: Any) -> bool:
+    """Whether the installed version of torch knows this adjustment of the learning rate."""
+    try:
+        torch.optim.Muon([torch.empty(1, 1)], adjust_lr_fn=adjust_lr_fn)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_number(value: Any) -> bool:
