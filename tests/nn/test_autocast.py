@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from tests.nn.common import by_recipe
 from transformer_plugin import ops
@@ -231,6 +232,10 @@ def test_fsdp_s_mixed_precision_of_the_experts_alone(cast_inputs: bool, tmp_path
     torch.manual_seed(0)
     mlp, sizes = GroupedMLP(len(SIZES), 64, 32, bias=True), torch.tensor(SIZES)
     plain = copy.deepcopy(mlp).bfloat16()
+    # Newer versions of FSDP2 take gradients in the dtype of the reduction, others in that of the parameter.
+    if hasattr(FSDPParam, "unsharded_grad_dtype"):
+        for parameter in plain.parameters():
+            parameter.grad_dtype = torch.float32
     x, probs = torch.randn(ROWS, 64), torch.rand(ROWS)
     given = (x, probs.bfloat16().float()) if cast_inputs else (x.bfloat16(), probs)
     expected = plain(given[0].bfloat16(), sizes, given[1])

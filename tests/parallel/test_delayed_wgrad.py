@@ -35,8 +35,12 @@ def check_gradients(rank: Rank, dtensor: bool) -> None:
             generator = torch.Generator().manual_seed(10 * rank.rank + seed)
             x = torch.randn(24, 32, generator=generator).to(rank.device)
             layer(x).output.square().mean().backward()
-    before = delayed.experts.fc1.weight.grad  # DTensor.to_local() turns a missing gradient into zeros
-    assert (before is not None and not bool(before.to_local().any())) if dtensor else before is None
+    before = delayed.experts.fc1.weight.grad
+    # Some versions of DTensor.to_local() turn a missing gradient into zeros.
+    if dtensor and before is not None:
+        assert not bool(before.to_local().any())
+    else:
+        assert before is None
     delayed.backward_dw()
     for (name, got), wanted in zip(delayed.named_parameters(), usual.parameters(), strict=True):
         assert got.grad is not None and wanted.grad is not None, name

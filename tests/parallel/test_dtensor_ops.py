@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from transformer_plugin import ops
@@ -17,6 +18,13 @@ from transformer_plugin.testing.distributed import Rank, RankPool
 Op = Callable[..., Tensor]
 #: The operands, and their layouts.
 Case = tuple[list[Tensor | None], list[Any]]
+
+
+@functools.cache
+def mesh_of(device: str, ranks: int) -> DeviceMesh:
+    """One in each process: torch 2.15 fails to compile a function of DTensors, of its own ops too, on a second mesh of
+    the same ranks ("Node tangents_2 was invalid, but is output")."""
+    return init_device_mesh(device, (ranks,))
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -47,7 +55,7 @@ def compare(rank: Rank, op: Op, cases: list[Case], compiled: bool) -> list[Any]:
     One graph has the calls of all cases, as compiling a graph takes far longer than one call more in it.
     """
     torch._dynamo.reset()
-    mesh = init_device_mesh(rank.device.type, (rank.size,))
+    mesh = mesh_of(rank.device.type, rank.size)
     distributed = [
         [
             t if t is None else distribute_tensor(t, mesh, [layout]).requires_grad_()
@@ -112,7 +120,7 @@ def activations(rank: Rank) -> None:
 
 def gradient_of_no_bias(rank: Rank) -> None:
     """Calls that differ in a flag alone do not share a choice of layouts."""
-    mesh = init_device_mesh(rank.device.type, (rank.size,))
+    mesh = mesh_of(rank.device.type, rank.size)
     torch.manual_seed(0)
     grad, x = torch.randn(2, 4, 32).to(rank.device)
     _, mean, rstd = ops.layer_norm_forward(x, None, None, 1e-5)
@@ -127,7 +135,7 @@ def gradient_of_no_bias(rank: Rank) -> None:
 
 def linear_of_formats(rank: Rank) -> None:
     """A product of sharded operands; in formats, of whole ones."""
-    mesh = init_device_mesh(rank.device.type, (rank.size,))
+    mesh = mesh_of(rank.device.type, rank.size)
     torch.manual_seed(0)
     x, weight = torch.randn(128, 256).to(rank.device), torch.randn(256, 256).to(rank.device)
     parts = distribute_tensor(x, mesh, [Replicate()]), distribute_tensor(weight, mesh, [Shard(0)])
@@ -140,7 +148,7 @@ def linear_of_formats(rank: Rank) -> None:
 
 def products(rank: Rank) -> None:
     """gemm in every layout of its operands, with and without a bias, and of replicated quantized operands."""
-    mesh = init_device_mesh(rank.device.type, (rank.size,))
+    mesh = mesh_of(rank.device.type, rank.size)
     torch.manual_seed(0)
     a, b, bias = torch.randn(32, 64), torch.randn(64, 64), torch.randn(64)
     layouts = (Replicate(), Shard(0), Shard(1))

@@ -169,8 +169,9 @@ def check_modules(rank: Rank, name: str) -> None:
     for i in own:
         check_same(f"stage {i} of {name}", stages[i], expected[i])
         one, other = stages[i].inputs, expected[i].inputs
-        assert len(one) == (MICROBATCHES if i > 0 else 0) and one.keys() == other.keys(), i
-        assert all(torch.equal(one[x], other[x]) for x in one), i
+        assert len(other) == (MICROBATCHES if i > 0 else 0), i
+        # Some versions of torch also run a stage to learn its shapes.
+        assert one.keys() >= other.keys() and all(torch.equal(one[x], other[x]) for x in other), i
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

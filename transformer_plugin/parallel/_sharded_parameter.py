@@ -28,6 +28,13 @@ class ShardedParameter(DTensor):
         copied: Tensor = memo[id(self)]
         return copied
 
+    @staticmethod
+    def __tensor_unflatten__(*parts: Any) -> Tensor:
+        """The same class: compiled code checks that it gets what it was traced with, since torch 2.15."""
+        made: Tensor = DTensor.__tensor_unflatten__(*parts)
+        made.__class__ = ShardedParameter
+        return made
+
 
 def sharded_parameter(whole: Tensor, requires_grad: bool) -> Parameter:
     """A parameter of this class that shares the memory of a ``DTensor``."""

@@ -210,7 +210,7 @@ def _check_experts(parameter: Tensor, ranks: Ranks, mesh: Any, together: set[int
 def _average_over_all_ranks(group: Any, mesh: Any, ranks: int) -> None:
     """Makes the experts' gradients, which are sums over the experts' ranks, means over these and the mesh's ranks."""
     shards = mesh.get_group(mesh.ndim - 1).size()
-    policy, first = group.mp_policy, group.fsdp_params[0].sharded_param
+    policy, first = group.fsdp_params[0].mp_policy, group.fsdp_params[0].sharded_param
     if mesh.size() == 1 and (policy.reduce_dtype or policy.param_dtype or first.dtype) == torch.float16:
         group._all_reduce_hook = lambda gradient: gradient.div_(
             ranks
