@@ -8,14 +8,18 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import ProcessGroup
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 from tests.surface.surface import ROOT
@@ -100,6 +104,42 @@ ATTRIBUTES: dict[str, Any] = {
     "_timeout": torch._C._distributed_c10d.Backend.Options,
     "_version": torch.Tensor,
 }
+
+#: Attributes without an underscore, of objects of private classes; and what names them in torch.
+PARTS: dict[str, Any] = {
+    "force_sum_reduction_for_comms": FSDPParamGroup.__init__.__code__.co_names,
+    "fsdp_params": FSDPParamGroup.__init__.__code__.co_names,
+    "gradient_divide_factor": FSDPParamGroup.__init__.__code__.co_names,
+    "mp_policy": FSDPParam.__init__.__code__.co_names,
+    "op_to_schema_info": torch.distributed.tensor.DTensor._op_dispatcher.sharding_propagator,
+    "scale_grads": _PipelineStageBase,
+    "sharded_param": FSDPParam.__annotations__,
+    "sharding_propagator": torch.distributed.tensor.DTensor._op_dispatcher,
+    "submod": _PipelineStageBase.__init__.__code__.co_names,
+}
+
+#: Headers that are no interface for extensions. csrc/common/torch_version.h has what differs between versions.
+HEADERS = (
+    *("ATen/ops/_grouped_mm.h", "ATen/ops/addmm_cpu_dispatch.h", "ATen/ops/as_strided_native.h"),
+    *(
+        "ATen/ops/mm_cpu_dispatch.h",
+        "c10/core/impl/LocalDispatchKeySet.h",
+        "c10/core/impl/TorchDispatchModeTLS.h",
+    ),
+    *(
+        "c10/core/impl/VirtualGuardImpl.h",
+        "torch/csrc/autograd/custom_function.h",
+        "torch/csrc/autograd/engine.h",
+    ),
+    *("torch/csrc/autograd/function.h", "torch/csrc/autograd/functions/basic_ops.h"),
+    *(
+        "torch/csrc/autograd/functions/utils.h",
+        "torch/csrc/autograd/graph_task.h",
+        "torch/csrc/autograd/variable.h",
+    ),
+    *("torch/csrc/distributed/c10d/GroupRegistry.hpp", "torch/csrc/distributed/c10d/ProcessGroup.hpp"),
+    "torch/csrc/distributed/c10d/Store.hpp",
+)
 
 #: Attributes that are not torch's.
 OTHERS = {
@@ -199,5 +239,32 @@ def test_torch_has(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name, owner in ATTRIBUTES.items() if owner is not None])
 def test_objects_of_torch_have(name: str) -> None:
-    owner = ATTRIBUTES[name]
-    assert name in owner if isinstance(owner, tuple | list) else hasattr(owner, name)
+    assert_has(ATTRIBUTES[name], name)
+
+
+def assert_has(owner: Any, name: str) -> None:
+    assert name in owner if isinstance(owner, tuple | list | dict) else hasattr(owner, name)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_private_classes_of_torch_have(name: str) -> None:
+    assert_has(PARTS[name], name)
+    read = {
+        node.attr for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.Attribute)
+    }
+    assert name in read, f"the package does not use {name}: leave it out of the list"
+
+
+def is_private_header(name: str) -> bool:
+    path = Path(name)
+    if path.parts[:2] == ("ATen", "ops"):
+        return path.stem.startswith("_") or path.stem.endswith(("_dispatch", "_native"))
+    return path.parts[:2] == ("torch", "csrc") or "impl" in path.parts
+
+
+def test_headers() -> None:
+    files = [path for path in (ROOT / "csrc").rglob("*") if path.is_file()]
+    found = {name for path in files for name in re.findall(r"#include <([^>]+)>", path.read_text())}
+    assert sorted(filter(is_private_header, found)) == sorted(HEADERS)
+    include = Path(torch.__file__).parent / "include"
+    assert [name for name in HEADERS if not (include / name).exists()] == []
