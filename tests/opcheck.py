@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.testing._internal.optests import aot_autograd_check
+from torch.utils._pytree import tree_map_only
 
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 TRACE = CHECKS[-1]
@@ -37,8 +39,13 @@ def opcheck(
     given = dict(zip((argument.name for argument in schema), arguments, strict=False)) | (options or {})
     kind = kind_of_call(op, given)
     checks = test_utils if always_trace or kind not in TRACED else tuple(c for c in test_utils if c != TRACE)
+    if TRACE in checks and any("main_grad" in name and value is not None for name, value in given.items()):
+        checks = tuple(check for check in checks if check != TRACE)
+        trace(op, arguments, options or {})
     torch.library.opcheck(op, arguments, options or {}, test_utils=checks)
-    if TRACE in checks and not any(isinstance(value, Tensor) and value.is_cuda for value in given.values()):
+    if TRACE in test_utils and not any(
+        isinstance(value, Tensor) and value.is_cuda for value in given.values()
+    ):
         TRACED.add(kind)
     required = [argument.name for argument in schema if str(argument.type) == "Tensor"]
     written = [
@@ -61,6 +68,19 @@ def opcheck(
     for name, tensor in given.items() if not alone else []:
         if isinstance(tensor, Tensor) and tensor.is_cuda:
             _refuses(op, {**given, name: tensor.cpu()}, r"[\w\[\]]+", "expected ", ValueError, written)
+
+
+def trace(op: torch._ops.OpOverload, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """``test_aot_dispatch_dynamic``, which newer versions of torch call with copies of inputs that require a gradient.
+
+    torch.autograd.grad of such a copy of a weight with a ``main_grad`` is refused. Here copies are made inside.
+    """
+
+    def with_copies(*arguments: Any, **options: Any) -> Any:
+        arguments, options = tree_map_only(Tensor, torch.clone, (arguments, options))
+        return op(*arguments, **options)
+
+    aot_autograd_check(with_copies, arguments, options, dynamic=True, check_gradients="auto")
 
 
 def kind_of_call(op: torch._ops.OpOverload, given: dict[str, Any]) -> tuple[Any, ...]:
