@@ -38,8 +38,12 @@ def train_both_ways(
     ],
 )
 def test_one_graph(place: str, backend: str, text_file: Path) -> None:
-    """Every block has the same graph, one for training and one for evaluation. aot_eager runs the kernels of eager."""
-    config = Config(**PRESETS["tiny"], text=str(text_file), dtype="bfloat16", format="fp8_block")
+    """Every block has the same graph, one for training and one for evaluation. aot_eager runs the kernels of eager.
+
+    In bfloat16 aot_eager of torch 2.15 rounds otherwise than eager, also for layers of torch alone.
+    """
+    dtype = "float32" if backend == "aot_eager" else "bfloat16"
+    config = Config(**PRESETS["tiny"], text=str(text_file), dtype=dtype, format="fp8_block")
     with RankPool(2, place) as pool:
         for eager, compiled, counted in pool.run(train_both_ways, config, backend, timeout=280):
             assert counted["graph_break"] == {}
