@@ -251,7 +251,7 @@ def test_errors_have_four_parts() -> None:
     )
     with pytest.raises(ValueError) as caught:
         MoE(8, 16, 4, 2)(torch.zeros(3, 7))
-    assert str(caught.value) == (
+    assert str(caught.value).splitlines()[0] == (  # Python 3.10 has the name of the layer below
         "transformer_plugin::MoE: argument 'input': expected a last dimension of 8 (hidden), got [3, 7]. "
         "Project the tokens to the hidden size first."
     )
