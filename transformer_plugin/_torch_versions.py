@@ -64,12 +64,13 @@ def find_library(folder: Path, version: str, cuda: str | None) -> Path:
     refused = refusal(version)
     if refused:
         raise ImportError(f"transformer_plugin: {refused}.")
-    wanted = library_name(version, cuda)
+    wanted, without_cuda = library_name(version, cuda), library_name(version, None)
     found = sorted(path.name for path in folder.glob("_C.torch*.so"))
-    for name in (wanted, library_name(version, None)):
-        same_minor = [other for other in found if other.startswith(name.rpartition(".c")[0] + ".")]
-        if name in found and (name == wanted or same_minor == [name]):
-            return folder / name
+    if wanted in found:
+        return folder / wanted
+    # Beside a library for another CUDA, the one without CUDA was not built for this torch.
+    if [name for name in found if name.startswith(without_cuda.removesuffix("cpu.so"))] == [without_cuda]:
+        return folder / without_cuda
     running = f"torch {version} {f'with CUDA {cuda}' if cuda else 'without CUDA'}"
     if not found:
         raise ImportError(

@@ -22,7 +22,7 @@ X, W, SIZES = torch.ones(32, 64), torch.ones(2, 32, 64), torch.tensor([16, 16])
 
 
 def without_strides() -> dict[str, torch.Tensor]:
-    """Nested, sparse, mkldnn and torch-quantized tensors: torch cannot tell the sizes or strides of some."""
+    """Nested, sparse, mkldnn and ``torch.quantize_per_tensor`` tensors; of some torch has no sizes or strides."""
     rows = [torch.ones(2, 32), torch.ones(3, 32)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # prototypes and betas of torch

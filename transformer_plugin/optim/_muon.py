@@ -22,7 +22,7 @@ from transformer_plugin.parallel.foreign import refuse_shards
 from transformer_plugin.tensor._base import FormatTensor
 from transformer_plugin.tensor._layout import describe, message
 
-#: Of the learning rate, of all versions of torch.
+#: Values of ``adjust_lr_fn`` that some version of ``torch.optim.Muon`` takes.
 ADJUSTMENTS = ("original", "match_rms_adamw", "spectral_unclamped")
 #: A target, its gradient and its momentum: this rank's tensors.
 _Item = tuple[Target, Tensor, Tensor]
