@@ -15,12 +15,12 @@
 #   make lint       ruff, clang-format, mypy;  make format: let ruff and clang-format rewrite
 #   make clean      removes what was built;  make distclean: the virtual environment too
 #
-# PYTHON names the interpreter of the virtual environment: `make test PYTHON=python3.12`. TORCH names another torch, which
-# gets an environment of its own: `make test TORCH=torch==2.15.0`.
+# PYTHON names the interpreter of the virtual environment: `make test PYTHON=python3.12`. TORCH names another torch by its
+# version, which gets an environment of its own: `make test TORCH=torch==2.15.0`.
 
 DEFAULT_TORCH := torch==2.11.0
 PYTHON ?= python3
-TORCH ?= $(DEFAULT_TORCH)
+TORCH := $(DEFAULT_TORCH)
 RANKS ?= 2
 
 SHELL := /bin/bash
@@ -31,16 +31,24 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The processes of the tests share compiled modules, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
+ifneq ($(shell [[ "$(TORCH)" =~ ^torch==[0-9]+\.[0-9]+[0-9a-z.+]*$$ ]] && echo right),right)
+$(error TORCH: expected a version, such as torch==2.15.0, got $(TORCH))
+endif
+
 VENV := .venv$(if $(filter-out $(DEFAULT_TORCH),$(TORCH)),-$(subst ==,,$(TORCH)))
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 INSTALLED := $(VENV)/.installed
 BUILT := $(VENV)/.built
+# The stamp of a build says how it was built, and which library it made. Builds for other environments may replace that.
+BUILD_SETTINGS := cpu_only=$(TRANSFORMER_PLUGIN_CPU_ONLY) cflags=$(CFLAGS)
+IS_BUILT := $(shell { read -r settings && read -r library; } 2>/dev/null < $(BUILT) && \
+  [[ "$$settings" == "$(BUILD_SETTINGS)" && -e "$$library" && ! "$$library" -nt $(BUILT) ]] && echo yes)
 BUILD_INPUTS := setup.py $(wildcard build_tools/*.py) $(shell find csrc -type f)
 CXX_FILES := $(shell find csrc examples -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 BENCHMARKS := $(filter-out __init__ common compile_peer functional_cases grouped_gemm_cpu grouped_gemm_works host_time_cases moe_layer_cases moe_layer_measures moe_layer_page moe_layer_peers peers plot quantize_case quantize_cases quantize_grouped,$(basename $(notdir $(wildcard benchmarks/*.py))))
 
-.PHONY: help setup build demo test test-cpus test-newest test-megatron test-torchtitan test-long sanitize sanitize-gpu bench docs lint format clean distclean
+.PHONY: FORCE help setup build demo test test-cpus test-newest test-megatron test-torchtitan test-long sanitize sanitize-gpu bench docs lint format clean distclean
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
@@ -48,16 +56,17 @@ help:
 # The virtual environment, with torch and the tools that pyproject.toml pins.
 $(READY): pyproject.toml build_tools/extras.py
 	@build_tools/check_machine.sh "$(PYTHON)"
+	@$(PYTHON) transformer_plugin/_torch_versions.py "$(TORCH)"
 	@test -x $(BIN)/python || { echo "making $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv $(VENV); }
 	$(BIN)/python -m pip install "$(TORCH)" $$($(BIN)/python build_tools/extras.py build examples clients test lint docs)
 	@touch $@
 
 # ninja prints whole command lines; a line for each file is enough to see how far it is.
-$(BUILT): $(BUILD_INPUTS) transformer_plugin/_torch_versions.py $(READY)
+$(BUILT): $(BUILD_INPUTS) transformer_plugin/_torch_versions.py $(READY) $(if $(IS_BUILT),,FORCE)
 	@echo "building the library for $(TORCH)"
 	@$(BIN)/python -W ignore setup.py build_ext --inplace 2>&1 | sed -u -E \
 	  -e 's/^(\[[0-9]+\/[0-9]+\]).* -c (-o [^ ]+ )?[^ ]*\/(csrc\/[^ ]+) .*/\1 \3/'
-	@touch $@
+	@{ echo "$(BUILD_SETTINGS)"; $(BIN)/python -c "import transformer_plugin._library as x; print(x.LIBRARY)"; } > $@
 
 $(INSTALLED): pyproject.toml $(BUILT)
 	@$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --editable .

@@ -11,21 +11,23 @@ from typing import Any
 import torch
 
 from transformer_plugin._arguments import is_strided, non_strided_error
-from transformer_plugin._torch_versions import find_library
+from transformer_plugin._torch_versions import BUILD, find_library
 
 LIBRARY = find_library(Path(__file__).parent, torch.__version__, torch.version.cuda)
 
 
 def load() -> None:
-    """Loads the library. One that was built for another torch of the same name is an ImportError that says so."""
+    """Loads the library. A file that does not load is an ImportError that says why."""
     try:
         torch.ops.load_library(str(LIBRARY))
     except OSError as error:
+        reason = str(error.__cause__ or error)
+        if "undefined symbol" in reason:  # as where both are called 2.15 and one is a nightly
+            reason = "one that was built for another torch of that name"
         raise ImportError(
-            f"transformer_plugin: {LIBRARY.name} does not load with torch {torch.__version__} "
-            f"(CUDA {torch.version.cuda}): {error}. It was built for another torch; build it again: "
-            "`pip install --no-build-isolation --force-reinstall --no-deps .`"
-        ) from error
+            f"transformer_plugin: expected a compiled library for torch {torch.__version__} (CUDA "
+            f"{torch.version.cuda}) in {LIBRARY.name}, got {reason}. Build it again for this torch: {BUILD}."
+        ) from None
     _separate_compile_caches()
     for schema in torch._C._jit_get_all_schemas():
         namespace, _, op = schema.name.partition("::")

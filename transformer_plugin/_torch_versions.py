@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
 
 #: Minor versions. A library serves the minor version of torch that it was built with.
@@ -14,7 +15,8 @@ OLDEST, NEWEST = (2, 11), (2, 15)
 #: An environment variable: 1 lets the build and the import go on with a version newer than the newest tried.
 SETTING = "TRANSFORMER_PLUGIN_UNTRIED_TORCH"
 
-_BUILD = "`pip install --no-build-isolation --force-reinstall --no-deps .` in the source tree"
+#: What builds the library for the running torch.
+BUILD = "`pip install --no-build-isolation --force-reinstall --no-deps .` in the source tree"
 
 
 def text(version: tuple[int, int]) -> str:
@@ -27,22 +29,28 @@ REQUIREMENT = f"torch>={text(OLDEST)},<{NEWEST[0]}.{NEWEST[1] + 1}"
 
 
 def minor(version: str) -> tuple[int, int]:
-    """The first two numbers of a version such as ``2.15.0+cu132``."""
-    major, second = re.findall(r"\d+", version)[:2]
-    return int(major), int(second)
+    """The first two numbers of a version such as ``2.15.0+cu132``; 0 for one that it does not have."""
+    major, second = [*map(int, re.findall(r"\d+", version)[:2]), 0, 0][:2]
+    return major, second
 
 
 def refusal(version: str) -> str | None:
     """Why this version of torch is not served, and what to do; None if it is."""
-    found = minor(version)
-    if OLDEST <= found <= NEWEST or (found > NEWEST and os.environ.get(SETTING) == "1"):
+    found, setting = minor(version), os.environ.get(SETTING, "")
+    if OLDEST <= found <= NEWEST or (found > NEWEST and setting == "1"):
         return None
-    reason = (
-        f"expected torch {text(OLDEST)} to {text(NEWEST)}, got {version}. Run `pip install '{REQUIREMENT}'`"
-    )
+    reason = f"expected torch {text(OLDEST)} to {text(NEWEST)}, got {version or repr(version)}. "
+    reason += f"Run `pip install '{REQUIREMENT}'`"
     if found > NEWEST:
-        return f"{reason}, or try this version: set {SETTING}=1, and build for it: {_BUILD}"
-    return f"{reason}, then build for it: {_BUILD}"
+        other = f" (it is {setting!r})" if setting not in ("", "0") else ""
+        return f"{reason}, or try this version: set {SETTING}=1{other}, and build for it: {BUILD}"
+    return f"{reason}, then build for it: {BUILD}"
+
+
+def fsdp_reduces_in_param_dtype(version: str) -> bool:
+    """Whether FSDP2 without a ``reduce_dtype`` adds gradients in ``param_dtype``, as it did before torch 2.15, and not
+    in the dtype of the parameter's gradient."""
+    return minor(version) < (2, 15)
 
 
 def library_name(version: str, cuda: str | None) -> str:
@@ -50,10 +58,13 @@ def library_name(version: str, cuda: str | None) -> str:
     return f"_C.torch{text(minor(version))}.{f'cu{minor(cuda)[0]}' if cuda else 'cpu'}.so"
 
 
+_LIBRARY = re.compile(r"_C\.torch(\d+\.\d+)\.(?:cu(\d+)|cpu)\.so")
+
+
 def _described(name: str) -> str:
     """A library by its file's name: ``torch 2.11 with CUDA 13``."""
-    _, torch, cuda, _ = re.split(r"\.(?=torch|cu|cpu|so)", name)
-    return f"torch {torch[5:]} {'without CUDA' if cuda == 'cpu' else f'with CUDA {cuda[2:]}'}"
+    torch, cuda = re.fullmatch(_LIBRARY, name).groups()  # type: ignore[union-attr]
+    return f"torch {torch} {f'with CUDA {cuda}' if cuda else 'without CUDA'}"
 
 
 def find_library(folder: Path, version: str, cuda: str | None) -> Path:
@@ -65,7 +76,7 @@ def find_library(folder: Path, version: str, cuda: str | None) -> Path:
     if refused:
         raise ImportError(f"transformer_plugin: {refused}.")
     wanted, without_cuda = library_name(version, cuda), library_name(version, None)
-    found = sorted(path.name for path in folder.glob("_C.torch*.so"))
+    found = sorted(path.name for path in folder.glob("_C.torch*.so") if _LIBRARY.fullmatch(path.name))
     if wanted in found:
         return folder / wanted
     # Beside a library for another CUDA, the one without CUDA was not built for this torch.
@@ -75,9 +86,14 @@ def find_library(folder: Path, version: str, cuda: str | None) -> Path:
     if not found:
         raise ImportError(
             f"transformer_plugin: expected the compiled library {wanted} next to the package, for {running}, found "
-            f"none. Build it: {_BUILD}."
+            f"none. Build it: {BUILD}."
         )
     raise ImportError(
         f"transformer_plugin: expected a compiled library for {running}, found one for "
-        f"{' and one for '.join(_described(name) for name in found)}. Build it again for this torch: {_BUILD}."
+        f"{' and one for '.join(_described(name) for name in found)}. Build it again for this torch: {BUILD}."
     )
+
+
+if __name__ == "__main__":  # called by the Makefile, with a requirement such as torch==2.15.0
+    refused = refusal(sys.argv[1].removeprefix("torch=="))
+    sys.exit(None if refused is None else f"TORCH: {refused.partition('. Run ')[0]}")
