@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.error_text import text_of
 from tests.nn.common import RECIPES
 from transformer_plugin.nn import (
     DispatchConfig,
@@ -102,7 +103,7 @@ def trace_over_ranks(rank: Rank) -> str:
     try:
         torch.jit.trace(moe, torch.randn(8, 64), check_trace=False)
     except ValueError as error:
-        return str(error)
+        return text_of(error)
     return "traced"
 
 

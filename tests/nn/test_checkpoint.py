@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import transformer_plugin as tp
+from tests.error_text import text_of
 from transformer_plugin.recipes import DelayedScaling
 from transformer_plugin.testing.numerics import assert_same_bits
 
@@ -147,7 +148,7 @@ def test_arguments_and_errors() -> None:
     output = tp.checkpoint(more_each_time, x, use_reentrant=True)
     with pytest.raises(RuntimeError) as caught:
         output.sum().backward()
-    assert str(caught.value) == (
+    assert text_of(caught.value) == (
         "transformer_plugin.checkpoint: argument 'function': expected to call Linear 1 times, as in its first "
         "forward, got one more call when it was recomputed. Make the function deterministic."
     )

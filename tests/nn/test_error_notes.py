@@ -7,7 +7,9 @@ import traceback
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
+from tests import error_text
 from transformer_plugin.nn import GroupedLinear, GroupedMLP, Linear, MoE, TopKRouter
 from transformer_plugin.recipes import MXFP8BlockScaling
 
@@ -98,7 +100,14 @@ def test_a_layer_with_parametrizations_has_its_own_name() -> None:
     layer.delay_wgrad_compute = True
     with pytest.raises(ValueError, match=r"^transformer_plugin::GroupedLinear: argument 'weight'") as caught:
         layer(torch.ones(4, 8), torch.tensor([2, 2]))
-    assert any(" GroupedLinear(" in note for note in caught.value.__notes__)
+    assert " GroupedLinear(" in error_text.note_of(caught.value)
+
+    sharded = Linear(8, 8)
+    own = {"__module__": "torch.distributed.fsdp._fully_shard._fsdp_init"}  # as fully_shard() makes it
+    sharded.__class__ = type("FSDPLinear", (FSDPModule, Linear), own)
+    with pytest.raises(ValueError) as wrong:
+        sharded(torch.ones(4, 7))
+    assert " Linear(in_features=8" in error_text.note_of(wrong.value)
 
     class Mine(Linear):
         pass

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.error_text import text_of
 from tests.nn.common import (
     RECIPES,
     Bound,
@@ -197,13 +198,13 @@ def test_errors_have_four_parts() -> None:
     sizes = torch.tensor([1, 2])
     with pytest.raises(ValueError) as caught:
         GroupedLinear(2, 4, 4, scale_bias=True)(torch.zeros(3, 4), sizes)
-    assert str(caught.value).splitlines()[0] == (  # Python 3.10 has the name of the layer below
+    assert text_of(caught.value) == (
         "transformer_plugin::GroupedLinear: argument 'bias_scale': expected a tensor [T] with "
         "scale_bias=True, got None. Use the same choice in the constructor and the call."
     )
     with pytest.raises(ValueError) as caught:
         GroupedLinear(2, 4, 4)(torch.zeros(3, 4), sizes, torch.ones(3))
-    assert str(caught.value).splitlines()[0] == (
+    assert text_of(caught.value) == (
         "transformer_plugin::GroupedLinear: argument 'bias_scale': expected None with scale_bias=False, got "
         "a tensor. Use the same choice in the constructor and the call."
     )

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.error_text import note_of
 from tests.nn.common import (
     RECIPES,
     by_recipe,
@@ -332,12 +333,10 @@ def test_errors_name_the_layer() -> None:
     model = torch.nn.ModuleDict({"qkv": LayerNormLinear(64, 32, normalization="RMSNorm", recipe=recipe)})
     with pytest.raises(ValueError, match="argument 'norm_weight': expected size 48") as error:
         model["qkv"](torch.randn(4, 48))
-    if hasattr(error.value, "__notes__"):
-        [note] = error.value.__notes__
-        assert note == (
-            "raised in the layer LayerNormLinear(in_features=64, out_features=32, bias=True, normalization=RMSNorm, "
-            f"eps=1e-05, recipe={recipe})"
-        )
+    assert note_of(error.value) == (
+        "raised in the layer LayerNormLinear(in_features=64, out_features=32, bias=True, normalization=RMSNorm, "
+        f"eps=1e-05, recipe={recipe})"
+    )
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         model["qkv"](torch.randn(4, 64))
     assert "transformer_plugin.nn.LayerNormLinear" in {event.key for event in profile.key_averages()}

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.error_text import text_of
 from tests.nn.common import RECIPES, by_recipe, check_module_state, row_unit
 from transformer_plugin.nn import DispatchConfig, MoE, RouterConfig, TopKRouter
 from transformer_plugin.recipes import NVFP4BlockScaling
@@ -251,7 +252,7 @@ def test_errors_have_four_parts() -> None:
     )
     with pytest.raises(ValueError) as caught:
         MoE(8, 16, 4, 2)(torch.zeros(3, 7))
-    assert str(caught.value).splitlines()[0] == (  # Python 3.10 has the name of the layer below
+    assert text_of(caught.value) == (
         "transformer_plugin::MoE: argument 'input': expected a last dimension of 8 (hidden), got [3, 7]. "
         "Project the tokens to the hidden size first."
     )

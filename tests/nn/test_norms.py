@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from tests.error_text import note_of
 from tests.nn.common import check_module_state, in_fp64, outputs_and_gradients
 from transformer_plugin import ops
 from transformer_plugin.nn import LayerNorm, RMSNorm
@@ -231,8 +232,7 @@ def test_errors_name_the_layer(norm: Any) -> None:
     model = torch.nn.Sequential(torch.nn.Identity(), norm(24))
     with pytest.raises(ValueError, match="argument 'weight': expected size 23") as error:
         model(torch.randn(3, 23))
-    if hasattr(error.value, "__notes__"):
-        [note] = error.value.__notes__
-        assert note == f"raised in the layer '1' of Sequential: {norm.__name__}({model[1].extra_repr()})"
+    note = note_of(error.value)
+    assert note == f"raised in the layer '1' of Sequential: {norm.__name__}({model[1].extra_repr()})"
     with pytest.raises(TypeError, match=f"transformer_plugin.nn.{norm.__name__}: expected torch.export"):
         torch.jit.script(model)

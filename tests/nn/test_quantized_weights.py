@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from tests.error_text import text_of
 from tests.nn.common import RECIPES, rows_of, width_of
 from tests.ops.test_grouped_mlp import capture
 from transformer_plugin.nn import GroupedLinear, GroupedMLP, LayerNormLinear, Linear
@@ -195,7 +196,7 @@ def test_stale_weights_are_refused(kind: str, change: Callable[[torch.nn.Module]
     elif change in (moved_to_other_memory, moved_to_memory_of_before):
         got = "one whose .data was replaced afterwards"
     layer = "GroupedLinear" if kind == "GroupedMLP" else kind
-    assert str(caught.value) == (
+    assert text_of(caught.value) == (
         f"transformer_plugin::{layer}: argument 'weight': expected the weight that quantize_weights() quantized, "
         f"got {got}. Call quantize_weights() again after each change of the weight, or forget_quantized_weights()."
     )

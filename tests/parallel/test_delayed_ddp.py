@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import transformer_plugin as tp
+from tests.error_text import text_of
 from transformer_plugin import parallel
 from transformer_plugin.nn import GroupedLinear, Linear, reduce_amax
 from transformer_plugin.parallel._weight_part import part_of
@@ -200,7 +201,7 @@ def test_arguments() -> None:
     before = {name: value.clone() for name, value in layer.state_dict().items()}
     with pytest.raises(ValueError) as caught:
         layer(torch.ones(2, 8))
-    assert str(caught.value) == (
+    assert text_of(caught.value) == (
         "transformer_plugin::update_delayed_scale_: argument 'group': expected the name of a c10d process group of "
         "this process, or \"\", got 'nobody's'. Pass group.group_name, and do not use a group after it is destroyed."
     )

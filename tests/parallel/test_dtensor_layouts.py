@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from tests.error_text import text_of
 from tests.parallel.dtensor_model import results
 from transformer_plugin.nn import Embedding, LayerNorm, LayerNormLinear, Linear, RMSNorm
 from transformer_plugin.parallel import shard_
@@ -195,7 +196,7 @@ def message(call: Callable[[], Any]) -> str:
     try:
         call()
     except (ValueError, TypeError) as error:
-        return str(error)
+        return text_of(error)
     return "no error"
 
 

@@ -7,6 +7,7 @@ import gc
 import pytest
 import torch
 
+from tests.error_text import text_of
 from tests.parallel.test_expert_parallel_gradients import context_of, drawn_leaves
 from transformer_plugin.ops import expert_parallel as ep
 from transformer_plugin.parallel import EpContext
@@ -20,7 +21,7 @@ def error_of(action, kind: type[Exception] = ValueError) -> str:
     try:
         action()
     except kind as error:
-        return str(error)
+        return text_of(error)
     raise AssertionError(f"no {kind.__name__}")
 
 

@@ -118,7 +118,8 @@ def serializable(output: type[Output]) -> type[Output]:
 def _add_layer_note(error: Exception, module: torch.nn.Module) -> None:
     """Adds the layer's note to an error, unless an inner layer has added one."""
     notes: list[str] = getattr(error, "__notes__", [])
-    if any(note.startswith(_NOTE) for note in notes):
+    text = error.args[0] if error.args and isinstance(error.args[0], str) else ""
+    if any(note.startswith(_NOTE) for note in notes) or f"\n{_NOTE}" in text:
         return
     name = _qualified_name(module)
     try:
@@ -128,10 +129,10 @@ def _add_layer_note(error: Exception, module: torch.nn.Module) -> None:
     note = f"{_NOTE}{name + ': ' if name else ''}{class_name(module)}({sizes})"
     if sys.version_info >= (3, 11):
         error.add_note(note)
+    elif text:  # tracebacks of Python 3.10 do not show notes
+        error.args = (f"{text}\n{note}", *error.args[1:])
     else:
         error.__notes__ = [*notes, note]  # type: ignore[attr-defined]
-        if error.args and isinstance(error.args[0], str):  # tracebacks of Python 3.10 do not show notes
-            error.args = (f"{error.args[0]}\n{note}", *error.args[1:])
 
 
 def _qualified_name(module: torch.nn.Module) -> str:
