@@ -192,7 +192,9 @@ def class_name(instance: object) -> str:
     """The name of a class as its author wrote it: torch gives modules with parametrizations, or under FSDP2, a class
     that is derived from theirs."""
     derived = ("torch.nn.utils.", "torch.distributed.fsdp.")
-    return next(kind.__name__ for kind in type(instance).__mro__ if not kind.__module__.startswith(derived))
+    return next(
+        kind.__name__ for kind in type(instance).__mro__ if not f"{kind.__module__}.".startswith(derived)
+    )
 
 
 def described(value: object) -> str:
