@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,14 +16,22 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed._checkpointable import _Checkpointable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import DataParallelMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.pipelining.stage import _PipelineStageBase
-from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
+from torch.jit._script import call_prepare_scriptable_func_impl
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrizations
+from torch.nn.utils.parametrize import ParametrizationList
 
 from tests.surface.surface import ROOT
+from transformer_plugin import _library
 
 #: What is imported, or read from modules and classes.
 NAMES = (
@@ -79,6 +88,7 @@ ATTRIBUTES: dict[str, Any] = {
     "_all_reduce_hook": FSDPParamGroup.__init__.__code__.co_names,
     "_backward_hooks": _MODULE,
     "_backward_pre_hooks": _MODULE,
+    "_buffers": _MODULE,
     "_ddp_params_and_buffers_to_ignore": None,  # of a module, which torch's own method sets
     "_device_types": ProcessGroup,
     "_flatten": DeviceMesh,
@@ -97,6 +107,7 @@ ATTRIBUTES: dict[str, Any] = {
     "_op": _OP,
     "_optimizer_step_post_hooks": torch.optim.SGD([_MODULE.weight], lr=0.1),
     "_overloadname": _OP,
+    "_parameters": _MODULE,
     "_prepare_input_fn": ColwiseParallel,
     "_prepare_output_fn": ColwiseParallel,
     "_schema": _OP,
@@ -110,16 +121,43 @@ PARTS: dict[str, Any] = {
     "force_sum_reduction_for_comms": FSDPParamGroup.__init__.__code__.co_names,
     "fsdp_params": FSDPParamGroup.__init__.__code__.co_names,
     "gradient_divide_factor": FSDPParamGroup.__init__.__code__.co_names,
+    "mesh": DataParallelMeshInfo.__annotations__,
+    "modules_buffers": DistributedDataParallel._assign_modules_buffers.__code__.co_names,
     "mp_policy": FSDPParam.__init__.__code__.co_names,
+    "named_module_buffers": DistributedDataParallel._assign_modules_buffers.__code__.co_names,
     "op_to_schema_info": torch.distributed.tensor.DTensor._op_dispatcher.sharding_propagator,
+    "parameters_to_ignore": DistributedDataParallel.__init__.__code__.co_names,
     "scale_grads": _PipelineStageBase,
     "sharded_param": FSDPParam.__annotations__,
     "sharding_propagator": torch.distributed.tensor.DTensor._op_dispatcher,
     "submod": _PipelineStageBase.__init__.__code__.co_names,
 }
 
+#: Methods and protocols of torch that classes of the package have: torch calls them, with what it passes to its own.
+METHODS: dict[str, Any] = {
+    "__create_chunk_list__": _Checkpointable,
+    "__create_write_items__": _Checkpointable,
+    "__get_tensor_shard__": _Checkpointable,
+    "__prepare_scriptable__": call_prepare_scriptable_func_impl.__code__.co_names,
+    "__tensor_flatten__": torch.distributed.tensor.DTensor,
+    "__tensor_unflatten__": torch.distributed.tensor.DTensor,
+    "_apply": ParallelStyle,  # and of modules
+    "_load_from_state_dict": _MODULE,
+    "_save_to_state_dict": _MODULE,
+}
+
+#: Arguments by their positions, of what the package puts a function of its own before.
+ARGUMENTS: dict[Any, tuple[str, ...]] = {
+    DistributedDataParallel._assign_modules_buffers: ("self",),
+    FSDPParamGroup.__init__: ("self", "params", "modules", "mesh_info"),
+    ParametrizationList.__init__: ("self", "modules", "original"),
+    torch.nn.utils.clip_grad._clip_grads_with_norm_: ("parameters", "max_norm", "total_norm"),
+}
+
 #: Headers that are no interface for extensions. csrc/common/torch_version.h has what differs between versions.
 HEADERS = (
+    *("ATen/EmptyTensor.h", "ATen/MemoryOverlap.h", "ATen/SavedTensorHooks.h", "ATen/cuda/EmptyTensor.h"),
+    *("ATen/core/dispatch/Dispatcher.h", "ATen/core/function_schema.h", "ATen/core/stack.h"),
     *("ATen/ops/_grouped_mm.h", "ATen/ops/addmm_cpu_dispatch.h", "ATen/ops/as_strided_native.h"),
     *(
         "ATen/ops/mm_cpu_dispatch.h",
@@ -212,7 +250,8 @@ def used(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 
 def test_all_are_listed() -> None:
-    own, listed = own_names(), {*ATTRIBUTES, *OTHERS}
+    listed = {*ATTRIBUTES, *OTHERS}
+    own = own_names() - listed
     found = {each for tree in trees().values() for each in used(tree)}
     paths = {path for owner, path in found if not owner}
     attributes = {name for owner, name in found if owner} - own
@@ -255,8 +294,71 @@ def test_private_classes_of_torch_have(name: str) -> None:
     assert name in read, f"the package does not use {name}: leave it out of the list"
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_torch_calls(name: str) -> None:
+    assert_has(METHODS[name], name)
+    defined = {
+        node.name for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)
+    }
+    assert name in defined, f"the package does not define {name}: leave it out of the list"
+
+
+def test_all_protocols_are_listed() -> None:
+    """Those of Python and of torch's public pages are not."""
+    python = {name for kind in (object, type, dict, set, int) for name in dir(kind)}
+    others = (
+        "call",
+        "copy",
+        "deepcopy",
+        "enter",
+        "exit",
+        "getstate",
+        "post_init",
+        "setstate",
+        "torch_dispatch",
+    )
+    python |= {f"__{name}__" for name in others}
+    defined = {
+        node.name for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)
+    }
+    assert sorted(n for n in defined - python - {*METHODS} if n.startswith("__")) == []
+
+
+@pytest.mark.parametrize("function", ARGUMENTS, ids=lambda function: function.__qualname__)
+def test_positions(function: Any) -> None:
+    names = ARGUMENTS[function]
+    assert tuple(inspect.signature(inspect.unwrap(function)).parameters)[: len(names)] == names
+
+
+def test_names_in_texts() -> None:
+    """What the package recognizes by a name: nodes behind views, and classes that torch derives from those of users."""
+    x = torch.ones(2, requires_grad=True)
+    assert x.view(2, 1).grad_fn.name() == "ViewBackward0"
+    assert x.to(torch.float64).grad_fn.name() == "ToCopyBackward0"
+    layer = parametrizations.weight_norm(torch.nn.Linear(2, 2))
+    assert type(layer).__module__.startswith("torch.nn.utils.")
+    assert FSDPModule.__module__ == "torch.distributed.fsdp"
+    kinds = (parametrizations._SpectralNorm, parametrizations._WeightNorm, parametrizations._Orthogonal)
+    assert {kind.__module__ for kind in kinds} == {"torch.nn.utils.parametrizations"}
+    with pytest.raises(RuntimeError, match=_library._MISMATCH.pattern):
+        torch._C._get_operation_overload("transformer_plugin::bias_backward", "")[0]("no tensor")
+
+
+#: Headers of ATen itself that extensions include.
+PUBLIC = (
+    "Context.h",
+    "Parallel.h",
+    "core/List.h",
+    "core/Tensor.h",
+    "core/grad_mode.h",
+    "cuda/CUDAContextLight.h",
+)
+
+
 def is_private_header(name: str) -> bool:
     path = Path(name)
+    if path.parts[0] == "ATen" and path.parts[1] != "ops":
+        return name.removeprefix("ATen/") not in PUBLIC
     if path.parts[:2] == ("ATen", "ops"):
         return path.stem.startswith("_") or path.stem.endswith(("_dispatch", "_native"))
     return path.parts[:2] == ("torch", "csrc") or "impl" in path.parts
