@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from transformer_plugin._torch_versions import fsdp_reduces_in_param_dtype
 from transformer_plugin.parallel._adapters import check_adapter
 from transformer_plugin.parallel._layer_shards import note_shards
 from transformer_plugin.parallel._shard_experts import EXPERT_RANKS, ROUTER_RANKS, Ranks
@@ -211,7 +212,9 @@ def _average_over_all_ranks(group: Any, mesh: Any, ranks: int) -> None:
     """Makes the experts' gradients, which are sums over the experts' ranks, means over these and the mesh's ranks."""
     shards = mesh.get_group(mesh.ndim - 1).size()
     policy, first = group.fsdp_params[0].mp_policy, group.fsdp_params[0].sharded_param
-    if mesh.size() == 1 and (policy.reduce_dtype or policy.param_dtype or first.dtype) == torch.float16:
+    in_param_dtype = fsdp_reduces_in_param_dtype(torch.__version__)
+    dtype = policy.reduce_dtype or (policy.param_dtype if in_param_dtype else None) or first.dtype
+    if mesh.size() == 1 and dtype == torch.float16:
         group._all_reduce_hook = lambda gradient: gradient.div_(
             ranks
         )  # torch would divide by gradient_divide_factor twice
