@@ -7,6 +7,7 @@ import math
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,14 @@ class Metrics:
         if "validation_loss" in record:
             self.validation[step] = record["validation_loss"]
         self.file.write(json.dumps(record) + "\n")
-        self.file.flush()
+        try:
+            self.file.flush()
+        except OSError:
+            with suppress(
+                OSError
+            ):  # it would be tried again at exit, and Python 3.13 says so below the error
+                self.file.close()
+            raise
 
 
 def read_records(content: bytes, upto: int) -> list[dict[str, Any]]:
