@@ -15,7 +15,7 @@ from torch import Tensor
 from transformer_plugin._library import LIBRARY
 
 ROOT = Path(__file__).resolve().parents[2]
-OUT = ROOT / "build" / "cpp"
+OUT = ROOT / "build" / "cpp" / LIBRARY.name.removesuffix(".so")  # that of each torch
 _ops = torch.ops.transformer_plugin
 
 pytestmark = pytest.mark.skipif(not (ROOT / "examples" / "cpp").is_dir(), reason="needs the source tree")
