@@ -94,7 +94,7 @@ test-cpus: build
 # What differs between versions of torch: what is private there, autograd, compiled code, values, modules, two ranks.
 NEWEST := torch==2.15.0
 NEWEST_TESTS := surface/test_torch_private.py packaging/test_torch_versions.py ops/test_linear_ops.py \
-  ops/test_nodes_of_weights.py ops/test_second_derivatives.py compile/test_export.py compile/test_cache_keys.py \
+  ops/test_nodes_of_weights.py ops/test_second_derivatives.py compile/test_compiled_autograd.py compile/test_export.py compile/test_cache_keys.py \
   functional/test_compile.py tensor nn/test_linear.py nn/test_grouped.py nn/test_moe.py parallel/test_split_backward.py \
   parallel/test_tensor_parallel_layers.py parallel/test_sharded_weights.py parallel/test_sharded_state.py parallel/test_muon.py \
   parallel/test_dtensor_ops.py parallel/test_quantized_gather.py parallel/test_expert_parallel.py parallel/test_moe.py

@@ -141,4 +141,10 @@ struct torch::autograd::CppNode<transformer_plugin::NodeOf<Self>> : torch::autog
   std::string name() const override {
     return std::string("transformer_plugin::") + Self::kName + "_backward_node";
   }
+  // The last step of a forward. Outputs that are marked as not differentiable have been made so: compiled autograd takes no
+  // node that still has marks.
+  void save_variables_to_ctx() {
+    torch::autograd::CppNode<Self>::save_variables_to_ctx();
+    this->ctx_.non_differentiable_.clear();
+  }
 };
