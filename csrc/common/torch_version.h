@@ -1,6 +1,7 @@
 // What differs between the versions of torch that this builds with: all of it is here.
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/version.h>
 
@@ -17,6 +18,16 @@ auto make_node(Arguments&&... arguments) {
   return c10::make_intrusive<Node>(std::forward<Arguments>(arguments)...);
 #else
   return std::make_shared<Node>(std::forward<Arguments>(arguments)...);
+#endif
+}
+
+// A contiguous copy in a graph that is compiled. Inductor of torch 2.13 and 2.14 replaces a clone by its operand, and where
+// that is a view of one tensor with others, reads wrong memory. A product with 1 has the same bits and stays.
+inline at::Tensor traced_copy(const at::Tensor& tensor) {
+#if TORCH_VERSION_MAJOR == 2 && (TORCH_VERSION_MINOR == 13 || TORCH_VERSION_MINOR == 14)
+  return tensor.mul(1).contiguous();
+#else
+  return tensor.clone(at::MemoryFormat::Contiguous);
 #endif
 }
 

@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "common/tensor.h"
+#include "common/torch_version.h"
 #include "gemm/dispatch/checks.h"
 #include "linear/deferred_wgrad.h"
 #include "linear/products.h"
@@ -334,8 +335,7 @@ variable_list WeightGradient::compute(const Quantized& grad, const Quantized& in
     const bool is_copied = needs_temporaries(buffers_);
     if (is_copied) {
       for (Tensor& buffer : written) {
-        constexpr auto format = at::MemoryFormat::Contiguous;
-        buffer = accumulates ? buffer.clone(format) : at::empty_like(buffer, {}, format);
+        buffer = accumulates ? traced_copy(buffer) : at::empty_like(buffer, {}, at::MemoryFormat::Contiguous);
       }
     }
     wgrad_into(grad, input, group_sizes, written, accumulates, options);
