@@ -40,7 +40,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 INSTALLED := $(VENV)/.installed
 BUILT := $(VENV)/.built
-# The stamp of a build says how it was built, and which library it made. Builds for other environments may replace that.
+# The stamp of a build has its settings and the path of its library, which a build in another environment may replace.
 BUILD_SETTINGS := cpu_only=$(TRANSFORMER_PLUGIN_CPU_ONLY) cflags=$(CFLAGS)
 IS_BUILT := $(shell { read -r settings && read -r library; } 2>/dev/null < $(BUILT) && \
   [[ "$$settings" == "$(BUILD_SETTINGS)" && -e "$$library" && ! "$$library" -nt $(BUILT) ]] && echo yes)
@@ -70,7 +70,7 @@ $(BUILT): $(BUILD_INPUTS) transformer_plugin/_torch_versions.py $(READY) $(if $(
 
 $(INSTALLED): pyproject.toml $(BUILT)
 	@$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --editable .
-	@touch $@
+	@touch $(BUILT) $@  # pip links the library again
 
 setup: $(READY)
 build: $(INSTALLED)
@@ -94,8 +94,8 @@ test-cpus: build
 # What differs between versions of torch: what is private there, autograd, compiled code, values, modules, two ranks.
 NEWEST := torch==2.15.0
 NEWEST_TESTS := surface/test_torch_private.py packaging/test_torch_versions.py ops/test_linear_ops.py \
-  ops/test_nodes_of_weights.py ops/test_second_derivatives.py compile/test_compiled_autograd.py compile/test_export.py compile/test_cache_keys.py \
-  functional/test_compile.py tensor nn/test_linear.py nn/test_grouped.py nn/test_moe.py parallel/test_split_backward.py \
+  ops/test_nodes_of_weights.py ops/test_second_derivatives.py compile/test_compiled_autograd.py compile/test_export.py \
+  compile/test_cache_keys.py functional/test_compile.py tensor nn/test_linear.py nn/test_grouped.py nn/test_moe.py parallel/test_split_backward.py \
   parallel/test_tensor_parallel_layers.py parallel/test_sharded_weights.py parallel/test_sharded_state.py parallel/test_muon.py \
   parallel/test_dtensor_ops.py parallel/test_quantized_gather.py parallel/test_expert_parallel.py parallel/test_moe.py
 test-newest:  # CFLAGS: the build takes two thirds of the time

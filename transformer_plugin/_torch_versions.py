@@ -48,8 +48,8 @@ def refusal(version: str) -> str | None:
 
 
 def fsdp_reduces_in_param_dtype(version: str) -> bool:
-    """Whether FSDP2 without a ``reduce_dtype`` adds gradients in ``param_dtype``, as it did before torch 2.15, and not
-    in the dtype of the parameter's gradient."""
+    """Whether FSDP2 without a ``reduce_dtype`` reduces gradients in ``param_dtype``, as before torch 2.15, and not in
+    the dtype of the sharded parameter."""
     return minor(version) < (2, 15)
 
 

@@ -141,8 +141,8 @@ struct torch::autograd::CppNode<transformer_plugin::NodeOf<Self>> : torch::autog
   std::string name() const override {
     return std::string("transformer_plugin::") + Self::kName + "_backward_node";
   }
-  // The last step of a forward. Outputs that are marked as not differentiable have been made so: compiled autograd takes no
-  // node that still has marks.
+  // Called last in Function::apply(), which has used the marks of mark_non_differentiable() by then. Compiled autograd asserts
+  // that a node has none.
   void save_variables_to_ctx() {
     torch::autograd::CppNode<Self>::save_variables_to_ctx();
     this->ctx_.non_differentiable_.clear();

@@ -21,8 +21,8 @@ auto make_node(Arguments&&... arguments) {
 #endif
 }
 
-// A contiguous copy in a graph that is compiled. Inductor of torch 2.13 and 2.14 replaces a clone by its operand, and where
-// that is a view of one tensor with others, reads wrong memory. A product with 1 has the same bits and stays.
+// A contiguous copy in a traced graph. Inductor of torch 2.13 and 2.14 removes a clone, and then reads wrong memory if the
+// operand shares its storage with another argument of the op (pytorch issue 192226). It keeps a product with 1, of the same bits.
 inline at::Tensor traced_copy(const at::Tensor& tensor) {
 #if TORCH_VERSION_MAJOR == 2 && (TORCH_VERSION_MINOR == 13 || TORCH_VERSION_MINOR == 14)
   return tensor.mul(1).contiguous();

@@ -75,9 +75,8 @@ class Metrics:
         try:
             self.file.flush()
         except OSError:
-            with suppress(
-                OSError
-            ):  # it would be tried again at exit, and Python 3.13 says so below the error
+            # Closing fails too. Left to the interpreter's exit, Python 3.13 would report it below the program's error.
+            with suppress(OSError):
                 self.file.close()
             raise
 

@@ -146,7 +146,7 @@ METHODS: dict[str, Any] = {
     "_save_to_state_dict": _MODULE,
 }
 
-#: Arguments by their positions, of what the package puts a function of its own before.
+#: The first parameters of functions that the package wraps, whose wrappers take them by position.
 ARGUMENTS: dict[Any, tuple[str, ...]] = {
     DistributedDataParallel._assign_modules_buffers: ("self",),
     FSDPParamGroup.__init__: ("self", "params", "modules", "mesh_info"),
@@ -294,19 +294,22 @@ def test_private_classes_of_torch_have(name: str) -> None:
     assert name in read, f"the package does not use {name}: leave it out of the list"
 
 
+def defined() -> set[str]:
+    """The functions and methods of the package."""
+    nodes = (node for tree in trees().values() for node in ast.walk(tree))
+    return {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_torch_calls(name: str) -> None:
     assert_has(METHODS[name], name)
-    defined = {
-        node.name for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)
-    }
-    assert name in defined, f"the package does not define {name}: leave it out of the list"
+    assert name in defined(), f"the package does not define {name}: leave it out of the list"
 
 
 def test_all_protocols_are_listed() -> None:
     """Those of Python and of torch's public pages are not."""
     python = {name for kind in (object, type, dict, set, int) for name in dir(kind)}
-    others = (
+    others = [
         "call",
         "copy",
         "deepcopy",
@@ -316,12 +319,9 @@ def test_all_protocols_are_listed() -> None:
         "post_init",
         "setstate",
         "torch_dispatch",
-    )
+    ]
     python |= {f"__{name}__" for name in others}
-    defined = {
-        node.name for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)
-    }
-    assert sorted(n for n in defined - python - {*METHODS} if n.startswith("__")) == []
+    assert sorted(n for n in defined() - python - {*METHODS} if n.startswith("__")) == []
 
 
 @pytest.mark.parametrize("function", ARGUMENTS, ids=lambda function: function.__qualname__)
