@@ -26,6 +26,10 @@
 // stored.
 #pragma once
 
+#include "common/ptx/barrier.cuh"
+#include "common/ptx/mbarrier.cuh"
+#include "common/ptx/tma.cuh"
+#include "common/ptx/wgmma.cuh"
 #include "common/shared_memory.cuh"
 #include "gemm/sm90/epilogue/store_epilogue.cuh"
 #include "gemm/sm90/mainloop.cuh"

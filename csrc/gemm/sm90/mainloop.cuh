@@ -14,6 +14,10 @@
 // not move reads of them above the wait, or it makes the WGMMAs synchronous and reports that (warning C7510).
 #pragma once
 
+#include "common/ptx/mbarrier.cuh"
+#include "common/ptx/memory.cuh"
+#include "common/ptx/tma.cuh"
+#include "common/ptx/wgmma.cuh"
 #include "gemm/sm90/params.cuh"
 #include "gemm/sm90/pipeline.cuh"
 #include "gemm/sm90/tensor_map.h"

@@ -23,11 +23,16 @@
 #include <cstring>
 
 #include "common/launch.cuh"
+#include "common/ptx/barrier.cuh"
+#include "common/ptx/mbarrier.cuh"
+#include "common/ptx/tma.cuh"
+#include "common/ptx/wgmma.cuh"
 #include "gemm/sm90/launch.h"
-#include "gemm/sm90/ptx.cuh"
 #include "gemm/sm90/tile_order.cuh"
 
 namespace transformer_plugin::gemm::sm90 {
+
+using namespace ptx;  // these kernels call PTX wrappers (common/ptx/) by their names alone
 
 inline constexpr int kWarpgroupSize = 128;  // threads
 inline constexpr int kConsumerWarpgroups = 2;
@@ -292,7 +297,9 @@ __device__ __forceinline__ void producer_load_b(uint8_t (&boxes)[kBBoxes][kBoxBy
 // ---- Consumers
 
 // Called by all lanes of a consumer warp when it has read a stage: arrives at the `empty` barrier of both
-// CTAs.
+// CTAs. The arrival needs no .release.cluster: an `empty` barrier hands over shared memory that WGMMA has
+// finished reading. Stages that threads also read (scales, TileInfo: only the own producer overwrites them)
+// or wrote (zero_tokens_past_group: fenced by fence_proxy_async and read by WGMMA since) need no more.
 __device__ __forceinline__ void consumer_release(uint64_t* empty) {
   const uint32_t lane = threadIdx.x % kWarpSize;
   if (lane < kCluster) mbarrier_arrive_cluster(empty, lane);
@@ -304,7 +311,7 @@ __device__ __forceinline__ uint8_t* swizzled(uint8_t* box, int row, int chunk) {
 }
 
 // The first of the two rows of a thread's accumulators, of 64 rows that begin at `first_row`; the other is 8
-// further (accumulator layout: ptx/wgmma.cuh).
+// further (accumulator layout: common/ptx/wgmma.cuh).
 __device__ __forceinline__ int thread_row(int first_row, int lane) {
   return first_row + threadIdx.x % kWarpgroupSize / kWarpSize * 16 + lane / 4;
 }

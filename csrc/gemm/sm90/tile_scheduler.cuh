@@ -6,6 +6,7 @@
 // most `rows` (common/offsets.h), also if the caller's group sizes are wrong.
 #pragma once
 
+#include "common/ptx/barrier.cuh"
 #include "gemm/sm90/params.cuh"
 #include "gemm/sm90/pipeline.cuh"
 

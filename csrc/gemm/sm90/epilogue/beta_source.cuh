@@ -3,6 +3,7 @@
 // tile, and by no other.
 #pragma once
 
+#include "common/ptx/memory.cuh"
 #include "gemm/sm90/epilogue/store_accumulators.cuh"
 
 namespace transformer_plugin::gemm::sm90 {
@@ -47,9 +48,9 @@ struct OutputView {
     __syncwarp();
   }
 
-  // acc += beta * out, for the accumulator layout of wgmma() (ptx/wgmma.cuh). `columns` is even. Addresses
-  // past the end are clamped to the last row or column instead of skipped, so that the loads need no branch
-  // and overlap; those accumulators are never stored.
+  // acc += beta * out, for the accumulator layout of wgmma() (common/ptx/wgmma.cuh). `columns` is even.
+  // Addresses past the end are clamped to the last row or column instead of skipped, so that the loads need no
+  // branch and overlap; those accumulators are never stored.
   __device__ __forceinline__ void add_scaled(float (&acc)[kAccumulators], float beta) const {
     if (rows <= 0) return;
     using Pair = std::conditional_t<sizeof(T) == 4, float2, uint32_t>;

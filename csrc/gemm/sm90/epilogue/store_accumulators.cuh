@@ -1,6 +1,9 @@
 // From accumulators to the output: conversion, swizzled boxes in shared memory, stores.
 #pragma once
 
+#include "common/ptx/barrier.cuh"
+#include "common/ptx/memory.cuh"
+#include "common/ptx/tma.cuh"
 #include "gemm/sm90/pipeline.cuh"
 
 namespace transformer_plugin::gemm::sm90 {

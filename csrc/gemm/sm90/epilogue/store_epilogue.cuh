@@ -2,6 +2,7 @@
 // other epilogues use.
 #pragma once
 
+#include "common/ptx/tma.cuh"
 #include "gemm/sm90/epilogue/beta_source.cuh"
 #include "gemm/sm90/params.cuh"
 #include "gemm/sm90/tensor_map.h"

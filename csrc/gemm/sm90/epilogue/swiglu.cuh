@@ -12,6 +12,7 @@
 #pragma once
 
 #include "activation/swiglu.h"
+#include "common/ptx/tma.cuh"
 #include "gemm/sm90/epilogue/swiglu.h"
 #include "gemm/sm90/grouped_gemm.cuh"
 

@@ -3,11 +3,13 @@
 // bits that quantizing act would have.
 //
 // A tile has 128 features of each row: one 1x128 block, or four 1x32 blocks. The four lanes of a quad have a
-// row (the layout of WGMMA accumulators, ptx/wgmma.cuh), so they find its scales with warp shuffles. Data
-// goes to global memory through shared memory: each warp uses its 16 rows of an output box and waits for no
-// other warp.
+// row (the layout of WGMMA accumulators, common/ptx/wgmma.cuh), so they find its scales with warp shuffles.
+// Data goes to global memory through shared memory: each warp uses its 16 rows of an output box and waits for
+// no other warp.
 #pragma once
 
+#include "common/ptx/barrier.cuh"
+#include "common/ptx/tma.cuh"
 #include "gemm/sm90/epilogue/swiglu.cuh"
 #include "quantize/cuda/mxfp8/tile.cuh"
 

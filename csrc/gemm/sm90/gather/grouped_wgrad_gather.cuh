@@ -8,6 +8,11 @@
 // started the current stage's copies.
 #pragma once
 
+#include "common/ptx/barrier.cuh"
+#include "common/ptx/cp_async.cuh"
+#include "common/ptx/mbarrier.cuh"
+#include "common/ptx/tma.cuh"
+#include "common/ptx/wgmma.cuh"
 #include "common/row_index.cuh"
 #include "gemm/sm90/gather/gather.h"
 #include "gemm/sm90/gather/producer_warps.cuh"

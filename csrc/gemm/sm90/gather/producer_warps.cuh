@@ -2,6 +2,7 @@
 // grouped_wgrad_gather.cuh).
 #pragma once
 
+#include "common/ptx/mbarrier.cuh"
 #include "gemm/sm90/pipeline.cuh"
 
 namespace transformer_plugin::gemm::sm90 {

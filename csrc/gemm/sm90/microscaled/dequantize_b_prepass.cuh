@@ -18,6 +18,7 @@
 #include <cstddef>
 #include <type_traits>
 
+#include "common/ptx/memory.cuh"
 #include "gemm/sm90/microscaled/dequantize.cuh"
 #include "gemm/sm90/microscaled/scale_layout.h"
 #include "gemm/sm90/pipeline.cuh"

@@ -25,6 +25,11 @@
 // mbarriers.
 #pragma once
 
+#include "common/ptx/barrier.cuh"
+#include "common/ptx/mbarrier.cuh"
+#include "common/ptx/memory.cuh"
+#include "common/ptx/tma.cuh"
+#include "common/ptx/wgmma.cuh"
 #include "gemm/sm90/grouped_gemm.cuh"
 #include "gemm/sm90/microscaled/mma_dequantized.cuh"
 

@@ -1,6 +1,9 @@
 // Mainloop of grouped_gemm_mx_nv.cuh: two pipelines, and WGMMA with A dequantized into registers.
 #pragma once
 
+#include "common/ptx/barrier.cuh"
+#include "common/ptx/mbarrier.cuh"
+#include "common/ptx/wgmma.cuh"
 #include "gemm/sm90/microscaled/dequantize_a_operand.cuh"
 #include "gemm/sm90/pipeline.cuh"
 

@@ -8,6 +8,10 @@
 // Both flush subnormals to zero and each element is added to once, so the choice does not change the result.
 #pragma once
 
+#include "common/ptx/arithmetic.cuh"
+#include "common/ptx/barrier.cuh"
+#include "common/ptx/memory.cuh"
+#include "common/ptx/tma.cuh"
 #include "gemm/sm90/epilogue/beta_source.cuh"
 
 namespace transformer_plugin::gemm::sm90 {

@@ -28,6 +28,10 @@
 // of zero.
 #pragma once
 
+#include "common/ptx/barrier.cuh"
+#include "common/ptx/mbarrier.cuh"
+#include "common/ptx/tma.cuh"
+#include "common/ptx/wgmma.cuh"
 #include "common/shared_memory.cuh"
 #include "gemm/sm90/wgrad/accumulate_epilogue.cuh"
 #include "gemm/sm90/wgrad/mainloop.cuh"

@@ -17,6 +17,11 @@
 
 #include <tuple>
 
+#include "common/ptx/barrier.cuh"
+#include "common/ptx/mbarrier.cuh"
+#include "common/ptx/memory.cuh"
+#include "common/ptx/tma.cuh"
+#include "common/ptx/wgmma.cuh"
 #include "gemm/sm90/align_groups.h"
 #include "gemm/sm90/pipeline.cuh"
 #include "gemm/sm90/tensor_map.h"

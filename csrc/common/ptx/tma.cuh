@@ -1,4 +1,4 @@
-// PTX wrappers: TMA loads, stores and reductions, cp.async, prefetches, proxy fences.
+// PTX wrappers: TMA loads, stores and reductions, tensor maps.
 //
 // TMA copies a box of a 3-dimensional tensor that a tensor map (CUtensorMap) describes. Coordinates x, y, z
 // count elements, innermost dimension first. Elements outside of the tensor are loaded as zeros and are not
@@ -12,7 +12,7 @@
 
 #include "common/shared_memory.cuh"
 
-namespace transformer_plugin::gemm::sm90 {
+namespace transformer_plugin::ptx {
 
 __device__ __forceinline__ void prefetch_tensormap(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
@@ -58,12 +58,6 @@ __device__ __forceinline__ void tma_reduce_add(const CUtensorMap& map, const voi
       "r"(shared_address(from)), "r"(x), "r"(y), "r"(z)
       : "memory");
 }
-// Adds like tma_reduce_add: subnormals are flushed to zero.
-__device__ __forceinline__ float add_ftz(float x, float y) {
-  float sum;
-  asm("add.rn.ftz.f32 %0, %1, %2;" : "=f"(sum) : "f"(x), "f"(y));
-  return sum;
-}
 __device__ __forceinline__ void tma_store_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
@@ -73,41 +67,4 @@ __device__ __forceinline__ void tma_store_wait() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
 }
 
-// Copies 16 bytes to shared memory, or writes 16 zeros without reading. Not TMA: fence_proxy_async is needed,
-// by the thread that waited for the copy, before WGMMA reads the data.
-__device__ __forceinline__ void cp_async_zfill(uint32_t to, const void* from, bool valid) {
-  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
-               "r"(valid ? 16 : 0)
-               : "memory");
-}
-// Arrives at an mbarrier when all copies that this thread has started are complete; at once if there are none. The
-// mbarrier counts it as one of the arrivals that it expects.
-__device__ __forceinline__ void cp_async_arrive(uint64_t* barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-__device__ __forceinline__ void prefetch_l2(const void* from) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
-}
-
-// Orders the thread's accesses to shared memory before the TMA stores and WGMMA that follow.
-__device__ __forceinline__ void fence_proxy_async() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-// The same for global memory that threads write and TMA reads: the writer calls it before it signals, the
-// reader calls it after it has seen the signal and before it starts TMA loads.
-__device__ __forceinline__ void fence_proxy_async_global() {
-  asm volatile("fence.proxy.async.global;" ::: "memory");
-}
-
-// Counters in global memory between CTAs. Writes before a red_release_add are visible to a thread that reads
-// the new count with ld_acquire.
-__device__ __forceinline__ void red_release_add(uint32_t* counter, uint32_t count) {
-  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(count) : "memory");
-}
-__device__ __forceinline__ uint32_t ld_acquire(const uint32_t* counter) {
-  uint32_t count;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory");
-  return count;
-}
-
-}  // namespace transformer_plugin::gemm::sm90
+}  // namespace transformer_plugin::ptx

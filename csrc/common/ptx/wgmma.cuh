@@ -11,7 +11,7 @@
 #include "common/dtype.h"
 #include "common/shared_memory.cuh"
 
-namespace transformer_plugin::gemm::sm90 {
+namespace transformer_plugin::ptx {
 
 // Moves registers between warpgroups: the producer warpgroup gives up registers that the consumers take.
 template <int count>
@@ -134,4 +134,4 @@ __device__ __forceinline__ void wgmma_fp8(float (&acc)[64], uint64_t a, uint64_t
 #undef TP_WGMMA
 }
 
-}  // namespace transformer_plugin::gemm::sm90
+}  // namespace transformer_plugin::ptx

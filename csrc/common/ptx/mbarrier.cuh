@@ -1,4 +1,4 @@
-// PTX wrappers: mbarriers in shared memory, cluster barriers and named barriers.
+// PTX wrappers: mbarriers in shared memory.
 //
 // An mbarrier phase completes when the expected number of threads has arrived and all announced bytes
 // (expect_tx) have been written. Names and semantics follow the PTX ISA.
@@ -10,7 +10,7 @@
 
 #include "common/shared_memory.cuh"
 
-namespace transformer_plugin::gemm::sm90 {
+namespace transformer_plugin::ptx {
 
 __device__ __forceinline__ void mbarrier_init(uint64_t* barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals)
@@ -37,10 +37,7 @@ __device__ __forceinline__ void mbarrier_expect_tx(uint64_t* barrier, uint32_t b
                : "memory");
 }
 // Arrives at the same mbarrier of CTA `cta_rank` of the cluster. The arrival has no .release.cluster: that
-// fence would wait for all outstanding global stores of the thread. It is not needed here: an `empty` barrier
-// hands over shared memory that WGMMA has finished reading. Stages that threads also read (scales, TileInfo:
-// only the own producer overwrites them) or wrote (zero_tokens_past_group: fenced by fence_proxy_async and
-// read by WGMMA since) need no more.
+// fence would wait for all outstanding global stores of the thread.
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint64_t* barrier, uint32_t cta_rank) {
   asm volatile(
       "{\n.reg .b32 remote;\n"
@@ -67,31 +64,4 @@ __device__ __forceinline__ void st_async(uint64_t* barrier, void* to, const int4
       : "memory");
 }
 
-// Rank of this CTA in its cluster.
-__device__ __forceinline__ uint32_t cluster_ctarank() {
-  uint32_t rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-// Index of this cluster in the grid.
-__device__ __forceinline__ int clusterid_x() {
-  int index;
-  asm volatile("mov.u32 %0, %%clusterid.x;" : "=r"(index));
-  return index;
-}
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile(
-      "barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait."
-      "acquire.aligned;" ::
-          : "memory");
-}
-
-// Named barrier `id`, for `threads` threads in total: wait for all of them, or arrive without waiting.
-__device__ __forceinline__ void named_barrier_sync(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-}  // namespace transformer_plugin::gemm::sm90
+}  // namespace transformer_plugin::ptx
