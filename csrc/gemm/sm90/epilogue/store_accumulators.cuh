@@ -3,6 +3,7 @@
 
 #include "common/ptx/barrier.cuh"
 #include "common/ptx/memory.cuh"
+#include "common/ptx/stmatrix.cuh"
 #include "common/ptx/tma.cuh"
 #include "gemm/sm90/pipeline.cuh"
 
@@ -45,10 +46,7 @@ __device__ __forceinline__ void store_box_to_smem(const float (&acc)[kAccumulato
       const float* values = &acc[i * 32 + j * 8];
       const uint32_t words[] = {pack2<T>(values[0], values[1]), pack2<T>(values[2], values[3]),
                                 pack2<T>(values[4], values[5]), pack2<T>(values[6], values[7])};
-      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                       shared_address(swizzled(box, first_row + lane % 16, j * 2 + lane / 16))),
-                   "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
-                   : "memory");
+      stmatrix_x4(swizzled(box, first_row + lane % 16, j * 2 + lane / 16), words);
     } else {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {

@@ -50,20 +50,6 @@ inline CUtensorMap rows_map(const GroupedGemmArgs& gemm, const void* data, int64
                     kBoxRows);
 }
 
-// Four 8 x 8 matrices of 16-bit elements; each lane passes the address of one row. The register layout is
-// that of WGMMA accumulators.
-__device__ __forceinline__ void ldmatrix_x4(uint32_t (&words)[4], const uint8_t* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-               : "r"(shared_address(row))
-               : "memory");
-}
-__device__ __forceinline__ void stmatrix_x4(uint8_t* row, const uint32_t (&words)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
-               "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
-               : "memory");
-}
-
 // What the SwiGLU epilogues share.
 template <typename T, bool interleaved>
 struct SwigluEpilogueBase {

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "common/ptx/barrier.cuh"
+#include "common/ptx/stmatrix.cuh"
 #include "common/ptx/tma.cuh"
 #include "gemm/sm90/epilogue/swiglu.cuh"
 #include "quantize/cuda/mxfp8/tile.cuh"

@@ -28,6 +28,7 @@
 #include "common/ptx/barrier.cuh"
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/memory.cuh"
+#include "common/ptx/stmatrix.cuh"
 #include "common/ptx/tma.cuh"
 #include "common/ptx/wgmma.cuh"
 #include "gemm/sm90/grouped_gemm.cuh"
@@ -86,11 +87,7 @@ __device__ __forceinline__ void store_transposed(const GroupedGemmParams& args, 
       const float* values = &acc[i * 32 + j * 4];
       const uint32_t words[] = {pack2<Out>(values[0], values[1]), pack2<Out>(values[2], values[3]),
                                 pack2<Out>(values[4], values[5]), pack2<Out>(values[6], values[7])};
-      asm volatile(
-          "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-              shared_address(swizzled(box, j * 8 + lane / 16 * 8 + lane % 8, warp * 2 + lane / 8 % 2))),
-          "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
-          : "memory");
+      stmatrix_x4_trans(swizzled(box, j * 8 + lane / 16 * 8 + lane % 8, warp * 2 + lane / 8 % 2), words);
     }
     fence_proxy_async();
     named_barrier_sync(kBarrierOfConsumer + wg_tile.consumer, kWarpgroupSize);
