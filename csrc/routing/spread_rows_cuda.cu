@@ -7,6 +7,9 @@
 // rows that no token has.
 #include <algorithm>
 
+#include "common/ptx/mbarrier.cuh"
+#include "common/ptx/memory.cuh"
+#include "common/ptx/tma.cuh"
 #include "common/shared_memory.cuh"
 #include "routing/copy_words.cuh"
 
@@ -31,41 +34,6 @@ struct Units {
   __device__ __forceinline__ int64_t token(int64_t i) const { return (first + i * step) / pieces; }
   __device__ __forceinline__ int64_t piece(int64_t i) const { return (first + i * step) % pieces; }
 };
-
-// Starts to load `bytes` from `from` into shared memory; called by one lane.
-__device__ __forceinline__ void load_piece(void* to, const char* from, uint32_t bytes, uint64_t* full) {
-  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(full)), "r"(bytes)
-               : "memory");
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-          shared_address(to)),
-      "l"(from), "r"(bytes), "r"(shared_address(full))
-      : "memory");
-}
-
-__device__ __forceinline__ void wait_for_piece(uint64_t* full, uint32_t phase) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "WAIT: mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
-      "@!done bra WAIT;\n"
-      "}" ::"r"(shared_address(full)),
-      "r"(phase)
-      : "memory");
-}
-
-// The L2 cache evicts what is stored before anything else: the tokens stay, and copies leave in the order in which they
-// were written (2 to 4 % faster).
-__device__ __forceinline__ uint64_t evict_first() {
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-__device__ __forceinline__ void store_piece(char* to, const void* from, uint32_t bytes, uint64_t policy) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(to),
-               "r"(shared_address(from)), "r"(bytes), "l"(policy)
-               : "memory");
-}
 
 // The slot of a token that the lane writes, or -1.
 __device__ __forceinline__ int32_t slot_of_lane(const GatherRowsArgs& args, int64_t token) {
@@ -114,10 +82,8 @@ __global__ void __launch_bounds__(kWarpSize)
   __shared__ __align__(8) uint64_t full[kStages];
   const int lane = threadIdx.x;
   if (lane == 0) {
-    for (int i = 0; i < kStages; ++i) {
-      asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(&full[i])));
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    for (int i = 0; i < kStages; ++i) ptx::mbarrier_init(&full[i], 1);
+    ptx::fence_mbarrier_init();
   }
   __syncwarp();
   const Units units(args.tokens, pieces);
@@ -130,10 +96,14 @@ __global__ void __launch_bounds__(kWarpSize)
     const int stage = static_cast<int>(i % kStages);
     const char* from =
         static_cast<const char*>(args.rows) + units.token(i) * args.row_bytes + units.piece(i) * piece_bytes;
-    load_piece(ring + stage * piece_bytes, from, bytes_of(i), &full[stage]);
+    const uint32_t bytes = bytes_of(i);
+    ptx::mbarrier_arrive_expect_tx(&full[stage], bytes);
+    ptx::cp_async_bulk_load(ring + stage * piece_bytes, from, bytes, &full[stage]);
   };
   RowsWithoutToken fill(args);
-  const uint64_t policy = evict_first();
+  // The L2 cache evicts what is stored before anything else: the tokens stay, and copies leave in the order
+  // in which they were written (2 to 4 % faster).
+  const uint64_t policy = ptx::createpolicy_evict_first();
   for (int i = 0; i < kStages - 1; ++i) load(i);
   int32_t next = units.count > 0 ? slot_of_lane(args, units.token(0)) : -1;
   for (int64_t i = 0; i < units.count; ++i) {
@@ -141,20 +111,20 @@ __global__ void __launch_bounds__(kWarpSize)
     const int32_t slot = next;
     if (i + 1 < units.count) next = slot_of_lane(args, units.token(i + 1));
     fill.next();  // while the piece arrives
-    wait_for_piece(&full[stage], static_cast<uint32_t>(i / kStages % 2));
+    ptx::mbarrier_wait(&full[stage], static_cast<uint32_t>(i / kStages % 2));
     if (slot >= 0) {
       char* to = static_cast<char*>(args.output) + slot * args.row_bytes + units.piece(i) * piece_bytes;
-      store_piece(to, ring + stage * piece_bytes, bytes_of(i), policy);
+      ptx::cp_async_bulk_store(to, ring + stage * piece_bytes, bytes_of(i), policy);
     }
-    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+    ptx::cp_async_bulk_commit_group();
     // The stores of the step before have read its stage, which the next load fills.
-    asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
+    ptx::cp_async_bulk_wait_group_read<1>();
     __syncwarp();
     load(i + kStages - 1);
   }
   while (fill.next()) {
   }
-  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+  ptx::cp_async_bulk_wait_group<0>();
 #endif
 }
 

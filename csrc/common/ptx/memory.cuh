@@ -1,4 +1,4 @@
-// PTX wrappers: proxy fences, loads and reductions with an order, prefetches.
+// PTX wrappers: prefetches, cache policies, proxy fences, loads and reductions with an order.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,6 +9,18 @@ namespace transformer_plugin::ptx {
 
 __device__ __forceinline__ void prefetch_l2(const void* from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
+}
+
+// Cache policies for instructions with L2::cache_hint: which data the L2 cache evicts before or after all other.
+__device__ __forceinline__ uint64_t createpolicy_evict_first() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ uint64_t createpolicy_evict_last() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
 }
 
 // Orders the thread's accesses to shared memory before the TMA stores and WGMMA that follow.

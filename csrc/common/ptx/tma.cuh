@@ -1,8 +1,8 @@
-// PTX wrappers: TMA loads, stores and reductions, tensor maps.
+// PTX wrappers: TMA loads, stores and reductions, tensor maps, bulk copies.
 //
 // TMA copies a box of a 3-dimensional tensor that a tensor map (CUtensorMap) describes. Coordinates x, y, z
 // count elements, innermost dimension first. Elements outside of the tensor are loaded as zeros and are not
-// stored.
+// stored. A bulk copy copies bytes in a row and needs no tensor map: addresses and sizes are multiples of 16.
 #pragma once
 
 #include <cuda.h>
@@ -58,12 +58,35 @@ __device__ __forceinline__ void tma_reduce_add(const CUtensorMap& map, const voi
       "r"(shared_address(from)), "r"(x), "r"(y), "r"(z)
       : "memory");
 }
-__device__ __forceinline__ void tma_store_commit() {
+
+__device__ __forceinline__ void cp_async_bulk_load(void* to, const void* from, uint32_t bytes,
+                                                   uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(barrier))
+      : "memory");
+}
+// `policy` is one of createpolicy (memory.cuh).
+__device__ __forceinline__ void cp_async_bulk_store(void* to, const void* from, uint32_t bytes,
+                                                    uint64_t policy) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(to),
+               "r"(shared_address(from)), "r"(bytes), "l"(policy)
+               : "memory");
+}
+
+// The stores and reductions of a thread, by TMA or in bulk, since its last commit are a group.
+__device__ __forceinline__ void cp_async_bulk_commit_group() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-// Waits until at most `pending` groups of stores still read shared memory.
+// Waits until at most `pending` groups are incomplete.
 template <int pending>
-__device__ __forceinline__ void tma_store_wait() {
+__device__ __forceinline__ void cp_async_bulk_wait_group() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(pending) : "memory");
+}
+// Waits until at most `pending` groups still read shared memory.
+template <int pending>
+__device__ __forceinline__ void cp_async_bulk_wait_group_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
 }
 

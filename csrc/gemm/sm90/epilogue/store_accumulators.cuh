@@ -68,7 +68,7 @@ __device__ __forceinline__ void store_accumulators(const float (&acc)[kAccumulat
   constexpr int kColumns = kTileK<T>, kCount = columns / kColumns;
   const bool is_leader = threadIdx.x % kWarpgroupSize == 0;
   if constexpr (kOutBoxes * kColumns >= kTileColumns) {
-    if (is_leader) tma_store_wait<0>();
+    if (is_leader) cp_async_bulk_wait_group_read<0>();
     named_barrier_sync(kBarrierOfConsumer + consumer, kWarpgroupSize);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) store_box_to_smem<T>(acc, i, boxes[i]);
@@ -76,18 +76,18 @@ __device__ __forceinline__ void store_accumulators(const float (&acc)[kAccumulat
     named_barrier_sync(kBarrierOfConsumer + consumer, kWarpgroupSize);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) store(boxes[i], i * kColumns);
-    if (is_leader) tma_store_commit();
+    if (is_leader) cp_async_bulk_commit_group();
   } else {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       uint8_t* box = boxes[i % kOutBoxes];
-      if (is_leader) tma_store_wait<kOutBoxes - 1>();
+      if (is_leader) cp_async_bulk_wait_group_read<kOutBoxes - 1>();
       named_barrier_sync(kBarrierOfConsumer + consumer, kWarpgroupSize);
       store_box_to_smem<T>(acc, i, box);
       fence_proxy_async();
       named_barrier_sync(kBarrierOfConsumer + consumer, kWarpgroupSize);
       store(box, i * kColumns);
-      if (is_leader) tma_store_commit();
+      if (is_leader) cp_async_bulk_commit_group();
     }
   }
 }

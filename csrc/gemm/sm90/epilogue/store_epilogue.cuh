@@ -131,7 +131,7 @@ struct StoreEpilogue {
   }
   // After the last tile: waits until TMA stores have read shared memory.
   static __device__ __forceinline__ void wait_stores() {
-    if (threadIdx.x % kWarpgroupSize == 0) tma_store_wait<0>();
+    if (threadIdx.x % kWarpgroupSize == 0) cp_async_bulk_wait_group_read<0>();
   }
 };
 

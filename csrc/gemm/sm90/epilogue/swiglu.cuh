@@ -147,7 +147,7 @@ struct SwigluEpilogueBase {
   }
 
   static __device__ __forceinline__ void wait_stores() {
-    if (threadIdx.x % kWarpgroupSize == 0) tma_store_wait<0>();
+    if (threadIdx.x % kWarpgroupSize == 0) cp_async_bulk_wait_group_read<0>();
   }
 };
 

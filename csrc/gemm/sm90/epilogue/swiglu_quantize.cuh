@@ -213,7 +213,7 @@ struct SwigluQuantizeEpilogue : SwigluEpilogueBase<T, interleaved> {
     const ActPairs<T> act(acc, tile.cols);
     const Scales scales(act, quantize_args, tile, lane);
     if (this->h_data) {  // the last store of h used the second box; wait for the first
-      if (threadIdx.x % kWarpgroupSize == 0) tma_store_wait<1>();
+      if (threadIdx.x % kWarpgroupSize == 0) cp_async_bulk_wait_group_read<1>();
       named_barrier_sync(kBarrierOfConsumer + wg_tile.consumer, kWarpgroupSize);
     } else {
       __syncwarp();  // the data of the previous tile has been read

@@ -80,7 +80,7 @@ __device__ __forceinline__ void store_transposed(const GroupedGemmParams& args, 
     const int row = wg_tile.row + i * kBoxRows;
     if (row >= wg_tile.group_end) break;
     uint8_t* box = boxes[i % MxNvSharedStorage::kOutBoxes];
-    if (is_leader) tma_store_wait<MxNvSharedStorage::kOutBoxes - 1>();
+    if (is_leader) cp_async_bulk_wait_group_read<MxNvSharedStorage::kOutBoxes - 1>();
     named_barrier_sync(kBarrierOfConsumer + wg_tile.consumer, kWarpgroupSize);
 #pragma unroll
     for (int j = 0; j < kBoxRows / 8; j += 2) {
@@ -103,7 +103,7 @@ __device__ __forceinline__ void store_transposed(const GroupedGemmParams& args, 
       store_rows_of_group<Out>(box, args.out, args.out_row_stride, wg_tile.column, args.n, box_tile);
       fence_proxy_async();  // redundant: threads write the box next, not TMA (store_rows_of_group)
     }
-    if (is_leader) tma_store_commit();
+    if (is_leader) cp_async_bulk_commit_group();
   }
 }
 
@@ -191,7 +191,7 @@ __device__ __forceinline__ void mx_nv_consumer_loop(const GroupedGemmParams& arg
     store_transposed(args, out_map, wg_tile, acc, shared.out[consumer]);
   }
   order.finish();
-  if (threadIdx.x % kWarpgroupSize == 0) tma_store_wait<0>();
+  if (threadIdx.x % kWarpgroupSize == 0) cp_async_bulk_wait_group_read<0>();
 }
 
 // Format is that of the weights.

@@ -76,13 +76,13 @@ class AccumulateEpilogue {
         }
       } else {
         uint8_t* box = boxes[tma_count++ % kOutBoxes];
-        if (is_leader) tma_store_wait<kOutBoxes - 1>();
+        if (is_leader) cp_async_bulk_wait_group_read<kOutBoxes - 1>();
         named_barrier_sync(kBarrierOfConsumer + consumer, kWarpgroupSize);
         store_box_to_smem<float>(acc, i, box);
         fence_proxy_async();
         named_barrier_sync(kBarrierOfConsumer + consumer, kWarpgroupSize);
         if (is_leader && i * kColumns < out_.columns && out_.rows > 0) reduce_add(box, i * kColumns);
-        if (is_leader) tma_store_commit();
+        if (is_leader) cp_async_bulk_commit_group();
       }
       if (i + kBoxesAhead < kBoxes) load(i + kBoxesAhead);
     }

@@ -163,7 +163,7 @@ __device__ __forceinline__ void wgrad_consumer_loop(const WgradTensorMaps& maps,
               tokens.end - tokens.begin);
     }
   }
-  if (threadIdx.x % kWarpgroupSize == 0) tma_store_wait<0>();
+  if (threadIdx.x % kWarpgroupSize == 0) cp_async_bulk_wait_group_read<0>();
 }
 
 template <typename Mainloop, typename Out>
