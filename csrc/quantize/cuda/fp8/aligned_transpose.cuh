@@ -20,6 +20,7 @@
 
 #include <algorithm>
 
+#include "common/ptx/cp_async.cuh"
 #include "common/row_index.cuh"
 #include "common/shared_memory.cuh"
 #include "quantize/cuda/fp8/segment.cuh"
@@ -86,13 +87,6 @@ __device__ __forceinline__ void read_row_index(const QuantizeArgs& args, int beg
   }
 }
 
-// Copies 16 bytes, or writes 16 zeros without reading. The hint suits rows of which 256 bytes are read.
-__device__ __forceinline__ void copy_async_or_zero(uint32_t to, const char* from, bool valid) {
-  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
-               "r"(valid ? 16 : 0)
-               : "memory");
-}
-
 // Copies rows `begin` to `end` into the ring by cp.async; the row of the buffer determines its place.
 // Addresses are computed anew in each call to save registers.
 template <typename T, typename Shared>
@@ -113,9 +107,9 @@ __device__ __forceinline__ void load_rows_async(const QuantizeArgs& args, int co
           to + static_cast<uint32_t>(row) % kRing * static_cast<uint32_t>(sizeof(shared.ring[0]));
       if constexpr (Shared::kIndexed) {
         const int input_row = shared.input_rows[static_cast<uint32_t>(row) % kPartRows];
-        copy_async_or_zero(place, from + static_cast<uint64_t>(max(input_row, 0)) * pitch, input_row >= 0);
+        ptx::cp_async_zfill(place, from + static_cast<uint64_t>(max(input_row, 0)) * pitch, input_row >= 0);
       } else {
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(place), "l"(from) : "memory");
+        ptx::cp_async(place, from);
       }
     }
     row += kRowsAtOnce;
@@ -305,8 +299,8 @@ __global__ void __launch_bounds__(kThreads, kAlignedBlocksPerSm)
   if (kBlocks && args.rowwise && block.first == 0 && threadIdx.x < block.row_scales_width - layout.rows) {
     args.scale[block.strip * block.row_scales_width + layout.rows + threadIdx.x] = 0.0f;
   }
-  asm volatile("cp.async.commit_group;" ::: "memory");
-  asm volatile("cp.async.wait_group 0;" ::: "memory");
+  ptx::cp_async_commit_group();
+  ptx::cp_async_wait_group<0>();
   __syncthreads();  // the first rows are in the ring
   for (int i = 0; i < block.count; ++i) {
     const PartTile& at = shared.tiles[i];
@@ -333,7 +327,7 @@ __global__ void __launch_bounds__(kThreads, kAlignedBlocksPerSm)
       load_rows_async<T>(args, col, cols, at.row + kRing, min(at.row + at.rows + kRing, block.end_row),
                          shared);
     }
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    ptx::cp_async_commit_group();
 
     float row_scale = 1.0f;
     if (kBlocks) {
@@ -351,9 +345,9 @@ __global__ void __launch_bounds__(kThreads, kAlignedBlocksPerSm)
     // If the ring holds this tile and the next, the next one's rows were requested before the last group of
     // copies.
     if (at.rows + shared.tiles[i + 1].rows <= kRing) {
-      asm volatile("cp.async.wait_group 1;" ::: "memory");
+      ptx::cp_async_wait_group<1>();
     } else {
-      asm volatile("cp.async.wait_group 0;" ::: "memory");
+      ptx::cp_async_wait_group<0>();
     }
     __syncthreads();  // the transposed tile is in shared memory, the next tile's rows are in the ring
     const int begin = block.first + i == 0 ? 0 : at.begin;

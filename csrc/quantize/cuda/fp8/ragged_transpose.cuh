@@ -25,6 +25,7 @@
 
 #include <cstdint>
 
+#include "common/ptx/cp_async.cuh"
 #include "quantize/cuda/fp8/segment.cuh"
 
 namespace transformer_plugin::quantize {
@@ -141,11 +142,9 @@ struct RowLoader {
     limit = min(limit, end);
 #pragma unroll 4
     while (row < limit) {
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
-                       ring + static_cast<uint32_t>(row) % kRing *
-                                  static_cast<uint32_t>(sizeof(RaggedTransposeShared::ring[0]))),
-                   "l"(source)
-                   : "memory");
+      ptx::cp_async(ring + static_cast<uint32_t>(row) % kRing *
+                               static_cast<uint32_t>(sizeof(RaggedTransposeShared::ring[0])),
+                    source);
       row += kRowsAtOnce;
       source += pitch * static_cast<uint32_t>(kRowsAtOnce);
     }
@@ -310,7 +309,7 @@ __global__ void __launch_bounds__(kRaggedThreads, kRaggedBlocksPerSm)
     const RowTile at = warp_uniform(next);
     if (index + 1 < block.last) next = layout.row_tile_table[index + 1];
     const bool tail = at.group == layout.groups;
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    ptx::cp_async_wait_all();
     __syncthreads();  // the tile's rows are in the ring, and chunks that were stored may be overwritten
 
     const SegmentRows rows(at, block.segment);

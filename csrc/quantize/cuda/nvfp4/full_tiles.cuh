@@ -12,6 +12,7 @@
 #pragma once
 
 #include "common/philox.cuh"
+#include "common/ptx/cp_async.cuh"
 #include "quantize/cuda/nvfp4/encode.cuh"
 
 namespace transformer_plugin::quantize {
@@ -77,15 +78,13 @@ __device__ __forceinline__ void load_rows_async(const NvArgs& args, uint32_t row
   const uint32_t target = shared_address(&shared.rows[row][col]);
 #pragma unroll
   for (uint32_t i = 0; i < kNvBlock / kStep; ++i, source += cols * kStep * sizeof(T)) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
-                     target + i * kStep * NvFullTileShared<T>::kPitch * static_cast<uint32_t>(sizeof(T))),
-                 "l"(source)
-                 : "memory");
+    ptx::cp_async(target + i * kStep * NvFullTileShared<T>::kPitch * static_cast<uint32_t>(sizeof(T)),
+                  source);
   }
 }
 
 __device__ __forceinline__ void wait_for_rows() {
-  asm volatile("cp.async.wait_all;" ::: "memory");
+  ptx::cp_async_wait_all();
   __syncwarp();
 }
 

@@ -11,6 +11,7 @@
 
 #include "common/device_types.cuh"
 #include "common/launch.cuh"
+#include "common/ptx/memory.cuh"
 #include "common/shared_memory.cuh"
 #include "quantize/args/layout.h"
 
@@ -174,8 +175,7 @@ __device__ __forceinline__ void transpose_4x4(const uint32_t (&rows)[4], uint32_
 // until the sector is complete; an evicted sector would be read from memory again.
 template <typename Word>
 __device__ __forceinline__ void store_evict_last(void* target, Word word) {
-  uint64_t policy;
-  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  const uint64_t policy = ptx::createpolicy_evict_last();
   if constexpr (sizeof(word) == 8) {
     asm volatile("st.global.L2::cache_hint.v2.u32 [%0], {%1, %2}, %3;" ::"l"(target), "r"(word.x),
                  "r"(word.y), "l"(policy)
