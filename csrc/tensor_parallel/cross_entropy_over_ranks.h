@@ -18,6 +18,9 @@
 
 #include "common/dtype.h"
 #include "common/log.h"
+#if defined(__CUDACC__)
+#include "common/ptx/arithmetic.cuh"
+#endif
 
 namespace transformer_plugin::tensor_parallel {
 
@@ -93,9 +96,7 @@ TP_HOST_DEVICE float not_a_number() { return bits_to_float(0x7fc00000u); }
 // The larger one; NaN if one of them is.
 TP_HOST_DEVICE float larger_f32(float a, float b) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  float result;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
-  return result;
+  return ptx::max_nan(a, b);
 #else
   return static_cast<int>(a >= b) | static_cast<int>(a != a) ? a : b;
 #endif

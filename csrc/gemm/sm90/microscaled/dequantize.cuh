@@ -1,6 +1,7 @@
 // Exact conversion of 16 MXFP8 or NVFP4 elements and their scale to BF16.
 #pragma once
 
+#include "common/ptx/arithmetic.cuh"
 #include "gemm/sm90/epilogue/store_accumulators.cuh"
 
 namespace transformer_plugin::gemm::sm90 {
@@ -47,9 +48,7 @@ struct MxFormat {
     if constexpr (element == DType::kFloat8E5M2) {
       return __byte_perm(word, 0, first == 0 ? 0x1404 : 0x3424);
     } else {
-      uint32_t result;
-      asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(result) : "h"(static_cast<uint16_t>(word >> first * 8)));
-      return result;
+      return cvt_f16x2_e4m3x2(static_cast<uint16_t>(word >> first * 8));
     }
   }
   static __device__ __forceinline__ uint32_t scale_to_bf16x2(uint32_t half2_bits, float factor) {

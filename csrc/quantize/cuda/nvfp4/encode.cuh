@@ -6,6 +6,7 @@
 // own amax leaves no such value, unless it is subnormal.
 #pragma once
 
+#include "common/ptx/arithmetic.cuh"
 #include "quantize/cuda/nvfp4/hadamard.cuh"
 
 namespace transformer_plugin::quantize {
@@ -52,9 +53,7 @@ __device__ __forceinline__ uint32_t signs_of(const uint32_t* pairs) {
 // Maximum of magnitudes that propagates NaN. For pairs of 16-bit values the sign of the result is
 // meaningless.
 __device__ __forceinline__ float max_abs_nan(float largest, float value) {
-  float result;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(largest), "f"(fabsf(value)));
-  return result;
+  return ptx::max_nan(largest, fabsf(value));
 }
 __device__ __forceinline__ Packed2<float> max_abs_nan(Packed2<float> largest, Packed2<float> values) {
   return {max_abs_nan(largest.x, values.x), max_abs_nan(largest.y, values.y)};
@@ -198,8 +197,7 @@ __device__ __forceinline__ bool is_fast(const NvGlobal& global) {
 __device__ __forceinline__ NvScale nv_scale_fast(float target, float inverse) {
   uint16_t bits;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(bits) : "f"(0.0f), "f"(target));
-  uint32_t halves;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(bits));
+  const uint32_t halves = ptx::cvt_f16x2_e4m3x2(bits);
   __half2 value;
   memcpy(&value, &halves, sizeof(value));
   NvScale scale;
