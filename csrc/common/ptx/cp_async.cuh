@@ -14,7 +14,7 @@ namespace transformer_plugin::ptx {
 __device__ __forceinline__ void cp_async(uint32_t to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
-// The same, or writes 16 zeros without reading. The hint suits rows of which 256 bytes are read.
+// The same, or writes 16 zeros without reading. The hint L2::256B suits rows of which 256 bytes are read.
 __device__ __forceinline__ void cp_async_zfill(uint32_t to, const void* from, bool valid) {
   asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                "r"(valid ? 16 : 0)

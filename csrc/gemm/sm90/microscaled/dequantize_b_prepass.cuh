@@ -166,7 +166,7 @@ struct OverlappedDequantize {
       }
       fence_proxy_async_global();  // TMA reads what the threads wrote
       __syncwarp();
-      if (threadIdx.x % kWarpSize == 0) red_release_add(ready + kReadyBlocks + block, 1);
+      if (threadIdx.x % kWarpSize == 0) red_release_gpu_add(ready + kReadyBlocks + block, 1);
     }
   }
 
@@ -175,7 +175,7 @@ struct OverlappedDequantize {
     const uint32_t block_tasks = tasks_per_block(k), lane = threadIdx.x % kWarpSize;
     const uint32_t block = static_cast<uint32_t>(row) / kBlockRows + lane;  // a lane for each block
     const bool needed = block <= static_cast<uint32_t>(end_row - 1) / kBlockRows;
-    while (!__all_sync(~0u, !needed || ld_acquire(ready + kReadyBlocks + block) >= block_tasks)) {
+    while (!__all_sync(~0u, !needed || ld_acquire_gpu(ready + kReadyBlocks + block) >= block_tasks)) {
       __nanosleep(100);
     }
     fence_proxy_async_global();
