@@ -66,7 +66,7 @@ def test_a_recipe_set_later_is_that_of_the_constructor(
     assert not torch.equal(got[0], before[0])
     for g, e in zip(got, expected, strict=True):
         assert_same_bits(g, e)
-    assert moe_of(recipe, device).exchange == module.exchange  # the padding is that of the recipe
+    assert moe_of(recipe, device).dispatcher == module.dispatcher  # the padding is that of the recipe
     set_in(module, where, NVFP4)
     for g, e in zip(results(copy.deepcopy(module)), results(moe_of(NVFP4, device)), strict=True):
         assert_same_bits(g, e)

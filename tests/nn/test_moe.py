@@ -281,7 +281,7 @@ def test_groups_are_what_nvfp4_wants(capacity: int | None, device: torch.device)
     for tokens in (0, 1, 7, 60):
         input = tokens_of((tokens,), device).requires_grad_()
         routing = module.router(input)
-        received = module.exchange.dispatch(input, routing.indices, routing.weights)
+        received = module.dispatcher.dispatch(input, routing.indices, routing.weights)
         assert not (received.group_sizes % 16).any() and received.rows.shape[0] % 16 == 0
         assert capacity is None or received.rows.shape[0] == capacity
         (grad,) = torch.autograd.grad(module(input).output.square().sum(), input)

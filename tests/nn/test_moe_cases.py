@@ -46,8 +46,8 @@ def steps(layer: MoE, tokens: Tensor) -> Tensor:
     """What the layer does, one op after the other."""
     router, experts = layer.router, layer.experts
     routing, tokens = router.route(tokens) if isinstance(router, TopKRouter) else (router(tokens), tokens)
-    multiple = layer.exchange.row_multiple
-    alignment = layer.exchange.alignment_of(routing.indices.numel(), tokens.is_cuda)
+    multiple = layer.dispatcher.row_multiple
+    alignment = layer.dispatcher.alignment_of(routing.indices.numel(), tokens.is_cuda)
     capacity = layer.dispatch.capacity
     if capacity is None:
         capacity = routing.indices.numel() + layer.num_experts * (alignment - 1)

@@ -72,7 +72,7 @@ def test_memory_of_a_step() -> None:
         layer(leaf).output.backward(grad)
         leaf.grad, layer.router.weight.grad = None, None
 
-    alignment = layer.exchange.alignment_of(LARGE.tokens * LARGE.topk, True)
+    alignment = layer.dispatcher.alignment_of(LARGE.tokens * LARGE.topk, True)
     rows = LARGE.tokens * LARGE.topk + LARGE.experts * (alignment - 1)
     bound = 2 * (3 * LARGE.tokens * LARGE.hidden + rows * (3 * LARGE.ffn + LARGE.hidden))
     used = most_memory(step)

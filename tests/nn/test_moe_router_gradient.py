@@ -39,7 +39,7 @@ def test_the_sum_is_that_of_the_op(dtype: torch.dtype, device: torch.device) -> 
     tokens, weight = x.detach().requires_grad_(), moe.router.weight
     logits = ops.router_logits(x.detach(), weight)
     weights, indices = ops.topk_router(logits, None, K)
-    expected, _ = moe.exchange.run(moe.experts, tokens, indices, weights)
+    expected, _ = moe.dispatcher.run(moe.experts, tokens, indices, weights)
     of_logits, of_experts = torch.autograd.grad(expected, [logits, tokens], grad)
     of_both = ops.router_logits_backward(of_logits, x.detach(), weight.detach(), grad_tokens=of_experts)
     assert_same_bits(output, expected.detach())
@@ -73,7 +73,7 @@ def test_experts_get_the_tokens_that_the_router_did_not_change(device: torch.dev
     moe.router.register_forward_pre_hook(lambda module, args: (-args[0],))
     output, gradients = run(moe, x, grad)
     routing = moe.router(x)
-    expected, _ = moe.exchange.run(moe.experts, x, routing.indices, routing.weights)
+    expected, _ = moe.dispatcher.run(moe.experts, x, routing.indices, routing.weights)
     assert_same_bits(output, expected.detach())
     (of_input,) = torch.autograd.grad(expected, x, grad)
     assert_same_bits(gradients[0], of_input)

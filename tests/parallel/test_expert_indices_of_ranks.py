@@ -8,8 +8,7 @@ from torch import Tensor
 from tests.ops.test_expert_indices import FixedRouter
 from tests.parallel.test_ep_context import error_of
 from transformer_plugin import ops
-from transformer_plugin.nn import MoE
-from transformer_plugin.nn.exchange import DispatchConfig
+from transformer_plugin.nn import DispatchConfig, MoE
 from transformer_plugin.parallel import (
     EpBuffer,
     EpContext,

@@ -133,8 +133,8 @@ def check_capacity(rank: Rank) -> None:
     weights = [each.weights.detach() for each in routings]
     kept = kept_weights(weights, [each.indices for each in routings], 20, EXPERTS // rank.size)[rank.rank]
     assert kept.any() and not kept.all()
-    received = whole.exchange.dispatch(tokens[rank.rank], routings[rank.rank].indices, kept)
-    expected = whole.exchange.combine(
+    received = whole.dispatcher.dispatch(tokens[rank.rank], routings[rank.rank].indices, kept)
+    expected = whole.dispatcher.combine(
         whole.experts(received.rows, received.group_sizes, received.probs), received
     )
     result = small(tokens[rank.rank])
@@ -149,11 +149,11 @@ def test_capacity_drops_rows(pair: RankPool) -> None:
 def check_rows_in_use(rank: Rank) -> None:
     """Eager calls on a CPU have only the rows in use; fake tensors, which have no values, the whole capacity."""
     _, part = whole_and_part(rank, "none", DispatchConfig(max_tokens=20, alignment=1))
-    capacity = part.exchange.context.capacity
+    capacity = part.dispatcher.context.capacity
 
     def rows_for(tokens: Tensor) -> tuple[int, Tensor]:
         routing = part.router(tokens)
-        received = part.exchange.dispatch(tokens, routing.indices, routing.weights)
+        received = part.dispatcher.dispatch(tokens, routing.indices, routing.weights)
         return received.rows.shape[0], received.total
 
     rows, total = rows_for(tokens_of(rank.rank, 12 + rank.rank).to(rank.device))
@@ -185,7 +185,7 @@ def check_state(rank: Rank) -> None:
     )
     deferred.load_state_dict(part.state_dict(), assign=True)
     assert_same_bits(deferred(input).output, part(input).output)
-    assert f"GroupExchange(rank {rank.rank} of 2" in repr(part)
+    assert f"TokenDispatcher(rank {rank.rank} of 2" in repr(part)
 
 
 def test_state(pair: RankPool) -> None:

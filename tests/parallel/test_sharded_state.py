@@ -181,7 +181,7 @@ def check_refusals(rank: Rank) -> None:
             fully_shard(Block(device, mesh=mesh["experts"], dtensor=dtensor), mesh=mesh["copies"])
     block = Block(device, group=dist.new_group([0, 1]) if not several else mesh["experts"].get_group())
     stranger = init_device_mesh(device.type, (rank.size // 2, 2), mesh_dim_names=("x", "y"))
-    if block.moe.exchange.context.group_name != stranger["y"].get_group().group_name:
+    if block.moe.dispatcher.context.group_name != stranger["y"].get_group().group_name:
         with pytest.raises(ValueError, match=named.format("DeviceMesh.*not part of the same mesh")):
             fully_shard(block.moe.experts, mesh=stranger["x"])
     both = Block(device, mesh=mesh["experts"])

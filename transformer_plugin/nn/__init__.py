@@ -6,7 +6,6 @@ from transformer_plugin.nn._slots import Slots
 from transformer_plugin.nn.convert import convert
 from transformer_plugin.nn.delayed import reduce_amax
 from transformer_plugin.nn.embedding import Embedding
-from transformer_plugin.nn.exchange import DispatchConfig
 from transformer_plugin.nn.grouped_linear import GroupedLinear
 from transformer_plugin.nn.grouped_mlp import GroupedMLP
 from transformer_plugin.nn.layer_norm_linear import LayerNormLinear
@@ -16,6 +15,7 @@ from transformer_plugin.nn.norms import LayerNorm, RMSNorm
 from transformer_plugin.nn.quantized_parameters import quantized_init
 from transformer_plugin.nn.quantized_weight import QuantizedWeight
 from transformer_plugin.nn.router import RouterConfig, Routing, TopKRouter
+from transformer_plugin.parallel.token_dispatcher import DispatchConfig
 
 __all__ = [
     "DispatchConfig",

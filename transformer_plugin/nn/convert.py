@@ -16,9 +16,9 @@ from transformer_plugin.nn._autocast import operand
 from transformer_plugin.nn._left_alone import chooses, is_experts, is_linear, left_alone
 from transformer_plugin.nn._module import PluginModule, layer_forward
 from transformer_plugin.nn._recipe import RecipeModule, formats_of, row_rules, width_multiple
-from transformer_plugin.nn.exchange import DispatchConfig, LocalExchange
 from transformer_plugin.nn.linear import Linear
 from transformer_plugin.nn.quantized_parameters import refused_recipe
+from transformer_plugin.parallel.token_dispatcher import DispatchConfig, LocalTokenDispatcher
 from transformer_plugin.recipes import DelayedScaling, Recipe
 from transformer_plugin.tensor._layout import message
 
@@ -62,16 +62,16 @@ class ConvertedExperts(PluginModule):
         experts = self.gate_up_proj.shape[0]
         # Under expert parallelism transformers gives choices of other ranks' experts the index `experts`.
         rules = row_rules(formats_of(recipe))
-        self._exchange = LocalExchange(experts, DispatchConfig(), *rules, total_experts=experts + 1)
+        self._dispatcher = LocalTokenDispatcher(experts, DispatchConfig(), *rules, total_experts=experts + 1)
 
     @layer_forward
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Runs the tokens through their experts. See the class."""
         tokens = operand(hidden_states)
-        received = self._exchange.dispatch(tokens, top_k_index, top_k_weights.float())
+        received = self._dispatcher.dispatch(tokens, top_k_index, top_k_weights.float())
         weights = (operand(self.gate_up_proj), operand(self.down_proj))
         rows = grouped_mlp(received.rows, *weights, received.group_sizes, received.probs, recipe=self.recipe)
-        output: Tensor = self._exchange.combine(rows, received)
+        output: Tensor = self._dispatcher.combine(rows, received)
         return output.to(hidden_states.dtype)
 
     def extra_repr(self) -> str:

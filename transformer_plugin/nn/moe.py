@@ -18,13 +18,13 @@ from transformer_plugin.nn._layouts import Layout
 from transformer_plugin.nn._module import check_sizes, layer_forward, registered, serializable
 from transformer_plugin.nn._recipe import DTYPES, RowRules, formats_of, row_rules
 from transformer_plugin.nn._tensor_parallel import TensorParallel, same_on_ranks, sequence_parallel_group
-from transformer_plugin.nn.exchange import DispatchConfig, GroupExchange, LocalExchange
 from transformer_plugin.nn.grouped_mlp import GroupedMLP
 from transformer_plugin.nn.quantized_parameters import chosen_recipe
 from transformer_plugin.nn.router import RouterConfig, TopKRouter, returns_tokens
 from transformer_plugin.parallel._ranks import group_and_mesh, mesh_of
 from transformer_plugin.parallel._shard_experts import shard_experts
 from transformer_plugin.parallel._wrapping import install_wrapper_checks
+from transformer_plugin.parallel.token_dispatcher import DispatchConfig, LocalTokenDispatcher, TokenDispatcher
 from transformer_plugin.recipes import Recipe
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ class MoE(LaunchedModule):
     hidden: int = fixed("hidden")
     ffn_hidden: int = fixed("ffn_hidden")
     num_experts: int = fixed("num_experts")
-    group: ProcessGroup | None = fixed("group", lambda moe: moe.exchange.group)
+    group: ProcessGroup | None = fixed("group", lambda moe: moe.dispatcher.group)
     dispatch: DispatchConfig = fixed("dispatch")
     bias: bool = fixed("bias")
     mesh: DeviceMesh | None = fixed("mesh")
@@ -195,15 +195,15 @@ class MoE(LaunchedModule):
         _check_layout(parameters, dtensor, group, mesh)
         self.hidden, self.ffn_hidden, self.num_experts, self.bias = hidden, ffn_hidden, num_experts, bias
         self.dispatch, self.mesh, self.glu_interleave = dispatch, mesh, glu_interleave
-        self.exchange: LocalExchange | GroupExchange
+        self.dispatcher: LocalTokenDispatcher | TokenDispatcher
         ranks, (alignment, multiple) = 1, row_rules(formats_of(recipe))
         found, expert_mesh = group_and_mesh(group, mesh)
         if found is None or found.size() == 1:
-            self.exchange = LocalExchange(num_experts, dispatch, alignment, multiple)
+            self.dispatcher = LocalTokenDispatcher(num_experts, dispatch, alignment, multiple)
         else:
             ranks = _size_of(found, dtensor)
             place = (dispatch, alignment, multiple, device)
-            self.exchange = GroupExchange(found, num_experts, hidden, topk, *place)
+            self.dispatcher = TokenDispatcher(found, num_experts, hidden, topk, *place)
         self.router = TopKRouter(hidden, num_experts, topk, router, device=device, dtype=dtype)
         self.router.tensor_parallel = parallel
         same_on_ranks(self.router)
@@ -215,10 +215,10 @@ class MoE(LaunchedModule):
         of_experts.update(fuse_wgrad_accumulation=fuse_wgrad_accumulation)
         of_experts.update(delay_wgrad_compute=delay_wgrad_compute)
         self.experts = GroupedMLP(num_experts // ranks, hidden, ffn_hidden, bias, **of_experts)
-        self._exchange_rules = RowRules(alignment, multiple)
-        if found is not None and isinstance(self.exchange, GroupExchange):
+        self._dispatcher_rules = RowRules(alignment, multiple)
+        if found is not None and isinstance(self.dispatcher, TokenDispatcher):
             self.experts.to_empty(device=torch.get_default_device() if device is None else device)
-            over = expert_mesh or mesh_of(found, self.exchange.context.device)
+            over = expert_mesh or mesh_of(found, self.dispatcher.context.device)
             ranks_per_loss = len(parallel.ranks) if parallel else 1
             shard_experts(self.experts, self.router, found, over if dtensor else None, ranks_per_loss)
             self.experts.reset_parameters()
@@ -256,7 +256,7 @@ class MoE(LaunchedModule):
         else:
             routing = router(tokens)
         routed = (operand(tokens), routing.indices, routing.weights)
-        output, received = self._aligned_exchange(experts).run(experts, *routed)
+        output, received = self._aligned_dispatcher(experts).run(experts, *routed)
         if input.dim() != 2:
             output = self._restore_shape(output, input)
         if out is not None:
@@ -282,18 +282,18 @@ class MoE(LaunchedModule):
         return next(module for module in self.router.modules() if isinstance(module, TopKRouter))
 
     def _on_recipe_change(self) -> None:
-        self._aligned_exchange(self.experts)
+        self._aligned_dispatcher(self.experts)
 
-    def _aligned_exchange(self, experts: torch.nn.Module) -> LocalExchange | GroupExchange:
-        """Returns the exchange, with the row padding that the experts' formats require.
+    def _aligned_dispatcher(self, experts: torch.nn.Module) -> LocalTokenDispatcher | TokenDispatcher:
+        """Returns the dispatcher, with the row padding that the experts' formats require.
 
         Checked in every forward, because recipes may be set in the experts and in their layers.
         """
         rules = row_rules_in(*(experts._layers() if isinstance(experts, GroupedMLP) else (experts,)))
-        if rules != self._exchange_rules:
-            self.exchange = self.exchange.with_alignment(*rules)
-            self._exchange_rules = rules
-        return self.exchange
+        if rules != self._dispatcher_rules:
+            self.dispatcher = self.dispatcher.with_alignment(*rules)
+            self._dispatcher_rules = rules
+        return self.dispatcher
 
     @staticmethod
     def _restore_shape(output: Tensor, input: Tensor) -> Tensor:
@@ -327,6 +327,6 @@ class MoE(LaunchedModule):
         return input if input.dim() == 2 else input.reshape(-1, self.hidden)
 
     def extra_repr(self) -> str:
-        """The sizes and the exchange."""
+        """The sizes and the dispatcher."""
         sizes = f"hidden={self.hidden}, ffn_hidden={self.ffn_hidden}, num_experts={self.num_experts}"
-        return f"{sizes}, {self.exchange}"
+        return f"{sizes}, {self.dispatcher}"

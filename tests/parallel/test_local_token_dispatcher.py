@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from transformer_plugin import nn
-from transformer_plugin.nn.exchange import FEW_ROWS, DispatchConfig, LocalExchange
+from transformer_plugin.parallel.token_dispatcher import FEW_ROWS, DispatchConfig, LocalTokenDispatcher
 from transformer_plugin.recipes import recipe_from_name
 from transformer_plugin.testing.numerics import assert_same_bits
 
@@ -20,22 +20,22 @@ MANY = FEW_ROWS * EXPERTS
 
 
 def test_alignment() -> None:
-    exchange = LocalExchange(EXPERTS, DispatchConfig(), 128)
-    assert exchange.alignment_of(MANY, True) == 128
-    assert exchange.alignment_of(MANY - 1, True) == 1
-    assert exchange.alignment_of(MANY, False) == 1
-    assert exchange.with_alignment(128, 16).alignment_of(8, True) == 16  # what the recipe requires
-    assert LocalExchange(EXPERTS, DispatchConfig(alignment=32), 128).alignment_of(8, True) == 32
-    assert LocalExchange(EXPERTS, DispatchConfig(capacity=64), 128).alignment_of(MANY, True) == 1
+    dispatcher = LocalTokenDispatcher(EXPERTS, DispatchConfig(), 128)
+    assert dispatcher.alignment_of(MANY, True) == 128
+    assert dispatcher.alignment_of(MANY - 1, True) == 1
+    assert dispatcher.alignment_of(MANY, False) == 1
+    assert dispatcher.with_alignment(128, 16).alignment_of(8, True) == 16  # what the recipe requires
+    assert LocalTokenDispatcher(EXPERTS, DispatchConfig(alignment=32), 128).alignment_of(8, True) == 32
+    assert LocalTokenDispatcher(EXPERTS, DispatchConfig(capacity=64), 128).alignment_of(MANY, True) == 1
 
 
 class Assign(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.exchange = LocalExchange(EXPERTS, DispatchConfig(), 128)
+        self.dispatcher = LocalTokenDispatcher(EXPERTS, DispatchConfig(), 128)
 
     def forward(self, indices: Tensor, weights: Tensor) -> Tensor:
-        return self.exchange.assign(indices, weights)[0].source
+        return self.dispatcher.assign(indices, weights)[0].source
 
 
 def routed(tokens: int) -> tuple[Tensor, Tensor]:
@@ -45,8 +45,10 @@ def routed(tokens: int) -> tuple[Tensor, Tensor]:
 
 def test_a_tracer_that_does_not_know_the_tokens_takes_one_alignment(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: one graph for few and many tokens, and an export whose number of tokens has no other limits."""
-    alignment_of = LocalExchange.alignment_of
-    monkeypatch.setattr(LocalExchange, "alignment_of", lambda self, rows, _: alignment_of(self, rows, True))
+    alignment_of = LocalTokenDispatcher.alignment_of
+    monkeypatch.setattr(
+        LocalTokenDispatcher, "alignment_of", lambda self, rows, _: alignment_of(self, rows, True)
+    )
     padded = EXPERTS * 127
     few, many = routed(8), routed(MANY)
     assert [Assign()(*each).shape[0] for each in (few, many)] == [8 * TOPK, MANY * TOPK + padded]

@@ -1,4 +1,4 @@
-"""Dispatch of tokens to experts and combine: on one rank (here), or over a group (``parallel/expert.py``)."""
+"""Token dispatchers: they move tokens to experts and combine what comes back, on one rank or over a group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformer_plugin.nn._autocast import as_float32
 from transformer_plugin.nn._slots import Slots
 from transformer_plugin.nn._tracing import assign_all, is_tracing
 from transformer_plugin.nn.grouped_mlp import takes_tokens
-from transformer_plugin.parallel import EpContext, EpPlan
+from transformer_plugin.parallel.expert import EpContext, EpPlan
 from transformer_plugin.tensor._layout import message
 
 if TYPE_CHECKING:
@@ -98,12 +98,12 @@ class Received(NamedTuple):
     group_sizes: Tensor
     #: int64 ``[1]``, the number of rows before any is dropped.
     total: Tensor
-    #: the plan, for the same exchange's ``combine``.
+    #: the plan, for the same dispatcher's ``combine``.
     origin: Any
 
 
 @dataclass(frozen=True)
-class LocalExchange:
+class LocalTokenDispatcher:
     """All experts are on this rank: rows are copied, not sent."""
 
     num_experts: int
@@ -120,7 +120,7 @@ class LocalExchange:
     def __post_init__(self) -> None:
         self.config.check_multiple(self.row_multiple)
 
-    def with_alignment(self, gpu_alignment: int, row_multiple: int) -> LocalExchange:
+    def with_alignment(self, gpu_alignment: int, row_multiple: int) -> LocalTokenDispatcher:
         """Returns a copy with the alignments of another recipe."""
         return replace(self, gpu_alignment=gpu_alignment, row_multiple=row_multiple)
 
@@ -178,7 +178,7 @@ class LocalExchange:
         return ops.unpermute(rows, received.origin.slot, received.origin.source)
 
 
-class GroupExchange:
+class TokenDispatcher:
     """The experts are distributed over a group of ranks. The constructor is collective."""
 
     def __init__(
@@ -222,7 +222,7 @@ class GroupExchange:
         on_gpu = self.context.device.type == "cuda"
         return self.config.row_alignment(gpu_alignment if on_gpu else 1, row_multiple)
 
-    def with_alignment(self, gpu_alignment: int, row_multiple: int) -> GroupExchange:
+    def with_alignment(self, gpu_alignment: int, row_multiple: int) -> TokenDispatcher:
         """Returns a copy with the alignments of another recipe, the same on every rank. The context stays valid."""
         self.config.check_multiple(row_multiple)
         with_alignment = copy.copy(self)
@@ -251,13 +251,13 @@ class GroupExchange:
         """Sends the rows back and sums those of each token."""
         return self.context.combine(received.origin, rows)
 
-    def __copy__(self) -> GroupExchange:
+    def __copy__(self) -> TokenDispatcher:
         """A new object with the same context."""
         copied = object.__new__(type(self))
         copied.__dict__.update(self.__dict__)
         return copied
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> GroupExchange:
+    def __deepcopy__(self, memo: dict[int, Any]) -> TokenDispatcher:
         """The same object: a copy of the module uses the same context."""
         return self
 
@@ -271,7 +271,7 @@ class GroupExchange:
         )
 
     def __repr__(self) -> str:
-        return f"GroupExchange(rank {self.context.rank} of {self.context.num_ranks}, config={self.config})"
+        return f"TokenDispatcher(rank {self.context.rank} of {self.context.num_ranks}, config={self.config})"
 
 
 def _rows_in_use(plan: EpPlan) -> EpPlan:
