@@ -66,7 +66,7 @@ def check_context(rank: Rank) -> None:
             check_error(rank, context.plan, wrong)
 
 
-def check_facade(rank: Rank) -> None:
+def check_names_of_transformer_engine(rank: Rank) -> None:
     ep_bootstrap(rank.group, EXPERTS, TOKENS, HIDDEN, 2)
     buffer = EpBuffer(2, TOKENS, HIDDEN, EXPERTS // rank.size)
     tokens = torch.ones(TOKENS, HIDDEN, device=rank.device)
@@ -95,8 +95,8 @@ def test_context(pair: RankPool) -> None:
     pair.run(check_context)
 
 
-def test_facade(pair: RankPool) -> None:
-    pair.run(check_facade)
+def test_names_of_transformer_engine(pair: RankPool) -> None:
+    pair.run(check_names_of_transformer_engine)
 
 
 def test_moe(pair: RankPool) -> None:

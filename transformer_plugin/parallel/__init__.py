@@ -4,9 +4,7 @@ from transformer_plugin.parallel._gather_order import set_gather_order
 from transformer_plugin.parallel._quantized_gather import quantize_all_gather
 from transformer_plugin.parallel._weight_shard import WeightShard
 from transformer_plugin.parallel.clip import clip_grad_norm_
-from transformer_plugin.parallel.data import ExpertDataParallel, data_parallel, fully_shard
-from transformer_plugin.parallel.expert import EpConfig, EpContext, EpPlan
-from transformer_plugin.parallel.facade import (
+from transformer_plugin.parallel.compat.transformer_engine import (
     EpBuffer,
     ep_bootstrap,
     ep_combine,
@@ -15,6 +13,8 @@ from transformer_plugin.parallel.facade import (
     ep_prepare,
     is_ep_bootstrapped,
 )
+from transformer_plugin.parallel.data import ExpertDataParallel, data_parallel, fully_shard
+from transformer_plugin.parallel.expert import EpConfig, EpContext, EpPlan
 from transformer_plugin.parallel.foreign import attach_distributed_weights
 from transformer_plugin.parallel.random import RankRandom
 from transformer_plugin.parallel.sharded import shard_

@@ -1,8 +1,8 @@
 """Expert parallelism for a layer: a context whose configuration is the same on all ranks, and the plans of its calls.
 
 A process may have several ``EpContext`` objects, over several groups or with several capacities. The functions of
-:mod:`transformer_plugin.parallel.facade` (``ep_bootstrap`` and so on) wrap one context under TransformerEngine's
-names.
+:mod:`transformer_plugin.parallel.compat.transformer_engine` (``ep_bootstrap`` and so on) wrap one context under
+TransformerEngine's names.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from transformer_plugin.testing.distributed import Rank, RankPool
 from transformer_plugin.testing.numerics import assert_same_bits
 
 
-def facade_buffer(rank: Rank) -> EpBuffer:
+def bootstrapped_buffer(rank: Rank) -> EpBuffer:
     experts = CASE.experts(rank.size)
     ep_bootstrap(
         rank.group, experts, CASE.max_tokens, CASE.hidden, CASE.topk, recv_capacity_per_rank=CASE.capacity
@@ -30,12 +30,12 @@ def facade_buffer(rank: Rank) -> EpBuffer:
     return EpBuffer(CASE.topk, CASE.max_tokens, CASE.hidden, CASE.local_experts, alignment=4)
 
 
-def check_facade_life(rank: Rank) -> None:
+def check_life(rank: Rank) -> None:
     assert not is_ep_bootstrapped()
     ep_finalize()
-    buffer = facade_buffer(rank)
+    buffer = bootstrapped_buffer(rank)
     assert is_ep_bootstrapped()
-    assert error_of(lambda: facade_buffer(rank), RuntimeError) == (
+    assert error_of(lambda: bootstrapped_buffer(rank), RuntimeError) == (
         "transformer_plugin::ep_bootstrap: expected one call before ep_finalize(), got a second one. "
         "Call ep_finalize() first, or use EpContext objects for several configurations."
     )
@@ -50,8 +50,8 @@ def check_facade_life(rank: Rank) -> None:
     ep_finalize()
 
 
-def check_facade(rank: Rank) -> None:
-    buffer = facade_buffer(rank)
+def check_calls(rank: Rank) -> None:
+    buffer = bootstrapped_buffer(rank)
     indices, tokens, weights = drawn_leaves(rank)
     counts = ep_prepare(buffer, indices)
     assert all(count % 4 == 0 for count in counts.tolist())
@@ -74,7 +74,7 @@ def check_facade(rank: Rank) -> None:
 
 def check_callers_memory(rank: Rank) -> None:
     """Results and gradient in the caller's memory, twice; then the memory is overwritten."""
-    buffer = facade_buffer(rank)
+    buffer = bootstrapped_buffer(rank)
     indices, tokens, weights = drawn_leaves(rank)
     recv, recv_weights, _ = ep_dispatch(buffer, tokens, indices, weights)
     expected = torch.autograd.grad(
@@ -104,12 +104,12 @@ def check_callers_memory(rank: Rank) -> None:
     ep_finalize()
 
 
-@pytest.mark.parametrize("check", [check_facade_life, check_facade, check_callers_memory])
-def test_facade(pool: RankPool, check: Callable[[Rank], None]) -> None:
+@pytest.mark.parametrize("check", [check_life, check_calls, check_callers_memory])
+def test_calls(pool: RankPool, check: Callable[[Rank], None]) -> None:
     pool.run(check)
 
 
-def check_facade_errors(rank: Rank) -> None:
+def check_errors(rank: Rank) -> None:
     text = error_of(lambda: EpBuffer(2, 8, 3, 4), RuntimeError)
     assert text.startswith("transformer_plugin::EpBuffer: expected a call of ep_bootstrap() first, got none.")
     for option in ({"zero_copy": True}, {"max_num_sms": 8}):
@@ -151,5 +151,5 @@ def check_facade_errors(rank: Rank) -> None:
         ep_finalize()
 
 
-def test_facade_errors(make_pool) -> None:
-    make_pool(1).run(check_facade_errors)
+def test_errors(make_pool) -> None:
+    make_pool(1).run(check_errors)

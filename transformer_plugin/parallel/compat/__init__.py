@@ -1,0 +1,1 @@
+"""The names and signatures of other libraries over the classes of this one, a module for each library."""
