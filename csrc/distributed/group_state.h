@@ -16,7 +16,9 @@
 #include <set>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <typeindex>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "distributed/call.h"
@@ -65,12 +67,17 @@ struct GroupState {
   int64_t call_count = 0;
   std::vector<PlanRecord> plans;
 
-  // Collectives that ops have begun (tensor_parallel/started.cpp).
-  std::once_flag started_once;
-  std::shared_ptr<void> started;
-  // Of weights that are sharded over the group's ranks (sharded/group_weights.h).
-  std::once_flag weights_once;
-  std::shared_ptr<void> weights;
+  // What a family of ops keeps for the group: one object of each type, made from `arguments` at its first use. This folder does
+  // not know the types.
+  template <typename T, typename... Arguments>
+  T& extension(Arguments&&... arguments) {
+    const std::lock_guard<std::recursive_mutex> lock(extensions_mutex);
+    std::shared_ptr<void>& object = extensions[typeid(T)];
+    if (!object) object = std::make_shared<T>(std::forward<Arguments>(arguments)...);
+    return *static_cast<T*>(object.get());
+  }
+  std::recursive_mutex extensions_mutex;  // recursive: a constructor may use another extension
+  std::unordered_map<std::type_index, std::shared_ptr<void>> extensions;
 
   // Exchanges through the store.
   std::atomic<int64_t> text_sequence{0};

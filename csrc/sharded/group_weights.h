@@ -11,10 +11,7 @@ struct GroupWeights {
   Reductions reductions;
 
   // Those of a group, made at their first use.
-  static GroupWeights& of(distributed::GroupState& state) {
-    std::call_once(state.weights_once, [&] { state.weights = std::make_shared<GroupWeights>(); });
-    return *static_cast<GroupWeights*>(state.weights.get());
-  }
+  static GroupWeights& of(distributed::GroupState& state) { return state.extension<GroupWeights>(); }
 };
 
 }  // namespace transformer_plugin::sharded

@@ -22,10 +22,7 @@ using torch::autograd::variable_list;
 // The collectives of a group that were begun and not finished.
 class Started {
  public:
-  static Started& of(distributed::GroupState& state) {
-    std::call_once(state.started_once, [&] { state.started = std::make_shared<Started>(); });
-    return *static_cast<Started*>(state.started.get());
-  }
+  static Started& of(distributed::GroupState& state) { return state.extension<Started>(); }
 
   // Runs `exchange`, which reads `operand` and writes `out`, for the op `start`. Returns the token.
   template <typename Exchange>
