@@ -10,11 +10,10 @@ namespace {
 constexpr Field kOpField{0, "op", FieldKind::kNumber};
 
 bool is_in_signature(const Field& field) {
-  return field.kind != FieldKind::kPlan && field.kind != FieldKind::kPerRank &&
-         field.kind != FieldKind::kPlanned;
+  return field.kind != FieldKind::kPerCall && field.kind != FieldKind::kPerRank;
 }
 
-int64_t unknown_value(const Field& field) { return field.kind == FieldKind::kPlan ? 0 : -1; }
+int64_t unknown_value(const Field& field) { return field.kind == FieldKind::kPerCall ? 0 : -1; }
 
 std::string value_text(const Field& field, int64_t value) {
   if (field.index == kOpField.index) return find_phase(static_cast<int32_t>(value)).op;
@@ -23,7 +22,7 @@ std::string value_text(const Field& field, int64_t value) {
     case FieldKind::kFlag: return value ? "True" : "False";
     case FieldKind::kGiven: return value ? "given" : "None";
     case FieldKind::kWanted: return value ? "wanted" : "not wanted";
-    case FieldKind::kPlan: return "that of call " + std::to_string(value) + " of the group";
+    case FieldKind::kPerCall: return "that of call " + std::to_string(value) + " of the group";
     default: return std::to_string(value);
   }
 }
@@ -36,7 +35,8 @@ std::string ranks_text(const std::vector<int64_t>& ranks) {
 
 }  // namespace
 
-Call::Call(const Phase& phase, std::span<const Field> fields) : phase_(phase), fields_(fields) {
+Call::Call(const Phase& phase, std::span<const Field> fields, HeaderCheck check)
+    : phase_(phase), fields_(fields), check_(check) {
   header_.fill(-1);
   arguments_.fill("group_name");
   header_[kOpField.index] = phase.id;
@@ -74,7 +74,7 @@ std::string Call::difference(const int64_t* headers, int64_t ranks, const Field&
       ranks_by_value;  // in the order of each value's first rank
   for (int64_t r = 0; r < ranks; ++r) {
     const int64_t value = headers[r * kHeaderLength + field.index];
-    if (field.kind == FieldKind::kPlan && value == unknown_value(field)) continue;
+    if (field.kind == FieldKind::kPerCall && value == unknown_value(field)) continue;
     auto entry = ranks_by_value.begin();
     while (entry != ranks_by_value.end() && entry->first != value) ++entry;
     if (entry == ranks_by_value.end()) entry = ranks_by_value.insert(entry, {value, {}});
@@ -89,31 +89,13 @@ std::string Call::difference(const int64_t* headers, int64_t ranks, const Field&
   return text;
 }
 
-void Call::check_planned_sizes(const int64_t* headers, int64_t ranks) const {
-  for (size_t i = 1; i < fields_.size(); ++i) {
-    if (fields_[i].kind != FieldKind::kPlanned) continue;
-    const Field& size_field = fields_[i - 1];
-    std::string mismatches;
-    for (int64_t r = 0; r < ranks; ++r) {
-      const int64_t size = headers[r * kHeaderLength + size_field.index];
-      const int64_t planned = headers[r * kHeaderLength + fields_[i].index];
-      if (size < 0 || planned < 0 || size == planned) continue;
-      mismatches += (mismatches.empty() ? "" : ", ") + std::to_string(size) + " on rank " +
-                    std::to_string(r) + ", whose plan has " + std::to_string(planned);
-    }
-    TP_CHECK_VALUE(mismatches.empty(), phase_.op, size_field.name,
-                   "the " << size_field.name << " that the plan was made for", mismatches,
-                   "Pass the plan of these " << size_field.name);
-  }
-}
-
 void Call::compare(const int64_t* headers, int64_t ranks, const std::string& group) const {
   std::string differences = difference(headers, ranks, kOpField);
   const char* argument = arguments_[kOpField.index];
   // Fields of different ops mean different things.
   const auto fields = differences.empty() ? fields_ : std::span<const Field>();
   for (const Field& field : fields) {
-    if (field.kind == FieldKind::kPerRank || field.kind == FieldKind::kPlanned) continue;
+    if (field.kind == FieldKind::kPerRank) continue;
     const std::string text = difference(headers, ranks, field);
     if (text.empty()) continue;
     if (differences.empty()) argument = arguments_[field.index];
@@ -123,7 +105,7 @@ void Call::compare(const int64_t* headers, int64_t ranks, const std::string& gro
                  "the same call on all " << ranks << " ranks of group '" << group << "'",
                  "different ones: " << differences,
                  "Make the same calls in the same order, with the same constants, on every rank");
-  check_planned_sizes(headers, ranks);
+  if (check_) check_(*this, headers, ranks);
 }
 
 void Call::compare_signatures(std::vector<int64_t> headers, int64_t ranks, const std::string& group) const {

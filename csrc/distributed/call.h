@@ -21,9 +21,8 @@ enum class FieldKind : int32_t {
   kGiven,   // whether an optional argument is present: "given" or "None"
   kWanted,  // whether a gradient is computed: "wanted" or "not wanted"
   // Not part of the signature, because they differ from call to call.
-  kPlan,     // which plan the call uses: the number of the call that made it; 0: unknown, equal to any
+  kPerCall,  // the number of the group's call that made what this one uses; 0: unknown, equal to any
   kPerRank,  // a size that may differ between ranks
-  kPlanned,  // the size that this rank's plan was made for; must equal the previous field (kPerRank)
 };
 
 // One field of a family's calls.
@@ -32,6 +31,12 @@ struct Field {
   const char* name;
   FieldKind kind;
 };
+
+class Call;
+
+// What a family checks of the headers of `ranks` ranks, Call::kHeaderLength numbers each, when all describe one call. It
+// raises an error on every rank alike.
+using HeaderCheck = void (*)(const Call& call, const int64_t* headers, int64_t ranks);
 
 // The header of one call: the same count of numbers for every family. Number 0 is the id of the phase; the
 // others are the fields of the family's table, -1 where the op has no such field.
@@ -43,8 +48,8 @@ class Call {
   using Header = std::array<int64_t, kHeaderLength>;
 
   // `phase`: where this call first waits for the others; it also names the op. `fields`: the table of the
-  // op's family, in the order in which errors report differences. It must be static.
-  Call(const Phase& phase, std::span<const Field> fields);
+  // op's family, in the order in which errors report differences. It must be static. `check`: the family's own, or null.
+  Call(const Phase& phase, std::span<const Field> fields, HeaderCheck check = nullptr);
   // `argument`: the argument of the op that an error about this field names.
   Call& set(const Field& field, int64_t value, const char* argument);
 
@@ -63,11 +68,10 @@ class Call {
  private:
   // "width is 8 on rank 0, 16 on ranks 1,2", or "" where all ranks have one value.
   std::string difference(const int64_t* headers, int64_t ranks, const Field& field) const;
-  // Raises ValueError if a rank's size (kPerRank) is not the one its plan was made for.
-  void check_planned_sizes(const int64_t* headers, int64_t ranks) const;
 
   Phase phase_;
   std::span<const Field> fields_;
+  HeaderCheck check_;
   Header header_;
   std::array<const char*, kHeaderLength> arguments_{};
 };

@@ -27,14 +27,6 @@
 
 namespace transformer_plugin::distributed {
 
-// A plan is a tensor that one call of a group makes and later calls use. Its record lets ranks check that
-// they use the same one.
-struct PlanRecord {
-  c10::weak_intrusive_ptr<c10::StorageImpl> storage;
-  int64_t call;  // number of the call in the group that made it
-  int64_t size;  // this rank's size that it was made for (FieldKind::kPlanned)
-};
-
 // One c10d group, from its first use in this process until the group object is destroyed. A group that is
 // created again under the same name has a new state.
 struct GroupState {
@@ -65,7 +57,6 @@ struct GroupState {
   c10::intrusive_ptr<c10d::Backend> cpu_backend;
   std::atomic<int64_t> cpu_sequence{0};
   int64_t call_count = 0;
-  std::vector<PlanRecord> plans;
 
   // What a family of ops keeps for the group: one object of each type, made from `arguments` at its first use. This folder does
   // not know the types.

@@ -16,9 +16,6 @@ struct ProgressPage {
   volatile int64_t ended;     // number of collectives that they have completed
   volatile int32_t phase_id;  // of the last one that has begun
   volatile int32_t subject;   // of that one, a number of GroupState::subjects; 0: none
-  // A number that a kernel leaves for the host, which reads it in a later call
-  // (RankGroup::take_device_report); 0: none.
-  volatile int64_t report;
 };
 
 struct StreamProgress {

@@ -73,7 +73,7 @@ StreamProgress allocate_progress() {
   void* page = nullptr;
   void* counters = nullptr;
   check(cudaHostAlloc(&page, sizeof(ProgressPage), cudaHostAllocPortable | cudaHostAllocMapped));
-  progress.page = new (page) ProgressPage{0, 0, 0, 0, 0};
+  progress.page = new (page) ProgressPage{0, 0, 0, 0};
   check(cudaMalloc(&counters, 2 * sizeof(int64_t)));
   progress.counters = static_cast<int64_t*>(counters);
   // A separate non-blocking stream: the default stream would join a capture that is in progress.

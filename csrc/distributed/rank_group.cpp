@@ -167,24 +167,6 @@ void RankGroup::exchange_headers(const Call& call) {
   call.compare(all.const_data_ptr<int64_t>(), size(), state_->name);
 }
 
-void RankGroup::remember_plan(const Tensor& plan, int64_t size) const {
-  if (this->size() == 1 || connection_->on_cuda) return;
-  std::vector<PlanRecord>& plans = state_->plans;
-  std::erase_if(plans, [](const PlanRecord& record) { return record.storage.expired(); });
-  plans.push_back({plan.storage().getWeakStorageImpl(), state_->call_count, size});
-}
-
-std::optional<PlanRecord> RankGroup::find_plan(const Tensor& plan) const {
-  if (size() == 1 || connection_->on_cuda) return std::nullopt;
-  const c10::StorageImpl* storage = plan.storage().unsafeGetStorageImpl();
-  const std::lock_guard<std::mutex> lock(state_->call_mutex);
-  const auto found =
-      std::find_if(state_->plans.rbegin(), state_->plans.rend(), [&](const PlanRecord& record) {
-        return !record.storage.expired() && record.storage._unsafe_get_target() == storage;
-      });
-  return found == state_->plans.rend() ? std::nullopt : std::optional<PlanRecord>(*found);
-}
-
 #ifdef TRANSFORMER_PLUGIN_CUDA
 namespace {
 
@@ -354,21 +336,6 @@ std::vector<std::string> RankGroup::all_gather_text(const std::string& text) con
 
 void RankGroup::compare_through_store(const Call& call) const {
   if (size() > 1) compare_signature(*state_, call, connection_->timeout);
-}
-
-int64_t* RankGroup::device_report() const {
-#ifdef TRANSFORMER_PLUGIN_CUDA
-  if (connection_->on_cuda) return const_cast<int64_t*>(&group_progress(*state_).page->report);
-#endif
-  return nullptr;
-}
-
-int64_t RankGroup::take_device_report() const {
-  ProgressPage* page = state_->page.load();
-  if (!connection_->on_cuda || !page) return 0;
-  const int64_t report = page->report;
-  if (report != 0) page->report = 0;
-  return report;
 }
 
 }  // namespace transformer_plugin::distributed

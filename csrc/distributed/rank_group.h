@@ -50,11 +50,6 @@ class RankGroup {
   // all checks that need no other rank and before the first of the call's `collectives` collectives.
   void begin_call(const Call& call, int64_t collectives);
 
-  // Records that this call has made `plan` for `size` items of this rank, and finds the record in later
-  // calls. Only on a CPU; on CUDA no plan is found.
-  void remember_plan(const at::Tensor& plan, int64_t size) const;
-  std::optional<PlanRecord> find_plan(const at::Tensor& plan) const;
-
   // [n, ...] of each rank -> [size * n, ...], in ascending order of ranks.
   at::Tensor all_gather(const at::Tensor& part, const Phase& phase) const {
     return start_all_gather(part, phase).wait();
@@ -73,11 +68,6 @@ class RankGroup {
   std::vector<std::string> all_gather_text(const std::string& text) const;
   // The comparison that begin_call() makes on CUDA, on any device.
   void compare_through_store(const Call& call) const;
-
-  // Where a CUDA kernel may leave a number for a later call of the group on this GPU; null on a CPU.
-  int64_t* device_report() const;
-  // That number, and clears it; 0: none.
-  int64_t take_device_report() const;
 
  private:
   struct Connection;

@@ -16,15 +16,6 @@ const distributed::PhaseRegistration registration(phases::kAll);
 
 using at::Tensor;
 
-ExpertParallelGroup::ExpertParallelGroup(const char* op, const std::string& name, int64_t timeout_ms,
-                                         const Tensor& like)
-    : RankGroup(op, name, timeout_ms, like) {
-  const int64_t required = take_device_report();
-  TP_CHECK_VALUE(
-      required == 0, "plan", "capacity", "room for " << required << " rows, which a rank of the group needed",
-      "less, in an earlier call on this GPU", "Raise the capacity, or use the overflow policy \"drop\"");
-}
-
 at::ScalarType weight_type(at::ScalarType payload) {
   return payload == at::kDouble ? at::kDouble : at::kFloat;
 }
@@ -44,15 +35,15 @@ void check_plan(const char* op, const Tensor& slot, const Tensor& source, const 
   check_same_device(source_argument, data_argument);
 }
 
-Call exchange_call(const RankGroup& group, const Phase& phase, const Tensor& slot, const char* argument,
-                   at::ScalarType dtype, int64_t width) {
+Call exchange_call(const ExpertParallelGroup& group, const Phase& phase, const Tensor& slot,
+                   const char* argument, at::ScalarType dtype, int64_t width) {
   Call call = make_call(phase);
   call.set(fields::kDtype, static_cast<int64_t>(dtype), argument)
       .set(fields::kWidth, width, argument)
       .set(fields::kTopk, slot.size(1), "slot")
       .set(fields::kMaxTokens, slot.size(0) / group.size(), "slot");
   if (const auto plan = group.find_plan(slot))
-    call.set(fields::kPlan, plan->call, "slot").set(fields::kPlannedTokens, plan->size, "tokens");
+    call.set(fields::kPlan, plan->call, "slot").set(fields::kPlannedTokens, plan->tokens, "tokens");
   return call;
 }
 

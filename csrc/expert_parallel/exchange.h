@@ -7,6 +7,7 @@
 #include "common/check.h"
 #include "distributed/rank_group.h"
 #include "distributed/sum_ranks.h"
+#include "expert_parallel/group.h"
 #include "expert_parallel/phases.h"
 
 namespace transformer_plugin::expert_parallel {
@@ -15,13 +16,6 @@ using distributed::check_timeout;
 using distributed::PendingCollective;
 using distributed::RankGroup;
 using distributed::sum_ranks;
-
-// The group of one call. The constructor also raises the ValueError of an earlier plan on this GPU whose rows
-// did not fit, which the host could not know at that time.
-class ExpertParallelGroup : public RankGroup {
- public:
-  ExpertParallelGroup(const char* op, const std::string& name, int64_t timeout_ms, const at::Tensor& like);
-};
 
 inline constexpr std::initializer_list<at::ScalarType> kPayloadTypes = {at::kFloat, at::kBFloat16, at::kHalf,
                                                                         at::kDouble};
@@ -37,8 +31,8 @@ void check_count(const char* op, const char* argument, const c10::SymInt& count,
                  const char* advice);
 
 // The header of a call of dispatch, combine or their gradients. `argument`: the one that holds the rows.
-Call exchange_call(const RankGroup& group, const Phase& phase, const at::Tensor& slot, const char* argument,
-                   at::ScalarType dtype, int64_t width);
+Call exchange_call(const ExpertParallelGroup& group, const Phase& phase, const at::Tensor& slot,
+                   const char* argument, at::ScalarType dtype, int64_t width);
 
 // max_tokens of the plan: the rows of `slot` for each rank. ValueError if they do not divide evenly.
 int64_t tokens_per_rank(const char* op, const RankGroup& group, const at::Tensor& slot);

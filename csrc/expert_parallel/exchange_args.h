@@ -49,5 +49,7 @@ void pack_indices_cpu(const PackIndicesArgs& args);
 void launch_pack_indices(const PackIndicesArgs& args, void* stream);
 void count_rows_cpu(const CountRowsArgs& args);
 void launch_count_rows(const CountRowsArgs& args, void* stream);
+// Pinned host memory for CountRowsArgs::report, 0 at first. Never freed: CUDA graphs keep its address.
+int64_t* new_overflow_report();
 
 }  // namespace transformer_plugin::expert_parallel

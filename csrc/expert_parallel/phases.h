@@ -42,9 +42,10 @@ inline constexpr Field kRaise{8, "raise_on_overflow", FieldKind::kFlag};
 inline constexpr Field kWeights{9, "topk_weights", FieldKind::kGiven};
 inline constexpr Field kRowsGradient{10, "the gradient of the rows", FieldKind::kWanted};
 inline constexpr Field kWeightsGradient{11, "the gradient of topk_weights", FieldKind::kWanted};
-inline constexpr Field kPlan{12, "the plan", FieldKind::kPlan};
+inline constexpr Field kPlan{12, "the plan", FieldKind::kPerCall};
 inline constexpr Field kTokens{13, "tokens", FieldKind::kPerRank};
-inline constexpr Field kPlannedTokens{14, "tokens", FieldKind::kPlanned};
+// those that this rank's plan was made for
+inline constexpr Field kPlannedTokens{14, "tokens", FieldKind::kPerRank};
 
 inline constexpr Field kAll[] = {kDtype,           kWidth,     kTopk,   kMaxTokens,    kExperts,
                                  kCapacity,        kAlignment, kRaise,  kWeights,      kRowsGradient,
@@ -53,6 +54,9 @@ static_assert(distributed::is_field_table(kAll), "fields are numbered from 1 and
 
 }  // namespace fields
 
-inline Call make_call(const Phase& phase) { return Call(phase, fields::kAll); }
+// Raises ValueError if a rank's tokens are not those that its plan was made for.
+void check_planned_tokens(const Call& call, const int64_t* headers, int64_t ranks);
+
+inline Call make_call(const Phase& phase) { return Call(phase, fields::kAll, check_planned_tokens); }
 
 }  // namespace transformer_plugin::expert_parallel

@@ -153,7 +153,7 @@ Plan plan(const Tensor& topk_idx, int64_t num_experts, int64_t max_tokens, int64
                        .set(fields::kRaise, raise_on_overflow, "raise_on_overflow"),
                    1);
   const Tensor indices = group.all_gather(packed, phases::kPlanIndices);
-  int64_t* report = raise_on_overflow ? group.device_report() : nullptr;
+  int64_t* report = raise_on_overflow ? group.overflow_report() : nullptr;
   count_rows(indices, sizes, capacity, report, required, overflow);
   if (raise_on_overflow && topk_idx.is_cpu() && *overflow.const_data_ptr<int32_t>()) {
     const int64_t* rows = required.const_data_ptr<int64_t>();
