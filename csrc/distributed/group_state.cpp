@@ -1,13 +1,11 @@
-// The states of the process's groups, and waits on the CPU.
+// The states of the process's groups.
 #include "distributed/group_state.h"
 
 #include <c10/util/Exception.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cstdlib>
 #include <map>
-#include <thread>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <utility>
 
@@ -137,35 +135,6 @@ void check_not_failed(GroupState& state, const Phase& phase, Milliseconds timeou
   if (!state.failure) return;
   C10_THROW_ERROR(DistBackendError, peer_error(phase, state.name, state.rank, state.size, timeout,
                                                *state.failure, "an earlier call on this group failed"));
-}
-
-void wait_on_cpu(GroupState& state, const c10::intrusive_ptr<c10d::Work>& work, const Phase& phase,
-                 Milliseconds timeout) {
-  const int64_t sequence = ++state.cpu_sequence;
-  const int64_t end = steady_now_ms() + timeout.count();
-  bool has_report = false;
-  for (;;) {
-    const int64_t left = std::max<int64_t>(1, end - steady_now_ms());
-    const std::string reason = has_report ? "another rank has given up" : "no answer";
-    try {
-      work->wait(std::min(Milliseconds(left), kHeartbeatInterval));
-      break;
-    } catch (const std::exception& error) {
-      // Work::wait raises both when the interval is over and when the collective has failed.
-      if (work->isCompleted()) {
-        if (work->isSuccess()) break;
-        raise_peer_error(state, state.heartbeat("cpu"), sequence, phase, timeout, first_line(error));
-      }
-    }
-    if (has_report || steady_now_ms() >= end)
-      raise_peer_error(state, state.heartbeat("cpu"), sequence, phase, timeout, reason);
-    has_report = state.heartbeat("cpu").send(sequence, phase_text(phase));
-  }
-  // Gloo's thread releases the work, and with it the tensors, shortly after completion. If it held the last
-  // reference to a tensor that Python knows while Python shuts down, the process would abort, so this thread
-  // waits up to 100 ms for it.
-  for (int64_t i = 0; i < 1000 && work.use_count() > 1; ++i)
-    std::this_thread::sleep_for(std::chrono::microseconds(i < 100 ? 1 : 100));
 }
 
 int32_t GroupState::number_of_subject(const std::string& text) {

@@ -102,10 +102,6 @@ std::shared_ptr<GroupState> group_state(const std::string& name,
 // Releases the states of groups that have been destroyed.
 void release_expired_groups();
 
-// Waits on the CPU for a collective. Raises the error of peer_error() if a rank is lost or does not join
-// within `timeout`.
-void wait_on_cpu(GroupState& state, const c10::intrusive_ptr<c10d::Work>& work, const Phase& phase,
-                 Milliseconds timeout);
 // Runs the liveness check and raises the error. The group is not used again. `waits_for`: the text that this
 // rank's heartbeats contain; empty: the phase.
 [[noreturn]] void raise_peer_error(GroupState& state, Heartbeat heartbeat, int64_t sequence,

@@ -1,35 +1,18 @@
-// Collectives among the ranks of a c10d group, bounded in time: Gloo on a CPU, NCCL on CUDA. Payload travels
-// as bytes. Several collectives may be in flight; every rank starts them, and waits for them, in the same
-// order. On CUDA they run on the current stream, read nothing on the host, and can be captured in a graph.
+// Collectives among the ranks of a c10d group, bounded in time (collectives.h). Payload travels as bytes. Several collectives
+// may be in flight; every rank starts them, and waits for them, in the same order.
 //
 // Before payload moves, each rank describes its call in a header (call.h); if the headers differ, all ranks
-// raise an error. On a CPU the headers are exchanged before each call, because Gloo ends the process when a
-// message is longer than the receiver's buffer. On CUDA the headers of a new kind of call are compared once,
-// through the store.
+// raise an error.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
-#include <functional>
 #include <memory>
 #include <string>
 
-#include "distributed/group_state.h"
+#include "distributed/collectives.h"
 
 namespace transformer_plugin::distributed {
-
-// A collective that has been started.
-class PendingCollective {
- public:
-  // The result. On a CPU this waits for it, within the timeout, or raises PeerTimeoutError. On CUDA the
-  // collective is enqueued already and only the stream waits.
-  at::Tensor wait();
-
- private:
-  friend class RankGroup;
-  at::Tensor output_;
-  std::function<void()> wait_;  // empty: nothing to wait for
-};
 
 // A c10d group, given by its name, as one call of an op uses it. "" is the group of this process alone. Layers pass
 // "<name>#rank=<r>" with the rank that this process had when they were made: another rank is an error.
@@ -70,14 +53,9 @@ class RankGroup {
   void compare_through_store(const Call& call) const;
 
  private:
-  struct Connection;
-  void exchange_headers(const Call& call);
-  template <typename Start>
-  PendingCollective run(const Phase& phase, const at::Tensor& output, Start&& start) const;
-
   std::shared_ptr<GroupState> state_;
-  std::shared_ptr<Connection> connection_;
-  std::unique_lock<std::mutex> call_lock_;  // held on a CPU from begin_call() on
+  Milliseconds timeout_;
+  std::shared_ptr<Collectives> collectives_;
 };
 
 // Raises ValueError for a timeout that a clock in nanoseconds cannot represent; 0 or less is allowed.

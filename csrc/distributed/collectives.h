@@ -1,0 +1,82 @@
+// The collectives of a group as one call of an op makes them, for one kind of device: Gloo on a CPU, NCCL on CUDA. Ops call
+// RankGroup, which checks sizes and allocates the outputs.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <memory>
+#include <utility>
+
+#include "distributed/call.h"
+#include "distributed/group_state.h"
+
+namespace transformer_plugin::distributed {
+
+// A collective that has been started.
+class PendingCollective {
+ public:
+  PendingCollective() = default;
+  // `wait`: empty if there is nothing to wait for.
+  explicit PendingCollective(at::Tensor output, std::function<void()> wait = {});
+  // The result. On a CPU this waits for it, within the timeout, or raises PeerTimeoutError. On CUDA the
+  // collective is enqueued already and only the stream waits.
+  at::Tensor wait();
+
+ private:
+  at::Tensor output_;
+  std::function<void()> wait_;
+};
+
+// A group as one call uses it.
+struct CallContext {
+  std::shared_ptr<GroupState> state;
+  c10::intrusive_ptr<c10d::ProcessGroup> group;  // null: the group of this process alone
+  at::Tensor like;                               // a tensor on the device of the payload, or undefined
+  Milliseconds timeout;
+};
+
+// Made for each call. Tensors are contiguous and on the device of `like`. Those of collectives have elements.
+class Collectives {
+ public:
+  virtual ~Collectives() = default;
+  Collectives(const Collectives&) = delete;
+  Collectives& operator=(const Collectives&) = delete;
+
+  // Compares the ranks' headers; raises ValueError on every rank where they differ. `collectives`: those that follow.
+  virtual void begin_call(const Call& call, int64_t collectives) = 0;
+  // One of those that follow moves nothing between any ranks, so no rank starts it.
+  virtual void skip_collective() = 0;
+  // The op returns, or has raised an error.
+  virtual void end_call() = 0;
+
+  // [n, ...] of each rank -> [size * n, ...], in ascending order of ranks.
+  virtual PendingCollective all_gather(const at::Tensor& part, const at::Tensor& out, const Phase& phase) = 0;
+  // The same for several tensors in one collective.
+  virtual PendingCollective all_gather_list(at::TensorList parts, at::TensorList out, const Phase& phase) = 0;
+  // [size * n, ...], of which the r-th n rows go to rank r -> [size * n, ...], of which the r-th n rows come
+  // from rank r.
+  virtual PendingCollective all_to_all(const at::Tensor& parts, const at::Tensor& out,
+                                       const Phase& phase) = 0;
+  // The same without this rank's part: `out` is [(size - 1) * n, ...].
+  virtual PendingCollective exchange_with_others(const at::Tensor& parts, const at::Tensor& out,
+                                                 const Phase& phase) = 0;
+
+ protected:
+  explicit Collectives(CallContext to) : to_(std::move(to)) {}
+
+  template <typename Options>
+  Options options(bool asynchronous) const {
+    Options options;
+    options.timeout = to_.timeout;
+    options.asyncOp = asynchronous;
+    return options;
+  }
+
+  const CallContext to_;
+};
+
+// Of a contiguous tensor. Where a dimension has one element, its stride may be any.
+at::Tensor as_bytes(const at::Tensor& tensor);
+
+}  // namespace transformer_plugin::distributed

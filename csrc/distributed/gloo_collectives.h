@@ -1,0 +1,40 @@
+// Collectives on a CPU. The calling thread waits for each, and raises PeerTimeoutError if a rank does not join in time.
+#pragma once
+
+#include <mutex>
+
+#include "distributed/collectives.h"
+
+namespace transformer_plugin::distributed {
+
+// Headers are all-gathered before each call, because Gloo ends the process when a message is longer than the
+// receiver's buffer. One call of the group runs at a time.
+class GlooCollectives : public Collectives, public std::enable_shared_from_this<GlooCollectives> {
+ public:
+  explicit GlooCollectives(CallContext to) : Collectives(std::move(to)) {}
+
+  void begin_call(const Call& call, int64_t collectives) override;
+  void skip_collective() override { --remaining_; }
+  // If a call ends before its collectives, for example because an allocation failed, the other ranks would take
+  // this rank's next message for the missing one. So the group is marked as failed.
+  void end_call() override;
+
+  PendingCollective all_gather(const at::Tensor& part, const at::Tensor& out, const Phase& phase) override;
+  PendingCollective all_gather_list(at::TensorList parts, at::TensorList out, const Phase& phase) override;
+  PendingCollective all_to_all(const at::Tensor& parts, const at::Tensor& out, const Phase& phase) override;
+  // Gloo has no exchange of lists.
+  PendingCollective exchange_with_others(const at::Tensor& parts, const at::Tensor& out,
+                                         const Phase& phase) override;
+
+ private:
+  void compare_headers(const Call& call);
+  template <typename Start>
+  c10::intrusive_ptr<c10d::Work> start_work(const Phase& phase, Start&& start);
+  template <typename Start>
+  PendingCollective run(const at::Tensor& out, const Phase& phase, Start&& start);
+
+  std::unique_lock<std::mutex> call_lock_;  // held while the call runs
+  int64_t remaining_ = 0;                   // collectives of this call that the other ranks still expect
+};
+
+}  // namespace transformer_plugin::distributed

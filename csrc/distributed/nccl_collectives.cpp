@@ -1,0 +1,125 @@
+// Collectives on CUDA, with the kernels around them that tell the watchdog how far the stream has come.
+#ifdef TRANSFORMER_PLUGIN_CUDA
+#include "distributed/nccl_collectives.h"
+
+#include <algorithm>
+
+#include "common/tensor.h"
+#include "distributed/subject.h"
+
+namespace transformer_plugin::distributed {
+namespace {
+
+using at::Tensor;
+
+// What NCCL takes to move a contiguous tensor without reading it. It takes most dtypes, which saves the host views.
+Tensor as_payload(const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kFloat:
+    case at::kBFloat16:
+    case at::kHalf:
+    case at::kByte:
+    case at::kInt:
+    case at::kLong: return tensor;
+    default: return as_bytes(tensor);
+  }
+}
+
+// Marks the collective as ended on the progress page and on the host, also when NCCL has raised an error.
+struct EndCollective {
+  GroupState& state;
+  const StreamProgress& progress;
+  void* stream;
+  ~EndCollective() {
+    state.host_begin_ms = 0;
+    if (state.first_call_end_ms == 0) state.first_call_end_ms = steady_now_ms();
+    try {
+      launch_end_collective(progress, stream);
+    } catch (const std::exception&) {  // the error of the collective itself is more useful
+    }
+  }
+};
+
+}  // namespace
+
+void NcclCollectives::begin_call(const Call& call, int64_t) {
+  GroupState& state = *to_.state;
+  const CudaScope scope(to_.like);
+  if (stream_is_captured(scope.stream())) return;
+  const bool first = state.first_call_end_ms == 0;
+  compare_signature(state, call, first ? std::max(to_.timeout, Milliseconds(kFirstCallMs)) : to_.timeout);
+}
+
+// Its methods are called without the dispatcher, which would look up the same backend.
+c10d::Backend& NcclCollectives::backend() const { return *to_.group->getBackend(at::kCUDA); }
+
+template <typename Start>
+PendingCollective NcclCollectives::run(const Tensor& out, const Phase& phase, Start&& start) {
+  GroupState& state = *to_.state;
+  const CudaScope scope(out);
+  const StreamProgress& progress = group_progress(state);
+  state.timeout_ms = to_.timeout.count();
+  watch_group(to_.state);
+  void* stream = scope.stream();
+  const int32_t subject = state.number_of_subject(Subject::current());
+  launch_begin_collective(progress, phase.id, subject, stream);
+  const int64_t sequence = ++state.host_sequence;
+  state.host_phase_id = phase.id;
+  state.host_subject = subject;
+  state.host_begin_ms = steady_now_ms();
+  const EndCollective end{state, progress, stream};
+  try {
+    const c10::intrusive_ptr<c10d::Work> work = start();
+    if (work) work->wait();  // orders streams; does not block
+  } catch (const c10::DistError& error) {
+    raise_peer_error(state, state.heartbeat("host"), sequence, phase, to_.timeout, first_line(error));
+  }
+  return PendingCollective(out);
+}
+
+PendingCollective NcclCollectives::all_gather(const Tensor& part, const Tensor& out, const Phase& phase) {
+  return run(out, phase, [&] {
+    Tensor from = as_payload(part), to = as_payload(out);
+    return backend()._allgather_base(to, from, options<c10d::AllgatherOptions>(false));
+  });
+}
+
+PendingCollective NcclCollectives::all_gather_list(at::TensorList parts, at::TensorList out,
+                                                   const Phase& phase) {
+  if (parts.size() == 1) return all_gather(parts[0], out[0], phase);  // takes the host less time
+  return run(out[0], phase, [&] {
+    std::vector<Tensor> from, to;
+    for (const Tensor& part : parts) from.push_back(as_payload(part));
+    for (const Tensor& each : out) to.push_back(as_payload(each));
+    return backend().allgather_into_tensor_coalesced(to, from, options<c10d::AllgatherOptions>(false));
+  });
+}
+
+PendingCollective NcclCollectives::all_to_all(const Tensor& parts, const Tensor& out, const Phase& phase) {
+  return run(out, phase, [&] {
+    Tensor from = as_bytes(parts), to = as_bytes(out);
+    std::vector<int64_t> equal_splits;
+    return backend().alltoall_base(to, from, equal_splits, equal_splits,
+                                   options<c10d::AllToAllOptions>(false));
+  });
+}
+
+PendingCollective NcclCollectives::exchange_with_others(const Tensor& parts, const Tensor& out,
+                                                        const Phase& phase) {
+  return run(out, phase, [&] {
+    const int64_t size = to_.state->size, rank = to_.state->rank;
+    const Tensor from = as_bytes(parts), to = as_bytes(out);
+    const int64_t bytes = from.size(0) / size;
+    std::vector<Tensor> sent, received;
+    for (int64_t r = 0, place = 0; r < size; ++r) {
+      const int64_t moved = r == rank ? 0 : bytes;
+      sent.push_back(from.narrow(0, r * bytes, moved));
+      received.push_back(to.narrow(0, place, moved));
+      place += moved;
+    }
+    return backend().alltoall(received, sent, options<c10d::AllToAllOptions>(false));
+  });
+}
+
+}  // namespace transformer_plugin::distributed
+#endif
