@@ -13,7 +13,7 @@
 
 namespace transformer_plugin::distributed {
 
-// A collective that has been started.
+// A collective that a call has started and waits for. Those that outlive their call are in pending_collectives.h.
 class PendingCollective {
  public:
   PendingCollective() = default;

@@ -89,10 +89,7 @@ void GatherCache::configure(int64_t distance, bool in_graphs) {
 
 void GatherCache::clear() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  while (!early_.empty()) {
-    const c10::Device device = early_.begin()->second.gathered.whole[0].device();
-    drop(early_.begin()->first, distributed::current_place(device));
-  }
+  while (!early_.empty()) drop(early_.begin()->first);
   ids_.clear();
   sources_.clear();
   named_.clear();
@@ -117,9 +114,9 @@ void GatherCache::forget_dead_sources() {
   std::erase_if(named_, [&](const auto& item) { return sources_.count(item.second) == 0; });
 }
 
-void GatherCache::forget(int64_t id, const Place& here) {
+void GatherCache::forget(int64_t id) {
   if (sources_.count(id) == 0) return;
-  drop(id, here);
+  drop(id);
   sources_.erase(id);
   std::erase_if(ids_, [&](const auto& item) { return item.second == id; });
   std::erase_if(next_, [&](const auto& pair) { return pair.second == id; });
@@ -127,7 +124,7 @@ void GatherCache::forget(int64_t id, const Place& here) {
 
 // Numbers are given in the order of first use, which is that of the program, and never again. Where a weight of this name had
 // other memory, that is forgotten: only some ranks may still have it.
-int64_t GatherCache::identify(const Gather& gather, const Place& place) {
+int64_t GatherCache::identify(const Gather& gather) {
   const Tensor& first = gather.parts[0];
   const std::pair<const void*, bool> key(first.const_data_ptr(), gather.backward);
   const auto found = ids_.find(key);
@@ -138,7 +135,7 @@ int64_t GatherCache::identify(const Gather& gather, const Place& place) {
         std::equal(known.parts.begin(), known.parts.end(), gather.parts.begin(), gather.parts.end(), same)) {
       return found->second;
     }
-    drop(found->second, place);
+    drop(found->second);
     sources_.erase(found->second);
     ids_.erase(found);
   }
@@ -146,7 +143,7 @@ int64_t GatherCache::identify(const Gather& gather, const Place& place) {
   const int64_t id = sources_made_++;
   if (!shard.name.empty()) {
     const auto [named, is_new] = named_.try_emplace({shard.set, shard.name, gather.backward}, id);
-    if (!is_new) forget(std::exchange(named->second, id), place);
+    if (!is_new) forget(std::exchange(named->second, id));
   }
   if ((id & 255) == 255) forget_dead_sources();
   std::vector<PartRef> parts(gather.parts.begin(), gather.parts.end());
@@ -221,25 +218,12 @@ void GatherCache::collect(const Gather& gather, const std::vector<Plane>& planes
   }
 }
 
-// The memory is freed on the current stream, which therefore waits.
-void GatherCache::drop(int64_t id, const Place& here) {
+void GatherCache::drop(int64_t id) {
   const auto early = early_.find(id);
   if (early == early_.end()) return;
-  if (early->second.place.capture == here.capture) {
-    early->second.done.wait();
-  } else {
-    left_over_.push_back(std::move(early->second));
-  }
+  pending_.discard(early->second.number);
   early_.erase(early);
   ++counts_.dropped;
-}
-
-void GatherCache::free_left_over(const Place& here) {
-  if (here.capture != 0) return;
-  for (const Early& early : left_over_) {
-    if (early.place.capture == 0) early.done.wait();
-  }
-  left_over_.clear();
 }
 
 std::vector<Tensor> GatherCache::take(Gather gather) {
@@ -247,19 +231,18 @@ std::vector<Tensor> GatherCache::take(Gather gather) {
   const BelowAutograd guard;
   const c10::Device device = gather.parts[0].device();
   const Place place = distributed::current_place(device);
-  if (!left_over_.empty()) free_left_over(place);
-  const int64_t id = identify(gather, place);
+  pending_.free_discarded(place);
+  const int64_t id = identify(gather);
   ++uses_;
   std::vector<Tensor> whole;
   const auto early = early_.find(id);
   if (early != early_.end() && early->second.stamp == stamp_of(sources_.at(id)) &&
       early->second.place == place) {
-    early->second.done.wait();
-    whole = std::move(early->second.gathered.whole);
+    whole = pending_.finish(early->second.number);
     early_.erase(early);
     ++counts_.hits;
   } else {
-    drop(id, place);
+    drop(id);
     std::vector<Plane> planes;
     Gathered into = prepare(gather, planes);
     collect(gather, planes, into);
@@ -297,7 +280,7 @@ void GatherCache::leave_region(const Place& place) {
   for (const auto& [id, early] : early_) {
     if (early.place.capture == place.capture) left.push_back(id);
   }
-  for (const int64_t id : left) drop(id, place);
+  for (const int64_t id : left) drop(id);
 }
 
 // A backward is followed by a change of the weights, so nothing is gathered across its end.
@@ -306,7 +289,7 @@ void GatherCache::gather_ahead(int64_t id, c10::Device device, const Place& plac
   for (const auto& [other, early] : early_) {
     if (early.due < uses_) outdated.push_back(other);
   }
-  for (const int64_t other : outdated) drop(other, place);
+  for (const int64_t other : outdated) drop(other);
   const bool in_region = place.capture != 0 && region_ == place.capture;
   if (place.capture != 0 && !in_region && !in_graphs_) return;
   Pair pair(last_but_one_, id);
@@ -333,12 +316,16 @@ void GatherCache::gather_ahead(int64_t id, c10::Device device, const Place& plac
       if (!gather.parts.back().defined()) return;
     }
     std::vector<Plane>& planes = known->second.planes;  // the same as before
-    Early early{prepare(gather, planes), {}, stamp_of(source), place, uses_ + step + 1};
-    early.done = stream_.run(device, [&] { collect(gather, planes, early.gathered); });
+    Gathered into = prepare(gather, planes);
+    const int64_t stamp = stamp_of(source);
+    const distributed::Done done = stream_.run(device, [&] { collect(gather, planes, into); });
     let_collective_start(device);
-    // What is not gathered is the part itself.
     ++counts_.early;
-    early_.emplace(next, std::move(early));
+    std::vector<Tensor> memory = std::move(into.received);
+    memory.push_back(std::move(into.stack));
+    // What is not gathered is the part itself.
+    const int64_t number = pending_.add({this, kOp, std::move(memory), std::move(into.whole), done, place});
+    early_.emplace(next, Early{number, stamp, place, uses_ + step + 1});
   }
 }
 

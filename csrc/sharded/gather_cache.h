@@ -21,14 +21,14 @@
 #include <vector>
 
 #include "common/format.h"
+#include "distributed/pending_collectives.h"
 #include "distributed/rank_group.h"
-#include "distributed/side_stream.h"
 #include "sharded/planes.h"
 #include "sharded/weight_shard.h"
 
 namespace transformer_plugin::sharded {
 
-using distributed::Done;
+using distributed::PendingCollectives;
 using distributed::Place;
 using distributed::SideStream;
 
@@ -62,6 +62,7 @@ void note_weights_changed();
 
 class GatherCache {
  public:
+  explicit GatherCache(PendingCollectives& pending) : pending_(pending) {}
   // `distance`: how many weights ahead; 0: none. `in_graphs`: also while a CUDA graph is captured, which must then contain the
   // use of every weight that is gathered early, as it does if it holds a whole step.
   void configure(int64_t distance, bool in_graphs);
@@ -97,27 +98,26 @@ class GatherCache {
     std::vector<Plane> planes = {};  // once they were needed
   };
   struct Early {
-    Gathered gathered;
-    Done done;
+    int64_t number;  // in `pending_`
     int64_t stamp;
     Place place;
     int64_t due;  // the number of the use for which it was gathered
   };
   using Pair = std::pair<int64_t, int64_t>;
 
-  int64_t identify(const Gather& gather, const Place& place);
+  int64_t identify(const Gather& gather);
   int64_t stamp_of(const Source& source) const;
   Gathered prepare(const Gather& gather, std::vector<Plane>& planes) const;
   void collect(const Gather& gather, const std::vector<Plane>& planes, Gathered& into);
-  void drop(int64_t id, const Place& here);
-  void forget(int64_t id, const Place& here);
-  void free_left_over(const Place& here);
+  void drop(int64_t id);
+  void forget(int64_t id);
   void note_use(int64_t id);
   int64_t after(const Pair& pair) const;  // what was used after the two; -1: nothing is known
   void gather_ahead(int64_t id, c10::Device device, const Place& place);
   void forget_dead_sources();
 
   mutable std::mutex mutex_;
+  PendingCollectives& pending_;
   int64_t distance_ = 1;
   bool in_graphs_ = false;
   std::map<std::pair<const void*, bool>, int64_t> ids_;  // of the data of a part, and of its direction
@@ -125,8 +125,6 @@ class GatherCache {
   std::map<std::tuple<int64_t, std::string, bool>, int64_t>
       named_;  // by set, name and direction, where there is a name
   std::map<int64_t, Early> early_;
-  std::vector<Early>
-      left_over_;  // dropped in a capture that they are not part of, where nothing can wait for them
   std::map<Pair, int64_t> next_;  // what was used after the two, and after the second of them
   int64_t last_ = -1, last_but_one_ = -1;
   uint64_t region_ = 0;  // the capture in which a region was entered and not left; 0: none

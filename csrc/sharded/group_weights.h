@@ -10,8 +10,11 @@ struct GroupWeights {
   GatherCache gathers;
   Reductions reductions;
 
+  explicit GroupWeights(distributed::GroupState& state)
+      : gathers(state.extension<distributed::PendingCollectives>()),
+        reductions(state.extension<distributed::PendingCollectives>()) {}
   // Those of a group, made at their first use.
-  static GroupWeights& of(distributed::GroupState& state) { return state.extension<GroupWeights>(); }
+  static GroupWeights& of(distributed::GroupState& state) { return state.extension<GroupWeights>(state); }
 };
 
 }  // namespace transformer_plugin::sharded

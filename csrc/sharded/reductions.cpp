@@ -4,7 +4,7 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
-#include <algorithm>
+#include <utility>
 
 #include "common/autograd.h"
 
@@ -12,6 +12,7 @@ namespace transformer_plugin::sharded {
 
 namespace {
 
+constexpr const char* kOp = "start_reduce_gradient";
 constexpr size_t kMostRunning = 2;
 
 }  // namespace
@@ -19,6 +20,8 @@ constexpr size_t kMostRunning = 2;
 void Reductions::submit(const at::Tensor& parts, const at::Tensor& out, std::function<void()> sum,
                         std::function<void()> deliver, const at::Tensor& token) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  const distributed::Place place = distributed::current_place(parts.device());
+  pending_.free_discarded(place);
   drop_left_over();
   enqueue_locked();
   while (running_.size() >= kMostRunning) finish_oldest();
@@ -29,16 +32,17 @@ void Reductions::submit(const at::Tensor& parts, const at::Tensor& out, std::fun
     backward_ = backward;
     torch::autograd::Engine::get_default_engine().queue_callback([this, backward] { finish_all(); });
   }
-  running_.push_back(
-      {parts, out, token, std::move(sum), std::move(deliver), backward, stream_.here(parts.device()), {}});
+  submitted_.emplace(Submitted{parts, out, token, std::move(sum), std::move(deliver), backward,
+                               stream_.here(parts.device()), place});
   if (token.defined()) enqueue_locked();
 }
 
 // Of a backward that an error has ended: torch frees its callbacks without a call.
 void Reductions::drop_left_over() {
-  std::erase_if(running_, [](const Running& running) {
+  if (submitted_ && submitted_->backward.expired()) submitted_.reset();
+  std::erase_if(running_, [&](const Running& running) {
     if (!running.backward.expired()) return false;
-    if (!running.sum) running.done.wait();
+    pending_.discard(running.number);
     return true;
   });
 }
@@ -52,38 +56,31 @@ void Reductions::enqueue() {
 at::Tensor Reductions::finish(const at::Tensor& token) {
   const std::lock_guard<std::mutex> lock(mutex_);
   enqueue_locked();
-  const auto has_token = [&](const Running& running) {
-    return running.token.defined() && running.token.const_data_ptr() == token.const_data_ptr();
-  };
-  for (std::deque<Running>* queue : {&running_, &finished_}) {
-    const auto found = std::find_if(queue->begin(), queue->end(), has_token);
-    if (found == queue->end()) continue;
-    found->done.wait();
-    const at::Tensor out = found->out;
-    queue->erase(found);
-    return out;
-  }
-  return {};
+  const auto found = pending_.find(this, token);
+  if (!found) return {};
+  std::erase_if(running_, [&](const Running& running) { return running.number == found->number; });
+  std::erase(unclaimed_, found->number);
+  return pending_.finish(found->number)[0];
 }
 
 void Reductions::enqueue_locked() {
-  if (running_.empty() || !running_.back().sum) return;
+  if (!submitted_) return;
   const BelowAutograd guard;
   // A sum that raises is gone: the group stays usable, and nobody tries it again.
-  Running next = std::move(running_.back());
-  running_.pop_back();
-  next.done = stream_.run_after(next.ready, [&] { next.sum(); });
-  next.sum = nullptr;
-  running_.push_back(std::move(next));
+  Submitted next = *std::exchange(submitted_, std::nullopt);
+  const distributed::Done done = stream_.run_after(next.ready, next.sum);
+  const int64_t number = pending_.add({this, kOp, {next.parts}, {next.out}, done, next.place}, next.token);
+  running_.push_back({number, next.token.defined(), std::move(next.deliver), next.backward});
 }
 
 void Reductions::finish_oldest() {
   Running& oldest = running_.front();
-  oldest.done.wait();
+  pending_.wait(oldest.number);
   if (oldest.deliver) oldest.deliver();
-  if (oldest.token.defined()) {
-    oldest.parts = at::Tensor();
-    finished_.push_back(std::move(oldest));
+  if (oldest.has_token) {
+    unclaimed_.push_back(oldest.number);
+  } else {
+    pending_.take(oldest.number);
   }
   running_.pop_front();
 }
@@ -92,7 +89,8 @@ void Reductions::finish_all() {
   const std::lock_guard<std::mutex> lock(mutex_);
   enqueue_locked();
   while (!running_.empty()) finish_oldest();
-  finished_.clear();  // of a backward that an error has ended
+  for (const int64_t number : unclaimed_) pending_.take(number);  // of a backward that an error has ended
+  unclaimed_.clear();
 }
 
 }  // namespace transformer_plugin::sharded

@@ -5,8 +5,10 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <vector>
 
-#include "distributed/side_stream.h"
+#include "distributed/pending_collectives.h"
 
 namespace transformer_plugin::sharded {
 
@@ -17,6 +19,7 @@ namespace transformer_plugin::sharded {
 // the sum only at the end. A sum with a token is needed before the gather, and is enqueued at once.
 class Reductions {
  public:
+  explicit Reductions(distributed::PendingCollectives& pending) : pending_(pending) {}
   // Takes `sum`, which reads `parts` and writes `out`, for a side stream. `token`: by which it is found again, or none.
   // `deliver` is called when the current stream has waited for the sum.
   void submit(const at::Tensor& parts, const at::Tensor& out, std::function<void()> sum,
@@ -27,13 +30,19 @@ class Reductions {
   at::Tensor finish(const at::Tensor& token);
 
  private:
-  struct Running {
+  struct Submitted {
     at::Tensor parts, out, token;
-    std::function<void()> sum;  // empty: it is enqueued
+    std::function<void()> sum;
     std::function<void()> deliver;
     std::weak_ptr<int> backward;  // gone when the backward that submitted it has ended; of none that is never
     distributed::Ready ready;
-    distributed::Done done;
+    distributed::Place place;
+  };
+  struct Running {
+    int64_t number;  // in `pending_`
+    bool has_token;
+    std::function<void()> deliver;
+    std::weak_ptr<int> backward;
   };
 
   void enqueue_locked();
@@ -42,12 +51,14 @@ class Reductions {
   void finish_all();
 
   std::mutex mutex_;
+  distributed::PendingCollectives& pending_;
+  std::optional<Submitted> submitted_;  // the newest, until it is enqueued
   std::deque<Running> running_;
-  std::deque<Running> finished_;  // with a token that has not come yet
+  std::vector<int64_t> unclaimed_;  // have completed, with a token that has not come yet
   distributed::SideStream stream_;
   std::shared_ptr<int> outside_ = std::make_shared<int>(-1);
-  std::weak_ptr<int>
-      backward_;  // whose end is waited for: torch's number, which the callback at the end holds
+  // whose end is waited for: torch's number, which the callback at the end holds
+  std::weak_ptr<int> backward_;
 };
 
 }  // namespace transformer_plugin::sharded

@@ -3,13 +3,12 @@
 // CPU the first does it all. The gradient is that of the collective as a whole and belongs to the second step.
 #include <ATen/ops/zeros.h>
 
-#include <algorithm>
-#include <deque>
 #include <mutex>
+#include <string_view>
 
 #include "common/register.h"
 #include "common/tensor.h"
-#include "distributed/side_stream.h"
+#include "distributed/pending_collectives.h"
 #include "tensor_parallel/exchange.h"
 
 namespace transformer_plugin::tensor_parallel {
@@ -22,17 +21,19 @@ using torch::autograd::variable_list;
 // The collectives of a group that were begun and not finished.
 class Started {
  public:
-  static Started& of(distributed::GroupState& state) { return state.extension<Started>(); }
+  explicit Started(distributed::GroupState& state)
+      : pending_(state.extension<distributed::PendingCollectives>()) {}
+  static Started& of(distributed::GroupState& state) { return state.extension<Started>(state); }
 
   // Runs `exchange`, which reads `operand` and writes `out`, for the op `start`. Returns the token.
   template <typename Exchange>
   Tensor begin(const char* start, const Tensor& operand, const Tensor& out, Exchange&& exchange) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    const uint64_t capture = distributed::current_place(operand.device()).capture;
-    drop_forgotten(capture);
+    const distributed::Place place = distributed::current_place(operand.device());
+    pending_.free_discarded(place);
     const Tensor token = at::zeros({1}, operand.options().dtype(at::kLong).requires_grad(false));
     const distributed::Done done = stream_.run(operand.device(), std::forward<Exchange>(exchange));
-    running_.push_back({start, operand, out, token.storage().getWeakStorageImpl(), done, capture});
+    pending_.add({this, start, {operand}, {out}, done, place}, token);
     return token;
   }
 
@@ -40,43 +41,22 @@ class Started {
   // another op, or of an operand of other sizes or dtype, which is still running then.
   Tensor finish(const char* op, const char* start, const Tensor& token, const Argument& operand) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = std::find_if(running_.begin(), running_.end(), [&](const Running& running) {
-      return running.token._unsafe_get_target() == token.storage().unsafeGetStorageImpl() &&
-             !running.token.expired();
-    });
-    if (found == running_.end()) return {};
-    TP_CHECK_VALUE(found->start == start, op, "token", "a token of " << start, "one of " << found->start,
-                   "Finish each collective with the op that belongs to its start");
-    TP_CHECK_VALUE(found->operand.sizes() == operand.tensor.sizes() &&
-                       found->operand.scalar_type() == operand.tensor.scalar_type(),
-                   op, operand.name, "what " << start << " took, " << describe(found->operand),
-                   describe(operand.tensor), "Pass the arguments that the token was made from");
-    found->done.wait();
-    const Tensor out = found->out;
-    running_.erase(found);
-    return out;
+    const auto found = pending_.find(this, token);
+    if (!found) return {};
+    const distributed::StartedCollective& started = found->collective;
+    TP_CHECK_VALUE(std::string_view(started.op) == start, op, "token", "a token of " << start,
+                   "one of " << started.op, "Finish each collective with the op that belongs to its start");
+    const Tensor& taken = started.operands[0];
+    TP_CHECK_VALUE(
+        taken.sizes() == operand.tensor.sizes() && taken.scalar_type() == operand.tensor.scalar_type(), op,
+        operand.name, "what " << start << " took, " << describe(taken), describe(operand.tensor),
+        "Pass the arguments that the token was made from");
+    return pending_.finish(found->number)[0];
   }
 
  private:
-  struct Running {
-    const char* start;    // one of two constants
-    Tensor operand, out;  // kept until the current stream has waited, as their memory belongs to it
-    c10::weak_intrusive_ptr<c10::StorageImpl> token;
-    distributed::Done done;
-    uint64_t capture;  // in which it was begun; 0: none
-  };
-
-  // Those whose token is gone, as after an error. No stream can wait for one of another capture.
-  void drop_forgotten(uint64_t capture) {
-    std::erase_if(running_, [&](const Running& running) {
-      if (!running.token.expired() || (running.capture == 0 && capture != 0)) return false;
-      if (running.capture == capture) running.done.wait();
-      return true;
-    });
-  }
-
-  std::mutex mutex_;
-  std::deque<Running> running_;
+  std::mutex mutex_;  // guards the stream
+  distributed::PendingCollectives& pending_;
   distributed::SideStream stream_;
 };
 
