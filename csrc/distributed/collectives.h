@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "distributed/call.h"
-#include "distributed/group_state.h"
+#include "distributed/process_group_state.h"
 
 namespace transformer_plugin::distributed {
 
@@ -30,7 +30,7 @@ class PendingCollective {
 
 // A group as one call uses it.
 struct CallContext {
-  std::shared_ptr<GroupState> state;
+  std::shared_ptr<ProcessGroupState> state;
   c10::intrusive_ptr<c10d::ProcessGroup> group;  // null: the group of this process alone
   at::Tensor like;                               // a tensor on the device of the payload, or undefined
   Milliseconds timeout;

@@ -14,7 +14,7 @@ namespace {
 using at::Tensor;
 
 // Waits for a collective. Raises the error of peer_error() if a rank is lost or does not join within `timeout`.
-void wait_for_work(GroupState& state, const c10::intrusive_ptr<c10d::Work>& work, const Phase& phase,
+void wait_for_work(ProcessGroupState& state, const c10::intrusive_ptr<c10d::Work>& work, const Phase& phase,
                    Milliseconds timeout) {
   const int64_t sequence = ++state.cpu_sequence;
   const int64_t end = steady_now_ms() + timeout.count();
@@ -46,7 +46,7 @@ void wait_for_work(GroupState& state, const c10::intrusive_ptr<c10d::Work>& work
 }  // namespace
 
 void GlooCollectives::begin_call(const Call& call, int64_t collectives) {
-  GroupState& state = *to_.state;
+  ProcessGroupState& state = *to_.state;
   call_lock_ = std::unique_lock<std::mutex>(state.call_mutex);
   check_not_failed(state, call.phase(), to_.timeout);
   if (!state.cpu_backend)
@@ -60,7 +60,7 @@ void GlooCollectives::begin_call(const Call& call, int64_t collectives) {
 
 void GlooCollectives::end_call() {
   if (remaining_ > 0) {
-    GroupState& state = *to_.state;
+    ProcessGroupState& state = *to_.state;
     const std::lock_guard<std::mutex> lock(state.failure_mutex);
     if (!state.failure) state.failure = LivenessReport{{state.rank}, "", ""};
   }
@@ -68,7 +68,7 @@ void GlooCollectives::end_call() {
 }
 
 void GlooCollectives::compare_headers(const Call& call) {
-  GroupState& state = *to_.state;
+  ProcessGroupState& state = *to_.state;
   Tensor mine = at::empty({Call::kHeaderLength}, at::kLong);
   Tensor all = at::empty({state.size * Call::kHeaderLength}, at::kLong);
   std::copy(call.header().begin(), call.header().end(), mine.mutable_data_ptr<int64_t>());
@@ -84,7 +84,7 @@ c10::intrusive_ptr<c10d::Work> GlooCollectives::start_work(const Phase& phase, S
   try {
     return start();
   } catch (const c10::DistError& error) {
-    GroupState& state = *to_.state;
+    ProcessGroupState& state = *to_.state;
     raise_peer_error(state, state.heartbeat("cpu"), ++state.cpu_sequence, phase, to_.timeout,
                      first_line(error));
   }

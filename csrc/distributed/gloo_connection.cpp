@@ -61,7 +61,7 @@ struct ConnectResult {
 
 // Creates the backend on a thread, because Gloo bounds this by the timeout of the group, not by ours. The
 // thread is abandoned when our time is over.
-std::shared_ptr<ConnectResult> start_connecting(GroupState& state,
+std::shared_ptr<ConnectResult> start_connecting(ProcessGroupState& state,
                                                 const c10::intrusive_ptr<c10d::Backend>& parent) {
   const auto result = std::make_shared<ConnectResult>();
   std::thread([result, parent, store = state.store->connection(), prefix = state.key_prefix(),
@@ -87,7 +87,7 @@ std::shared_ptr<ConnectResult> start_connecting(GroupState& state,
 
 }  // namespace
 
-c10::intrusive_ptr<c10d::Backend> connect_cpu_backend(GroupState& state,
+c10::intrusive_ptr<c10d::Backend> connect_cpu_backend(ProcessGroupState& state,
                                                       const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                                                       const Phase& phase, Milliseconds timeout) {
   const c10::intrusive_ptr<c10d::Backend> parent = group->getBackend(at::kCPU);

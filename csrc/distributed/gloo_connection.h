@@ -2,13 +2,13 @@
 // mix with those of this library, even if a rank leaves out a call.
 #pragma once
 
-#include "distributed/group_state.h"
+#include "distributed/process_group_state.h"
 
 namespace transformer_plugin::distributed {
 
 // Connects the ranks within the timeout; collective, in the first call of the group on a CPU. If the group's
 // CPU backend is not Gloo, returns that backend itself.
-c10::intrusive_ptr<c10d::Backend> connect_cpu_backend(GroupState& state,
+c10::intrusive_ptr<c10d::Backend> connect_cpu_backend(ProcessGroupState& state,
                                                       const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                                                       const Phase& phase, Milliseconds timeout);
 

@@ -27,7 +27,7 @@ Tensor as_payload(const Tensor& tensor) {
 
 // Marks the collective as ended on the progress page and on the host, also when NCCL has raised an error.
 struct EndCollective {
-  GroupState& state;
+  ProcessGroupState& state;
   const StreamProgress& progress;
   void* stream;
   ~EndCollective() {
@@ -43,7 +43,7 @@ struct EndCollective {
 }  // namespace
 
 void NcclCollectives::begin_call(const Call& call, int64_t) {
-  GroupState& state = *to_.state;
+  ProcessGroupState& state = *to_.state;
   const CudaScope scope(to_.like);
   if (stream_is_captured(scope.stream())) return;
   const bool first = state.first_call_end_ms == 0;
@@ -55,7 +55,7 @@ c10d::Backend& NcclCollectives::backend() const { return *to_.group->getBackend(
 
 template <typename Start>
 PendingCollective NcclCollectives::run(const Tensor& out, const Phase& phase, Start&& start) {
-  GroupState& state = *to_.state;
+  ProcessGroupState& state = *to_.state;
   const CudaScope scope(out);
   const StreamProgress& progress = group_progress(state);
   state.timeout_ms = to_.timeout.count();

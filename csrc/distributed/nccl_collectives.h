@@ -1,5 +1,5 @@
 // Collectives on CUDA. They run on the current stream, read nothing on the host, and can be captured in a graph. The watchdog
-// observes them (group_state.h).
+// observes them (process_group_state.h).
 #pragma once
 
 #include "distributed/collectives.h"

@@ -15,7 +15,7 @@ struct ProgressPage {
   volatile int64_t begun;     // number of collectives that the group's streams have reached
   volatile int64_t ended;     // number of collectives that they have completed
   volatile int32_t phase_id;  // of the last one that has begun
-  volatile int32_t subject;   // of that one, a number of GroupState::subjects; 0: none
+  volatile int32_t subject;   // of that one, a number of ProcessGroupState::subjects; 0: none
 };
 
 struct StreamProgress {

@@ -32,7 +32,7 @@ constexpr std::string_view kRankMark = "#rank=";
 std::string without_rank(const std::string& given) { return given.substr(0, given.rfind(kRankMark)); }
 
 // A world that is destroyed and created again has the same name, and may have the processes in another order.
-void check_rank(const char* op, const std::string& given, const GroupState& state) {
+void check_rank(const char* op, const std::string& given, const ProcessGroupState& state) {
   if (given.size() == state.name.size()) return;
   const char* const first = given.data() + state.name.size() + kRankMark.size();
   int64_t rank = -1;
@@ -80,7 +80,7 @@ RankGroup::RankGroup(const char* op, const std::string& given, int64_t timeout_m
   const std::string name = without_rank(given);
   c10::intrusive_ptr<c10d::ProcessGroup> group;
   if (!name.empty()) group = resolve(op, name);
-  state_ = group_state(name, group);
+  state_ = process_group_state(name, group);
   if (group && timeout_ms <= 0) timeout_ = group_timeout(*group, is_on_cuda(like) ? at::kCUDA : at::kCPU);
   check_rank(op, given, *state_);
   collectives_ = make_collectives({state_, std::move(group), like, timeout_});

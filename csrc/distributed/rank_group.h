@@ -25,7 +25,7 @@ class RankGroup {
   RankGroup(const RankGroup&) = delete;
   RankGroup& operator=(const RankGroup&) = delete;
 
-  GroupState& state() const { return *state_; }
+  ProcessGroupState& state() const { return *state_; }
   int64_t size() const { return state_->size; }
   int64_t rank() const { return state_->rank; }
 
@@ -53,7 +53,7 @@ class RankGroup {
   void compare_through_store(const Call& call) const;
 
  private:
-  std::shared_ptr<GroupState> state_;
+  std::shared_ptr<ProcessGroupState> state_;
   Milliseconds timeout_;
   std::shared_ptr<Collectives> collectives_;
 };

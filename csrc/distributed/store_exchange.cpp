@@ -7,11 +7,11 @@
 #include <thread>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include "distributed/group_state.h"
+#include "distributed/process_group_state.h"
 
 namespace transformer_plugin::distributed {
 
-std::vector<std::string> all_gather_texts(GroupState& state, const char* kind, int64_t sequence,
+std::vector<std::string> all_gather_texts(ProcessGroupState& state, const char* kind, int64_t sequence,
                                           const std::string& text, const Phase& phase,
                                           const std::string& waits_for, Milliseconds timeout) {
   struct Exchange {
@@ -55,7 +55,7 @@ std::vector<std::string> all_gather_texts(GroupState& state, const char* kind, i
                    error.empty() && exchange->has_report ? "another rank has given up" : "", waits_for);
 }
 
-void compare_signature(GroupState& state, const Call& call, Milliseconds timeout) {
+void compare_signature(ProcessGroupState& state, const Call& call, Milliseconds timeout) {
   const std::lock_guard<std::mutex> lock(state.signature_mutex);
   std::vector<int64_t> signature = call.signature();
   if (state.signatures.count(signature)) return;

@@ -10,7 +10,7 @@
 #include <map>
 #include <thread>
 
-#include "distributed/group_state.h"
+#include "distributed/process_group_state.h"
 
 namespace transformer_plugin::distributed {
 namespace {
@@ -27,7 +27,7 @@ struct WaitStatus {
 };
 
 struct WatchedGroup {
-  std::weak_ptr<GroupState> state;
+  std::weak_ptr<ProcessGroupState> state;
   WaitStatus gpu;
   WaitStatus host;
 };
@@ -40,8 +40,8 @@ struct WatchedGroup {
 }
 
 // Sends heartbeats once the wait has taken half a second; ends the process after the timeout.
-void check_wait(GroupState& state, WaitStatus& status, const char* kind, int64_t sequence, int64_t begin_ms,
-                const Phase& phase, int32_t subject) {
+void check_wait(ProcessGroupState& state, WaitStatus& status, const char* kind, int64_t sequence,
+                int64_t begin_ms, const Phase& phase, int32_t subject) {
   if (!status.heartbeat) {
     status.heartbeat = std::make_shared<Heartbeat>(state.heartbeat(kind));
   }
@@ -66,7 +66,7 @@ void check_wait(GroupState& state, WaitStatus& status, const char* kind, int64_t
 }
 
 // The stream: is a collective running on the GPU?
-void check_gpu(GroupState& state, WaitStatus& status) {
+void check_gpu(ProcessGroupState& state, WaitStatus& status) {
   const ProgressPage* page = state.page.load();
   if (!page) return;
   const int64_t ended = page->ended;
@@ -83,7 +83,7 @@ void check_gpu(GroupState& state, WaitStatus& status) {
 }
 
 // The host: is a thread inside a call of NCCL?
-void check_host(GroupState& state, WaitStatus& status) {
+void check_host(ProcessGroupState& state, WaitStatus& status) {
   const int64_t begin_ms = state.host_begin_ms.load();
   if (begin_ms == 0) return;
   check_wait(state, status, "host", state.host_sequence.load(), begin_ms,
@@ -93,7 +93,7 @@ void check_host(GroupState& state, WaitStatus& status) {
 // Joined at exit. A forked child has no such thread and starts one when it needs it.
 class Watchdog {
  public:
-  void add(const std::shared_ptr<GroupState>& state) {
+  void add(const std::shared_ptr<ProcessGroupState>& state) {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (const WatchedGroup& watched : groups_) {
       if (watched.state.lock() == state) return;
@@ -117,7 +117,7 @@ class Watchdog {
   // process that cannot shut its GPU down would hang.
   bool is_collective_running() const {
     for (const WatchedGroup& watched : groups_) {
-      const std::shared_ptr<GroupState> state = watched.state.lock();
+      const std::shared_ptr<ProcessGroupState> state = watched.state.lock();
       const ProgressPage* page = state ? state->page.load() : nullptr;
       if (page && page->begun > page->ended) return true;
     }
@@ -131,7 +131,7 @@ class Watchdog {
       // The lock is released during the checks. Only this thread removes entries and other threads only
       // append, so index i stays valid.
       for (size_t i = 0; i < groups_.size(); ++i) {
-        const std::shared_ptr<GroupState> state = groups_[i].state.lock();
+        const std::shared_ptr<ProcessGroupState> state = groups_[i].state.lock();
         if (!state) continue;
         WatchedGroup copy = groups_[i];
         lock.unlock();
@@ -174,9 +174,9 @@ Watchdog& watchdog() {
 
 }  // namespace
 
-void watch_group(const std::shared_ptr<GroupState>& state) { watchdog().add(state); }
+void watch_group(const std::shared_ptr<ProcessGroupState>& state) { watchdog().add(state); }
 
-const StreamProgress& group_progress(GroupState& state) {
+const StreamProgress& group_progress(ProcessGroupState& state) {
   std::call_once(state.progress_once, [&] {
     state.progress = allocate_progress();
     state.page.store(state.progress.page);

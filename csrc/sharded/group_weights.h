@@ -10,11 +10,13 @@ struct GroupWeights {
   GatherCache gathers;
   Reductions reductions;
 
-  explicit GroupWeights(distributed::GroupState& state)
+  explicit GroupWeights(distributed::ProcessGroupState& state)
       : gathers(state.extension<distributed::PendingCollectives>()),
         reductions(state.extension<distributed::PendingCollectives>()) {}
   // Those of a group, made at their first use.
-  static GroupWeights& of(distributed::GroupState& state) { return state.extension<GroupWeights>(state); }
+  static GroupWeights& of(distributed::ProcessGroupState& state) {
+    return state.extension<GroupWeights>(state);
+  }
 };
 
 }  // namespace transformer_plugin::sharded

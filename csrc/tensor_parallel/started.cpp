@@ -21,9 +21,9 @@ using torch::autograd::variable_list;
 // The collectives of a group that were begun and not finished.
 class Started {
  public:
-  explicit Started(distributed::GroupState& state)
+  explicit Started(distributed::ProcessGroupState& state)
       : pending_(state.extension<distributed::PendingCollectives>()) {}
-  static Started& of(distributed::GroupState& state) { return state.extension<Started>(state); }
+  static Started& of(distributed::ProcessGroupState& state) { return state.extension<Started>(state); }
 
   // Runs `exchange`, which reads `operand` and writes `out`, for the op `start`. Returns the token.
   template <typename Exchange>

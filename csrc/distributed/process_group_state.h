@@ -29,8 +29,8 @@ namespace transformer_plugin::distributed {
 
 // One c10d group, from its first use in this process until the group object is destroyed. A group that is
 // created again under the same name has a new state.
-struct GroupState {
-  GroupState(std::string name, const c10::intrusive_ptr<c10d::ProcessGroup>& group);
+struct ProcessGroupState {
+  ProcessGroupState(std::string name, const c10::intrusive_ptr<c10d::ProcessGroup>& group);
   // Whether this is the state of that very group object.
   bool is_of(const c10::intrusive_ptr<c10d::ProcessGroup>& other) const;
   bool expired() const;
@@ -97,32 +97,32 @@ struct GroupState {
 };
 
 // The state of `group`, created on first use. Null group: the group of this process alone.
-std::shared_ptr<GroupState> group_state(const std::string& name,
-                                        const c10::intrusive_ptr<c10d::ProcessGroup>& group);
+std::shared_ptr<ProcessGroupState> process_group_state(const std::string& name,
+                                                       const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 // Releases the states of groups that have been destroyed.
 void release_expired_groups();
 
 // Runs the liveness check and raises the error. The group is not used again. `waits_for`: the text that this
 // rank's heartbeats contain; empty: the phase.
-[[noreturn]] void raise_peer_error(GroupState& state, Heartbeat heartbeat, int64_t sequence,
+[[noreturn]] void raise_peer_error(ProcessGroupState& state, Heartbeat heartbeat, int64_t sequence,
                                    const Phase& phase, Milliseconds timeout, const std::string& backend_error,
                                    const std::string& waits_for = "");
 // Raises the error again if an earlier call has failed.
-void check_not_failed(GroupState& state, const Phase& phase, Milliseconds timeout);
+void check_not_failed(ProcessGroupState& state, const Phase& phase, Milliseconds timeout);
 // Every rank's text in ascending order of ranks, through the group's store. `kind` names a sequence of
 // exchanges, and `sequence` is the number of this one in it.
-std::vector<std::string> all_gather_texts(GroupState& state, const char* kind, int64_t sequence,
+std::vector<std::string> all_gather_texts(ProcessGroupState& state, const char* kind, int64_t sequence,
                                           const std::string& text, const Phase& phase,
                                           const std::string& waits_for, Milliseconds timeout);
 // Compares a kind of call that is new on this rank with the other ranks' calls, through the store. Raises
 // ValueError where they differ.
-void compare_signature(GroupState& state, const Call& call, Milliseconds timeout);
+void compare_signature(ProcessGroupState& state, const Call& call, Milliseconds timeout);
 
 #ifdef TRANSFORMER_PLUGIN_CUDA
 // The group's progress page, allocated on the current device.
-const StreamProgress& group_progress(GroupState& state);
+const StreamProgress& group_progress(ProcessGroupState& state);
 // Adds the group to those that the watchdog thread observes.
-void watch_group(const std::shared_ptr<GroupState>& state);
+void watch_group(const std::shared_ptr<ProcessGroupState>& state);
 #endif
 
 // The least timeout of the first call on a group: NCCL creates its communicator in it.

@@ -1,5 +1,5 @@
 // The states of the process's groups.
-#include "distributed/group_state.h"
+#include "distributed/process_group_state.h"
 
 #include <c10/util/Exception.h>
 #include <unistd.h>
@@ -14,7 +14,7 @@ namespace {
 
 struct Registry {
   std::mutex mutex;
-  std::map<std::string, std::shared_ptr<GroupState>> groups;
+  std::map<std::string, std::shared_ptr<ProcessGroupState>> groups;
 };
 
 void close_cpu_backends();
@@ -48,7 +48,7 @@ void close_cpu_backends() {
 
 }  // namespace
 
-GroupState::GroupState(std::string name, const c10::intrusive_ptr<c10d::ProcessGroup>& group)
+ProcessGroupState::ProcessGroupState(std::string name, const c10::intrusive_ptr<c10d::ProcessGroup>& group)
     : name(std::move(name)),
       rank(group ? group->getRank() : 0),
       size(group ? group->getSize() : 1),
@@ -56,14 +56,14 @@ GroupState::GroupState(std::string name, const c10::intrusive_ptr<c10d::ProcessG
       address(group.get()),
       store(std::make_shared<StoreClient>(group ? group->getStore() : nullptr)) {}
 
-bool GroupState::is_of(const c10::intrusive_ptr<c10d::ProcessGroup>& other) const {
+bool ProcessGroupState::is_of(const c10::intrusive_ptr<c10d::ProcessGroup>& other) const {
   return address == other.get() && (!address || !group.expired()) && (!other || other->getRank() == rank) &&
          (!other || other->getSize() == size);
 }
 
-bool GroupState::expired() const { return address && group.expired(); }
+bool ProcessGroupState::expired() const { return address && group.expired(); }
 
-const std::string& GroupState::key_prefix() {
+const std::string& ProcessGroupState::key_prefix() {
   std::call_once(key_prefix_once, [this] {
     // Counts the groups of this size that this rank has had in the store: all ranks of the group count the
     // same.
@@ -76,26 +76,26 @@ const std::string& GroupState::key_prefix() {
   return made_key_prefix;
 }
 
-Heartbeat GroupState::heartbeat(const char* kind) {
+Heartbeat ProcessGroupState::heartbeat(const char* kind) {
   return Heartbeat(store, key_prefix(), kind, rank, size, heartbeat_count);
 }
 
-std::shared_ptr<GroupState> group_state(const std::string& name,
-                                        const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+std::shared_ptr<ProcessGroupState> process_group_state(const std::string& name,
+                                                       const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
   release_expired_groups();
   Registry& all = registry();
-  std::shared_ptr<GroupState> old;  // destroyed after the lock is released
+  std::shared_ptr<ProcessGroupState> old;  // destroyed after the lock is released
   const std::lock_guard<std::mutex> lock(all.mutex);
-  std::shared_ptr<GroupState>& entry = all.groups[name];
+  std::shared_ptr<ProcessGroupState>& entry = all.groups[name];
   if (entry && entry->is_of(group)) return entry;
-  old = std::exchange(entry, std::make_shared<GroupState>(name, group));
+  old = std::exchange(entry, std::make_shared<ProcessGroupState>(name, group));
   return entry;
 }
 
 void release_expired_groups() {
   Registry& all = registry();
   // Destroyed after the lock is released, because that joins threads.
-  std::vector<std::shared_ptr<GroupState>> old;
+  std::vector<std::shared_ptr<ProcessGroupState>> old;
   const std::lock_guard<std::mutex> lock(all.mutex);
   for (auto each = all.groups.begin(); each != all.groups.end();) {
     if (!each->second->expired()) {
@@ -114,7 +114,7 @@ std::string first_line(const std::exception& error) {
   return text.substr(0, 300);
 }
 
-void raise_peer_error(GroupState& state, Heartbeat heartbeat, int64_t sequence, const Phase& phase,
+void raise_peer_error(ProcessGroupState& state, Heartbeat heartbeat, int64_t sequence, const Phase& phase,
                       Milliseconds timeout, const std::string& backend_error, const std::string& waits_for) {
   LivenessReport report =
       heartbeat.find_missing_ranks(sequence, waits_for.empty() ? phase_text(phase) : waits_for);
@@ -130,14 +130,14 @@ void raise_peer_error(GroupState& state, Heartbeat heartbeat, int64_t sequence, 
                   peer_error(phase, state.name, state.rank, state.size, timeout, report, backend_error));
 }
 
-void check_not_failed(GroupState& state, const Phase& phase, Milliseconds timeout) {
+void check_not_failed(ProcessGroupState& state, const Phase& phase, Milliseconds timeout) {
   const std::lock_guard<std::mutex> lock(state.failure_mutex);
   if (!state.failure) return;
   C10_THROW_ERROR(DistBackendError, peer_error(phase, state.name, state.rank, state.size, timeout,
                                                *state.failure, "an earlier call on this group failed"));
 }
 
-int32_t GroupState::number_of_subject(const std::string& text) {
+int32_t ProcessGroupState::number_of_subject(const std::string& text) {
   if (text.empty()) return 0;
   const std::lock_guard<std::mutex> lock(subjects_mutex);
   const auto [place, is_new] = subject_numbers.try_emplace(text, static_cast<int32_t>(subjects.size()) + 1);
@@ -145,7 +145,7 @@ int32_t GroupState::number_of_subject(const std::string& text) {
   return place->second;
 }
 
-std::string GroupState::subject(int32_t number) {
+std::string ProcessGroupState::subject(int32_t number) {
   const std::lock_guard<std::mutex> lock(subjects_mutex);
   const auto place = static_cast<size_t>(number) - 1;
   return number > 0 && place < subjects.size() ? subjects[place] : std::string();
