@@ -56,7 +56,7 @@ struct ProcessGroupState {
   std::mutex call_mutex;
   c10::intrusive_ptr<c10d::Backend> cpu_backend;
   std::atomic<int64_t> cpu_sequence{0};
-  int64_t call_count = 0;
+  int64_t call_count = 0;  // the last call's number, as fields of kind kPerCall have it
 
   // What a family of ops keeps for the group: one object of each type, made from `arguments` at its first use. This folder does
   // not know the types.
