@@ -22,15 +22,20 @@ def gradient(rank: Rank, seed: int, dtype: torch.dtype = torch.float32) -> Tenso
     return torch.randn(4 * rank.size, 16, generator=generator).to(rank.device, dtype)
 
 
+def total_of(rank: Rank, grad: Tensor, weight: Tensor, key: str) -> Tensor:
+    total = torch.empty_like(weight)
+    factor = 1 / rank.size if "mean" in key else 1.0
+    ops.reduce_scatter_out(grad, total, False, rank.size, rank.group_name, factor=factor)
+    return total
+
+
 def check_sums(rank: Rank) -> None:
     """Any number in flight, finished in another order; float32 of a float32 weight."""
     weight, key = torch.zeros(4, 16, device=rank.device), key_of(rank, 4 * rank.size)
     grads = [gradient(rank, seed, (torch.float32, torch.bfloat16)[seed % 2]) for seed in range(6)]
     tokens = [ops.start_reduce_gradient(grad, weight, key) for grad in grads]
     for token, grad in reversed(list(zip(tokens, grads, strict=True))):
-        want = torch.empty_like(weight)
-        factor = 1 / rank.size if "mean" in key else 1.0
-        ops.reduce_scatter_out(grad, want, False, rank.size, rank.group_name, factor=factor)
+        want = total_of(rank, grad, weight, key)
         assert_same_bits(ops.finish_reduce_gradient(token, grad, weight, key), want)
 
 
@@ -49,6 +54,21 @@ def check_token_of_another_weight(rank: Rank) -> None:
 
 def test_a_token_of_another_weight(pair: RankPool) -> None:
     pair.run(check_token_of_another_weight)
+
+
+def check_tokens_of_other_ops(rank: Rank) -> None:
+    """Collectives of all ops are kept in one place. A token of another op is one that is not known."""
+    weight, grad = torch.zeros(4, 16, device=rank.device), gradient(rank, 0)
+    key, group = key_of(rank, 4 * rank.size), (rank.size, rank.group_name)
+    whole, total = ops.all_gather(grad, *group), total_of(rank, grad, weight, key)
+    sum_token, gather_token = ops.start_reduce_gradient(grad, weight, key), ops.start_all_gather(grad, *group)
+    for gather, add in ((sum_token, gather_token), (gather_token, sum_token)):
+        assert_same_bits(ops.finish_all_gather(gather, grad, *group), whole)
+        assert_same_bits(ops.finish_reduce_gradient(add, grad, weight, key), total)
+
+
+def test_tokens_of_other_ops(pair: RankPool) -> None:
+    pair.run(check_tokens_of_other_ops)
 
 
 def check_after_an_error(rank: Rank) -> None:
