@@ -212,9 +212,10 @@ TORCH_LIBRARY(transformer_plugin, m) {
   // Raises what a GPU noticed about group sizes, row and expert indices of earlier calls; calls with these do so too.
   m.def("check_group_sizes() -> ()");
 
-  // activation
-  m.def("swiglu(Tensor input, Tensor? probs=None) -> Tensor");
-  m.def("swiglu_backward(Tensor grad, Tensor input, Tensor? probs=None) -> (Tensor, Tensor)");
+  // activation. With "group_sizes" rows past the last group are neither read nor written; their gradients of probs are 0.
+  m.def("swiglu(Tensor input, Tensor? probs=None, Tensor? group_sizes=None) -> Tensor");
+  m.def(
+      "swiglu_backward(Tensor grad, Tensor input, Tensor? probs=None, Tensor? group_sizes=None) -> (Tensor, Tensor)");
 
   // norm: over the last dimension. The forward ops also return what the backward wants of them; those that quantize give
   // the bytes of the steps, in one pass.

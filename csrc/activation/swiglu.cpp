@@ -1,9 +1,13 @@
 // swiglu and swiglu_backward: checks, kernel arguments and gradients (activation/swiglu.h).
 #include "activation/swiglu.h"
 
+#include <ATen/ops/arange.h>
+
+#include "activation/calls.h"
 #include "activation/swiglu_checks.h"
 #include "common/autograd.h"
 #include "common/check.h"
+#include "common/group_offsets.h"
 #include "common/register.h"
 #include "common/tensor.h"
 
@@ -16,22 +20,38 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 // Checks and the output, the same for every backend.
-Tensor swiglu_output(const Tensor& input, const OptionalTensor& probs) {
-  check_swiglu("swiglu", input, probs);
+Tensor swiglu_output(const Tensor& input, const OptionalTensor& probs, const OptionalTensor& group_sizes) {
+  constexpr const char* op = "swiglu";
+  check_swiglu(op, input, probs);
+  if (group_sizes) check_group_sizes({op, "group_sizes", *group_sizes}, {op, "input", input});
   return empty(input, {input.sym_size(0), input.sym_size(1) / 2}, input.scalar_type());
 }
 
 std::tuple<Tensor, Tensor> swiglu_backward_outputs(const Tensor& grad, const Tensor& input,
-                                                   const OptionalTensor& probs) {
+                                                   const OptionalTensor& probs,
+                                                   const OptionalTensor& group_sizes) {
   constexpr const char* op = "swiglu_backward";
   check_swiglu(op, input, probs);
   check_swiglu_grad(op, grad, input);
+  if (group_sizes) check_group_sizes({op, "group_sizes", *group_sizes}, {op, "input", input});
   const c10::SymInt rows = probs ? input.sym_size(0) : c10::SymInt(0);
   return {empty(input, input.sym_sizes(), input.scalar_type()), empty(input, {rows}, at::kFloat)};
 }
 
-Tensor swiglu(const Tensor& input, const OptionalTensor& probs) {
-  const Tensor output = swiglu_output(input, probs);
+// The first rows of the groups; undefined without groups.
+Tensor offsets_of(const char* op, const Tensor& input, const OptionalTensor& group_sizes) {
+  if (!group_sizes) return {};
+  return group_offsets({op, "group_sizes", *group_sizes}, {op, "input", input}, input.size(0));
+}
+
+// The first row past the last group.
+const int32_t* end_of(const Tensor& offsets) {
+  return offsets.defined() ? offsets.const_data_ptr<int32_t>() + offsets.size(0) - 1 : nullptr;
+}
+
+Tensor swiglu(const Tensor& input, const OptionalTensor& probs, const OptionalTensor& group_sizes) {
+  const Tensor output = swiglu_output(input, probs, group_sizes);
+  const Tensor offsets = offsets_of("swiglu", input, group_sizes);
   const Tensor x = input.contiguous();
   const Tensor p = probs ? probs->contiguous() : Tensor();
   const SwigluArgs args{x.const_data_ptr(),
@@ -39,7 +59,8 @@ Tensor swiglu(const Tensor& input, const OptionalTensor& probs) {
                         output.mutable_data_ptr(),
                         x.size(0),
                         x.size(1) / 2,
-                        to_dtype(x.scalar_type())};
+                        to_dtype(x.scalar_type()),
+                        end_of(offsets)};
 #ifdef TRANSFORMER_PLUGIN_CUDA
   if (x.is_cuda()) {
     const CudaScope scope(x);
@@ -52,15 +73,19 @@ Tensor swiglu(const Tensor& input, const OptionalTensor& probs) {
 }
 
 std::tuple<Tensor, Tensor> swiglu_backward(const Tensor& grad, const Tensor& input,
-                                           const OptionalTensor& probs) {
-  auto outputs = swiglu_backward_outputs(grad, input, probs);
+                                           const OptionalTensor& probs, const OptionalTensor& group_sizes) {
+  auto outputs = swiglu_backward_outputs(grad, input, probs, group_sizes);
+  const Tensor offsets = offsets_of("swiglu_backward", input, group_sizes);
   const auto& [grad_input, grad_probs] = outputs;
   const Tensor g = grad.contiguous();
   const Tensor x = input.contiguous();
   const Tensor p = probs ? probs->contiguous() : Tensor();
   const int64_t tiles = (x.size(1) / 2 + kSumTile - 1) / kSumTile;
   Tensor partial;
-  if (probs && !x.is_cpu()) partial = tiles == 1 ? grad_probs : empty(x, {tiles, x.size(0)}, at::kFloat);
+  if (probs && !x.is_cpu()) {
+    const bool is_result = tiles == 1 && !group_sizes;
+    partial = is_result ? grad_probs : empty(x, {tiles, x.size(0)}, at::kFloat);
+  }
   const SwigluBackwardArgs args{g.const_data_ptr(),
                                 x.const_data_ptr(),
                                 probs ? p.const_data_ptr<float>() : nullptr,
@@ -69,7 +94,8 @@ std::tuple<Tensor, Tensor> swiglu_backward(const Tensor& grad, const Tensor& inp
                                 partial.defined() ? partial.mutable_data_ptr<float>() : nullptr,
                                 x.size(0),
                                 x.size(1) / 2,
-                                to_dtype(x.scalar_type())};
+                                to_dtype(x.scalar_type()),
+                                end_of(offsets)};
 #ifdef TRANSFORMER_PLUGIN_CUDA
   if (x.is_cuda()) {
     const CudaScope scope(x);
@@ -81,16 +107,11 @@ std::tuple<Tensor, Tensor> swiglu_backward(const Tensor& grad, const Tensor& inp
   return outputs;
 }
 
-Tensor call_swiglu(const Tensor& input, const OptionalTensor& probs) {
-  static const auto op = find_op<Tensor(const Tensor&, const OptionalTensor&)>("swiglu");
-  return op.call(input, probs);
-}
-
-std::tuple<Tensor, Tensor> call_swiglu_backward(const Tensor& grad, const Tensor& input,
-                                                const OptionalTensor& probs) {
-  using Signature = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const OptionalTensor&);
-  static const auto op = find_op<Signature>("swiglu_backward");
-  return op.call(grad, input, probs);
+// With zeros past the last group: callers of autograd may add up the gradients of all rows.
+Tensor before_tail(const Tensor& rows, const Tensor& group_sizes) {
+  const Tensor end = group_sizes.clamp_min(0).sum();
+  const Tensor index = at::arange(c10::Scalar(rows.sym_size(0)), end.options());
+  return rows.masked_fill(index.ge(end).unsqueeze(1), 0.0);
 }
 
 class SwigluFunction : public DifferentiableOnce<SwigluFunction> {
@@ -98,24 +119,26 @@ class SwigluFunction : public DifferentiableOnce<SwigluFunction> {
   static constexpr const char* kName = "swiglu";
   static constexpr bool is_traceable = true;
 
-  static Tensor forward(AutogradContext* ctx, const Tensor& input, const OptionalTensor& probs) {
-    ctx->save_for_backward({input, or_undefined(probs)});
+  static Tensor forward(AutogradContext* ctx, const Tensor& input, const OptionalTensor& probs,
+                        const OptionalTensor& group_sizes) {
+    ctx->save_for_backward({input, or_undefined(probs), or_undefined(group_sizes)});
     const BelowAutograd guard;
-    return call_swiglu(input, probs);
+    return call_swiglu(input, probs, group_sizes);
   }
 
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
-    const OptionalTensor probs = as_optional(saved[1]);
-    const auto [grad_input, grad_probs] = call_swiglu_backward(grads[0], saved[0], probs);
-    return {grad_input, probs ? grad_probs : Tensor()};
+    const OptionalTensor probs = as_optional(saved[1]), group_sizes = as_optional(saved[2]);
+    const auto [grad_input, grad_probs] = call_swiglu_backward(grads[0], saved[0], probs, group_sizes);
+    return {group_sizes ? before_tail(grad_input, *group_sizes) : grad_input, probs ? grad_probs : Tensor(),
+            Tensor()};
   }
 };
 
-Tensor swiglu_autograd(const Tensor& input, const OptionalTensor& probs) {
-  if (any_wants_grad(input, probs)) return SwigluFunction::apply(input, probs);
+Tensor swiglu_autograd(const Tensor& input, const OptionalTensor& probs, const OptionalTensor& group_sizes) {
+  if (any_wants_grad(input, probs)) return SwigluFunction::apply(input, probs, group_sizes);
   const BelowAutograd guard;
-  return call_swiglu(input, probs);
+  return call_swiglu(input, probs, group_sizes);
 }
 
 }  // namespace

@@ -24,6 +24,9 @@ struct SwigluArgs {
   int64_t rows;
   int64_t features;  // F
   DType dtype;
+  const int32_t* end = nullptr;  // rows from `*end` on are neither read nor written; null if there are none
+
+  TP_HOST_DEVICE int64_t used_rows() const { return end != nullptr ? *end : rows; }
 };
 
 struct SwigluBackwardArgs {
@@ -36,6 +39,11 @@ struct SwigluBackwardArgs {
   int64_t rows;
   int64_t features;
   DType dtype;
+  // Rows from `*end` on are neither read nor written, except that their gradient of the probability is zero; null if
+  // there are none. `partial` then is not grad_probs.
+  const int32_t* end = nullptr;
+
+  TP_HOST_DEVICE int64_t used_rows() const { return end != nullptr ? *end : rows; }
 };
 
 TP_HOST_DEVICE float swiglu_value(float gate, float linear, float prob) {

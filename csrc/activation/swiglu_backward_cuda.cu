@@ -56,7 +56,9 @@ __global__ void __launch_bounds__(kThreads)
   const T* gate = static_cast<const T*>(args.input) + first_row * 2 * f + column;
   T* target = static_cast<T*>(args.grad_input) + first_row * 2 * f + column;
   // The rows of the last threads may be after the last row.
-  const auto is_row = [&](int r) { return first_row + r < args.rows; };
+  const int64_t used = args.used_rows();
+  const auto is_row = [&](int r) { return first_row + r < used; };
+  if (__all_sync(0xffffffffu, !is_row(0))) return;
   uint4 grads[kRowsPerThread], gates[kRowsPerThread], linears[kRowsPerThread];
   float probs[kRowsPerThread];
 #pragma unroll
@@ -93,18 +95,21 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// One thread adds the sums of one row's tiles. Blocks are small, so that they spread over the device: threads
-// wait for long chains of loads.
+// One thread adds the sums of one row's tiles; a row from `*end` on has none. Blocks are small, so that they spread over
+// the device: threads wait for long chains of loads.
 constexpr int kSumThreads = 64;
 
-__global__ void add_row_sums_kernel(const float* partial, int64_t tiles, int64_t rows, float* sums) {
+__global__ void add_row_sums_kernel(const float* partial, int64_t tiles, int64_t rows, const int32_t* end,
+                                    float* sums) {
   constexpr int kAhead = 32;  // loads in flight
   pdl_wait();
+  const int64_t used = end ? *end : rows;
   for (int64_t i = blockIdx.x * static_cast<int64_t>(kSumThreads) + threadIdx.x; i < rows;
        i += static_cast<int64_t>(gridDim.x) * kSumThreads) {
+    const int64_t count = i < used ? tiles : 0;
     float sum = 0.0f;
 #pragma unroll kAhead
-    for (int64_t t = 0; t < tiles; ++t) sum = sum + partial[t * rows + i];
+    for (int64_t t = 0; t < count; ++t) sum = sum + partial[t * rows + i];
     sums[i] = sum;
   }
 }
@@ -115,7 +120,7 @@ void launch_add_row_sums(const SwigluBackwardArgs& args, void* stream) {
   if (args.rows == 0 || args.partial == args.grad_probs) return;
   launch_pdl(add_row_sums_kernel, grid_size(args.rows, kSumThreads), kSumThreads, 0,
              static_cast<cudaStream_t>(stream), args.partial, ceil_div(args.features, kSumTile), args.rows,
-             args.grad_probs);
+             args.end, args.grad_probs);
   check_launch("add_row_sums_kernel");
 }
 

@@ -60,7 +60,7 @@ void swiglu_cpu(const SwigluArgs& args) {
   visit_float(args.dtype, [&](auto element) {
     using T = decltype(element);
     const int64_t f = args.features;
-    at::parallel_for(0, args.rows, rows_per_task(f), [&](int64_t begin, int64_t end) {
+    at::parallel_for(0, args.used_rows(), rows_per_task(f), [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         const T* gate = static_cast<const T*>(args.input) + i * 2 * f;
         forward_row<T>(gate, gate + f, args.probs ? args.probs[i] : 1.0f,
@@ -72,10 +72,12 @@ void swiglu_cpu(const SwigluArgs& args) {
 
 void swiglu_backward_cpu(const SwigluBackwardArgs& args) {
   if (args.features == 0 && args.grad_probs == nullptr) return;
+  const int64_t used = args.used_rows();
+  if (args.grad_probs) std::fill(args.grad_probs + used, args.grad_probs + args.rows, 0.0f);
   visit_float(args.dtype, [&](auto element) {
     using T = decltype(element);
     const int64_t f = args.features;
-    at::parallel_for(0, args.rows, rows_per_task(f), [&](int64_t begin, int64_t end) {
+    at::parallel_for(0, used, rows_per_task(f), [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         const T* gate = static_cast<const T*>(args.input) + i * 2 * f;
         T* grad_gate = static_cast<T*>(args.grad_input) + i * 2 * f;

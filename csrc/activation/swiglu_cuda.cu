@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t column = static_cast<int64_t>(index - band * vectors) * kVectorSize<T>;
   const int64_t f = args.features;
   const T* gate = static_cast<const T*>(args.input) + first_row * 2 * f + column;
-  const int rows = static_cast<int>(min(static_cast<int64_t>(kRowsPerThread), args.rows - first_row));
+  const int rows = static_cast<int>(min(static_cast<int64_t>(kRowsPerThread), args.used_rows() - first_row));
   uint4 gates[kRowsPerThread] = {}, linears[kRowsPerThread] = {};
   float probs[kRowsPerThread];
 #pragma unroll
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kThreads)
 // The same for any width and alignment: a grid-stride loop over the elements of the output.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) swiglu_kernel(const __grid_constant__ SwigluArgs args) {
-  const int64_t elements = args.rows * args.features;
+  const int64_t elements = args.used_rows() * args.features;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
   for (int64_t k = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; k < elements; k += step) {
     const int64_t i = k / args.features;

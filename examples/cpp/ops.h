@@ -22,9 +22,10 @@ c10::TypedOperatorHandle<Signature> find(const char* name) {
 }
 
 inline at::Tensor swiglu(const at::Tensor& input, const std::optional<at::Tensor>& probs) {
-  using Signature = at::Tensor(const at::Tensor&, const std::optional<at::Tensor>&);
+  using Optional = std::optional<at::Tensor>;
+  using Signature = at::Tensor(const at::Tensor&, const Optional&, const Optional&);
   static const auto op = find<Signature>("transformer_plugin::swiglu");
-  return op.call(input, probs);
+  return op.call(input, probs, /*group_sizes=*/std::nullopt);
 }
 
 // The formats of a linear layer's operands.

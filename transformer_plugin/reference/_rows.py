@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+
+
+def before_tail(rows: Tensor, group_sizes: Tensor | None) -> Tensor:
+    """The rows with zeros past the last group, also where an op leaves their content unspecified."""
+    if group_sizes is None:
+        return rows
+    index = torch.arange(rows.shape[0], device=rows.device)
+    return torch.where((index < group_sizes.sum()).view(-1, *[1] * (rows.dim() - 1)), rows, 0.0)
 
 
 def indexed_rows(matrix: Tensor, rows: Tensor | None, group_sizes: Tensor) -> Tensor:

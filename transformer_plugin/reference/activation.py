@@ -6,33 +6,39 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from transformer_plugin.reference._rows import before_tail
+
 __all__ = [
     "swiglu",
     "swiglu_backward",
 ]
 
 
-def swiglu(input: Tensor, probs: Tensor | None = None) -> Tensor:
-    """silu(gate) * linear * probs in float32, rounded once."""
+def swiglu(input: Tensor, probs: Tensor | None = None, group_sizes: Tensor | None = None) -> Tensor:
+    """silu(gate) * linear * probs in float32, rounded once. Rows past the groups, which the op leaves out, are 0."""
     gate, linear = input.float().chunk(2, dim=-1)
     output = F.silu(gate) * linear
     if probs is not None:
         output = output * probs[:, None]
-    return output.to(input.dtype)
+    return before_tail(output.to(input.dtype), group_sizes)
 
 
-def swiglu_backward(grad: Tensor, input: Tensor, probs: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def swiglu_backward(
+    grad: Tensor, input: Tensor, probs: Tensor | None = None, group_sizes: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The chain rule, written out: the slope of silu(a) is s + a s (1 - s) with s = sigmoid(a). The order of the
-    factors is that of the op, where a product of two factors may overflow or underflow float32."""
+    factors is that of the op, where a product of two factors may overflow or underflow float32. Past the groups both
+    are 0, of which the op does not write the first."""
     gate, linear = input.float().chunk(2, dim=-1)
     sigmoid = torch.sigmoid(gate)
     silu = gate * sigmoid
     prob = 1.0 if probs is None else probs[:, None]
     grad_gate = grad.float() * linear * prob * (sigmoid + silu * (1 - sigmoid))
     grad_input = torch.cat([grad_gate, grad.float() * silu * prob], dim=-1).to(input.dtype)
+    grad_input = before_tail(grad_input, group_sizes)
     if probs is None:
         return grad_input, torch.empty(0, dtype=torch.float32, device=input.device)
-    return grad_input, row_sums(grad.float() * (silu * linear))
+    return grad_input, before_tail(row_sums(grad.float() * (silu * linear)), group_sizes)
 
 
 def row_sums(terms: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 // grouped_gemm_swiglu: the rows of each group times the group's matrix, then SwiGLU times a probability; with its gradient.
 #include <ATen/ops/arange.h>
 
+#include "activation/calls.h"
 #include "common/autograd.h"
 #include "common/group_offsets.h"
 #include "common/register.h"
@@ -89,9 +90,8 @@ Tensor before_tail(const Tensor& rows, const Tensor& group_sizes) {
 std::pair<Tensor, Tensor> gradients_of_swiglu(const Tensor& grad, const Tensor& h, const Tensor& sizes,
                                               const OptionalTensor& probs, int64_t interleave,
                                               bool wants_probs) {
-  using Signature = TwoTensors(const Tensor&, const Tensor&, const OptionalTensor&);
-  static const auto swiglu_backward = find_op<Signature>("swiglu_backward");
-  const auto [grad_halves, grad_probs] = swiglu_backward.call(grad, deinterleave(h, interleave), probs);
+  const auto [grad_halves, grad_probs] =
+      activation::call_swiglu_backward(grad, deinterleave(h, interleave), probs);
   return {interleave_columns(grad_halves, interleave),
           wants_probs ? before_tail(grad_probs, sizes) : Tensor()};
 }
