@@ -2,8 +2,9 @@
 //
 // Conventions. A "format" is the key of a number format with its options, for example "fp8_block:e4m3,pow2"
 // (common/format.h). "group_sizes" are int32 or int64 [G] on the device of the data; rows past their sum are
-// the tail, written as zero. "group_name" names a c10d process group. An op whose name ends in "_out" or "_" writes
-// into a buffer that it is given, and so do those with an "amax" to collect into; every other tensor is fresh.
+// the tail, written as zero, or not at all if zero_tail is False. "group_name" names a c10d process group. An op whose
+// name ends in "_out" or "_" writes into a buffer that it is given, and so do those with an "amax" to collect into;
+// every other tensor is fresh.
 #include <torch/library.h>
 
 #include "common/other_tensors.h"
@@ -15,7 +16,8 @@ TORCH_LIBRARY(transformer_plugin, m) {
   // rounding draws from. With "rows", row i of the ragged matrix is row rows[i] of the input, and -1 a row of zeros.
   m.def(
       "quantize(Tensor input, str format, Tensor? group_sizes=None, Tensor? amax=None, Tensor? amax_t=None, "
-      "Tensor? seed=None, bool rowwise=True, bool columnwise=False, Tensor? rows=None) -> Tensor[]");
+      "Tensor? seed=None, bool rowwise=True, bool columnwise=False, Tensor? rows=None, bool zero_tail=True) -> "
+      "Tensor[]");
   // Into buffers of the caller, in the order of the results; with noop = 1 on the device every byte of them stays.
   m.def(
       "quantize_out(Tensor input, str format, Tensor(a!)[] out, Tensor? group_sizes=None, Tensor? amax=None, "
@@ -26,7 +28,7 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "bool stacked=False) -> Tensor[]");
   m.def(
       "dequantize(Tensor data, Tensor scale_inv, str format, ScalarType dtype, Tensor? group_sizes=None, "
-      "bool transposed=False, Tensor? amax=None) -> Tensor");
+      "bool transposed=False, Tensor? amax=None, bool zero_tail=True) -> Tensor");
   m.def(
       "amax(Tensor input, str format, Tensor? group_sizes=None, bool rowwise=True, bool columnwise=False) -> "
       "Tensor[]");
@@ -53,15 +55,18 @@ TORCH_LIBRARY(transformer_plugin, m) {
   // bias_backward_quantize.
   m.def(
       "swiglu_quantize(Tensor input, str format, Tensor? probs=None, Tensor? group_sizes=None, "
-      "Tensor? amax=None, Tensor? amax_t=None, Tensor? seed=None, bool rowwise=True, bool columnwise=False) -> Tensor[]");
+      "Tensor? amax=None, Tensor? amax_t=None, Tensor? seed=None, bool rowwise=True, bool columnwise=False, "
+      "bool zero_tail=True) -> Tensor[]");
   // Always in both directions, then grad_probs.
   m.def(
       "swiglu_backward_quantize(Tensor grad, Tensor input, str format, Tensor? probs=None, "
-      "Tensor? group_sizes=None, Tensor? amax=None, Tensor? amax_t=None, Tensor? seed=None) -> Tensor[]");
+      "Tensor? group_sizes=None, Tensor? amax=None, Tensor? amax_t=None, Tensor? seed=None, bool zero_tail=True) -> "
+      "Tensor[]");
   // The gradient of a bias, the sums over the rows, is the last result.
   m.def(
       "bias_backward_quantize(Tensor grad, str format, Tensor? group_sizes=None, Tensor? amax=None, "
-      "Tensor? amax_t=None, Tensor? seed=None, bool rowwise=True, bool columnwise=False) -> Tensor[]");
+      "Tensor? amax_t=None, Tensor? seed=None, bool rowwise=True, bool columnwise=False, bool zero_tail=True) -> "
+      "Tensor[]");
 
   // gemm: products with FP32 sums. linear and grouped_linear are the differentiable ones in low precision. A quantized
   // operand has a format and its scales, [scale_inv], or of nvfp4 [scale_inv, amax]; those of a weight gradient are

@@ -14,7 +14,8 @@ int64_t version_of(const at::Tensor& tensor) { return tensor.is_inference() ? 0 
 
 }  // namespace
 
-SharedOffsets::SharedOffsets(const at::Tensor& group_sizes) : group_sizes_(group_sizes), outer_(innermost) {
+SharedOffsets::SharedOffsets(const at::Tensor& group_sizes, bool with_tail)
+    : group_sizes_(group_sizes), with_tail_(with_tail), outer_(innermost) {
   innermost = this;
 }
 
@@ -22,6 +23,10 @@ SharedOffsets::~SharedOffsets() { innermost = outer_; }
 
 bool SharedOffsets::are_for(const at::Tensor& group_sizes) {
   return innermost && group_sizes.is_same(innermost->group_sizes_);
+}
+
+bool SharedOffsets::are_with_tail(const at::Tensor& group_sizes) {
+  return are_for(group_sizes) && innermost->with_tail_;
 }
 
 at::Tensor SharedOffsets::find(GroupTable kind, const at::Tensor& group_sizes, int64_t rows) {

@@ -14,9 +14,11 @@
 namespace transformer_plugin {
 
 enum class GroupTable {
-  kOffsets,         // group_offsets()
-  kRowTiles,        // quantize::group_tables(), each group for itself
-  kMergedRowTiles,  // the same, all groups as one
+  kOffsets,                 // group_offsets()
+  kRowTiles,                // quantize::group_tables(), each group for itself, and the tail
+  kRowTilesOfGroups,        // the same without the tail
+  kMergedRowTiles,          // the same, all groups as one, and the tail
+  kMergedRowTilesOfGroups,  // the same without the tail
 };
 
 // Lives on the stack of a node's forward or backward. Of nested ones the innermost counts. A table is found
@@ -25,14 +27,17 @@ enum class GroupTable {
 // node do not change while it runs. A tracer's tensors get no tables, because no kernel runs.
 class SharedOffsets {
  public:
-  // Without sizes it only hides what an outer one shares.
-  explicit SharedOffsets(const at::Tensor& group_sizes);
+  // Without sizes it only hides what an outer one shares. `with_tail`: whether some of the ops zero the tail; the others
+  // then read the tables of those.
+  explicit SharedOffsets(const at::Tensor& group_sizes, bool with_tail = true);
   ~SharedOffsets();
   SharedOffsets(const SharedOffsets&) = delete;
   SharedOffsets& operator=(const SharedOffsets&) = delete;
 
   // Whether ops that are called now with these sizes share tables.
   static bool are_for(const at::Tensor& group_sizes);
+  // Whether they share tables with the tail.
+  static bool are_with_tail(const at::Tensor& group_sizes);
   // The table for a buffer of `rows` rows; undefined if there is none.
   static at::Tensor find(GroupTable kind, const at::Tensor& group_sizes, int64_t rows);
   // Keeps a table, which nobody writes any more, if are_for(group_sizes).
@@ -56,6 +61,7 @@ class SharedOffsets {
   static Key key_of(GroupTable kind, const at::Tensor& group_sizes, int64_t rows);
 
   const at::Tensor group_sizes_;
+  const bool with_tail_;
   SharedOffsets* const outer_;
   c10::SmallVector<Entry, 3> entries_;
 };

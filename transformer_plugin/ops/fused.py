@@ -38,6 +38,7 @@ def swiglu_quantize(
     seed: Tensor | None = None,
     rowwise: bool = True,
     columnwise: bool = False,
+    zero_tail: bool = True,
 ) -> tuple[Tensor, ...]:
     """:func:`~transformer_plugin.ops.swiglu`, quantized along rows, along columns, or both.
 
@@ -55,7 +56,7 @@ def swiglu_quantize(
             larger values saturate. That of ``fp8_tensor`` serves both directions.
         amax_t: of ``nvfp4`` with ``columnwise`` only, the amax of the columns.
         seed: int64 ``[1]`` on the device of ``input``, of ``nvfp4`` with ``sr`` only.
-        rowwise, columnwise: as in :func:`~transformer_plugin.ops.quantize`.
+        rowwise, columnwise, zero_tail: as in :func:`~transformer_plugin.ops.quantize`.
 
     Returns:
         What :func:`~transformer_plugin.ops.quantize` returns of ``swiglu(input, probs)``: ``data [T, F]``
@@ -69,8 +70,11 @@ def swiglu_quantize(
     Source: Shazeer, "GLU Variants Improve Transformer", 2020 (arXiv:2002.05202), equation 6 without biases.
     """
     key = key_of(format, "swiglu_quantize")
+    directions = (rowwise, columnwise)
     return tuple(
-        _ops.swiglu_quantize.default(input, key, probs, group_sizes, amax, amax_t, seed, rowwise, columnwise)
+        _ops.swiglu_quantize.default(
+            input, key, probs, group_sizes, amax, amax_t, seed, *directions, zero_tail
+        )
     )
 
 
@@ -83,13 +87,14 @@ def swiglu_backward_quantize(
     amax: Tensor | None = None,
     amax_t: Tensor | None = None,
     seed: Tensor | None = None,
+    zero_tail: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """:func:`~transformer_plugin.ops.swiglu_backward`, its gradient of the input quantized, always in both directions.
 
     Args:
         grad: ``[T, F]``, the gradient of the activation, in the dtype of ``input``; any strides.
         input: ``[T, 2F]``; F is a multiple of 128.
-        format, probs, group_sizes, seed: as in :func:`swiglu_quantize`.
+        format, probs, group_sizes, seed, zero_tail: as in :func:`swiglu_quantize`.
         amax, amax_t: likewise, but of the gradient of ``input``.
 
     Returns:
@@ -102,7 +107,7 @@ def swiglu_backward_quantize(
     """
     key = key_of(format, "swiglu_backward_quantize")
     data, scale, data_t, scale_t, grad_probs = _ops.swiglu_backward_quantize.default(
-        grad, input, key, probs, group_sizes, amax, amax_t, seed
+        grad, input, key, probs, group_sizes, amax, amax_t, seed, zero_tail
     )
     return data, scale, data_t, scale_t, grad_probs
 
@@ -116,6 +121,7 @@ def bias_backward_quantize(
     seed: Tensor | None = None,
     rowwise: bool = True,
     columnwise: bool = False,
+    zero_tail: bool = True,
 ) -> tuple[Tensor, ...]:
     """:func:`~transformer_plugin.ops.bias_backward`, and the gradient quantized in either or both directions.
 
@@ -129,7 +135,7 @@ def bias_backward_quantize(
         amax, amax_t: as in :func:`~transformer_plugin.ops.quantize`: ``nvfp4`` requires those of the directions;
             ``amax`` of ``fp8_tensor`` may be None for that of ``grad``, which then is read twice.
         seed: int64 ``[1]`` on the device of ``grad``, of ``nvfp4`` with ``sr`` only.
-        rowwise, columnwise: as in :func:`~transformer_plugin.ops.quantize`.
+        rowwise, columnwise, zero_tail: as in :func:`~transformer_plugin.ops.quantize`.
 
     Returns:
         What :func:`~transformer_plugin.ops.quantize` returns of ``grad``: ``data [T, N]`` (``[T, N / 2]`` bytes of
@@ -143,6 +149,9 @@ def bias_backward_quantize(
             more than T.
     """
     key = key_of(format, "bias_backward_quantize")
+    directions = (rowwise, columnwise)
     return tuple(
-        _ops.bias_backward_quantize.default(grad, key, group_sizes, amax, amax_t, seed, rowwise, columnwise)
+        _ops.bias_backward_quantize.default(
+            grad, key, group_sizes, amax, amax_t, seed, *directions, zero_tail
+        )
     )

@@ -78,6 +78,7 @@ def quantize(
     rowwise: bool = True,
     columnwise: bool = False,
     rows: Tensor | None = None,
+    zero_tail: bool = True,
 ) -> tuple[Tensor, ...]:
     """Quantizes along rows, along columns, or both in one pass over the input.
 
@@ -101,15 +102,15 @@ def quantize(
             with ``group_sizes``. For ``fp8_row`` the input is transposed into a temporary first.
         rows: ``[T]`` int32 or int64 on the device of ``input``, contiguous, with ``group_sizes``, which sum to at most
             T: row i of the ragged matrix is ``input[rows[i]]``, zeros for -1, and ``input`` has any number of rows.
-            Entries past the groups are not read. The results are those of quantizing a copy; on a GPU none is made for
-            16-bit values, columnwise, in an ``aligned`` format.
+            The results are those of a copy, which a GPU does not make of 16-bit values, columnwise, if ``aligned``.
+        zero_tail: whether data and scales past the groups are 0. Otherwise their content is unspecified.
 
     Returns:
         ``data, scale_inv`` with ``rowwise``, then ``data_transposed, scale_inv_transposed`` with ``columnwise``; the
         first in the shape of ``input``, the third ``[K, M]``, ``[G, K, M]`` or ``[K, T]``, where group g is the columns
-        from its first row to its last. Data and scales past the groups are 0. In an ``aligned`` format the third is
-        ``[K, round_up(T, 32) + 32 * (G + 1)]`` and group g, from row b on, begins at ``round_up(b, 32) + 32 * g``
-        (:meth:`transformer_plugin.formats.Format.line_begin`), with zeros between groups. Not differentiable.
+        from its first row to its last. In an ``aligned`` format the third is ``[K, round_up(T, 32) + 32 * (G + 1)]``
+        and group g, from row b on, begins at ``round_up(b, 32) + 32 * g``, with zeros between groups
+        (:meth:`transformer_plugin.formats.Format.line_begin`). Not differentiable.
 
     Raises:
         TypeError: another dtype. ValueError: other dimensions, a format without scales, no format, for ``mxfp8`` or
@@ -121,12 +122,12 @@ def quantize(
     Microscaling Formats (MX) v1.0 specification, with the scale conventions of NVIDIA TransformerEngine 2.20.
     """
     key = key_of(format, "quantize")
-    if rows is not None:
-        more = (amax, amax_t, seed, rowwise, columnwise, rows)
-        return tuple(_ops.quantize.default(input, key, group_sizes, *more))
+    more = (amax, amax_t, seed, rowwise, columnwise)
+    if rows is not None or zero_tail is not True:
+        return tuple(_ops.quantize.default(input, key, group_sizes, *more, rows, zero_tail))
     if rowwise is True and columnwise is False and amax is None and amax_t is None and seed is None:
         return tuple(_ops.quantize.default(input, key, group_sizes))  # fewer arguments to parse: 0.5 us
-    return tuple(_ops.quantize.default(input, key, group_sizes, amax, amax_t, seed, rowwise, columnwise))
+    return tuple(_ops.quantize.default(input, key, group_sizes, *more))
 
 
 def dequantize(
@@ -137,6 +138,7 @@ def dequantize(
     group_sizes: Tensor | None = None,
     transposed: bool = False,
     amax: Tensor | None = None,
+    zero_tail: bool = True,
 ) -> Tensor:
     """``float(data) * scale_inv`` in float32, then rounded to ``dtype``.
 
@@ -149,10 +151,11 @@ def dequantize(
         group_sizes: what it was quantized with.
         transposed: whether ``data`` is transposed; the result is not. Not for ``fp8_row`` with ``group_sizes``.
         amax: of ``nvfp4``, what it was quantized with (``amax_t`` for transposed data); none for the other formats.
+        zero_tail: whether rows past the groups are 0. Otherwise their content is unspecified.
 
     Returns:
-        ``[M, K]``, ``[G, M, K]`` or ``[T, K]``, whose rows past the groups are 0. Of transposed data in an ``aligned``
-        format T rounded up to a multiple of 32. Not differentiable.
+        ``[M, K]``, ``[G, M, K]`` or ``[T, K]``, whose rows past the groups are 0 with ``zero_tail``. Of transposed data
+        in an ``aligned`` format T rounded up to a multiple of 32. Not differentiable.
 
     Raises:
         TypeError: a dtype that is not the format's, or another output dtype. ValueError: scales of another
@@ -160,7 +163,7 @@ def dequantize(
             more than T.
     """
     return _ops.dequantize.default(
-        data, scale_inv, key_of(format, "dequantize"), dtype, group_sizes, transposed, amax
+        data, scale_inv, key_of(format, "dequantize"), dtype, group_sizes, transposed, amax, zero_tail
     )
 
 

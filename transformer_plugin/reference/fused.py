@@ -1,4 +1,4 @@
-"""References of the fused ops: their steps in sequence."""
+"""References of the fused ops: their steps in sequence. What an op leaves out without ``zero_tail`` is zero."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ def swiglu_quantize(
     seed: Tensor | None = None,
     rowwise: bool = True,
     columnwise: bool = False,
+    zero_tail: bool = True,
 ) -> tuple[Tensor, ...]:
     """The activation in the dtype of its input, quantized."""
     act = activation.swiglu(input, probs)
@@ -40,11 +41,10 @@ def swiglu_backward_quantize(
     amax: Tensor | None = None,
     amax_t: Tensor | None = None,
     seed: Tensor | None = None,
+    zero_tail: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradient in the dtype of the input, quantized in both directions; the probability's is 0 past the groups."""
-    grad_input, grad_probs = activation.swiglu_backward(grad, input, probs)
-    if group_sizes is not None and probs is not None:
-        grad_probs[int(group_sizes.sum()) :] = 0.0
+    grad_input, grad_probs = activation.swiglu_backward(grad, input, probs, group_sizes)
     data, scale, data_t, scale_t = quantize(
         grad_input, format, group_sizes, amax, amax_t, seed, columnwise=True
     )
@@ -66,6 +66,7 @@ def bias_backward_quantize(
     seed: Tensor | None = None,
     rowwise: bool = True,
     columnwise: bool = False,
+    zero_tail: bool = True,
 ) -> tuple[Tensor, ...]:
     """The gradient quantized, and the bias's gradient."""
     values = quantize(grad, format, group_sizes, amax, amax_t, seed, rowwise, columnwise)

@@ -142,10 +142,12 @@ def quantize(
     rowwise: bool = True,
     columnwise: bool = False,
     rows: Tensor | None = None,
+    zero_tail: bool = True,
 ) -> tuple[Tensor, ...]:
     """Quantizes row-wise, and the transposed matrix row-wise, rotated before if the format has ``rht``. Each matrix
-    of a 3-D input and each group is quantized separately, and the tail is zero. The single amax of ``fp8_tensor``
-    serves both directions. With ``rows`` the rows of the ragged matrix are ``input[rows]``, zeros for -1."""
+    of a 3-D input and each group is quantized separately, and the tail is zero, also without ``zero_tail``. The single
+    amax of ``fp8_tensor`` serves both directions. With ``rows`` the rows of the ragged matrix are ``input[rows]``,
+    zeros for -1."""
     fmt = _format(format)
     if rows is not None:
         assert group_sizes is not None, "rows belong to groups"
@@ -169,9 +171,10 @@ def dequantize(
     group_sizes: Tensor | None = None,
     transposed: bool = False,
     amax: Tensor | None = None,
+    zero_tail: bool = True,
 ) -> Tensor:
     """Returns float(data) * scale_inv, for nvfp4 times the amax; with ``rht`` this is the rotated matrix. Each
-    group is dequantized separately, and the tail is zero."""
+    group is dequantized separately, and the tail is zero, also without ``zero_tail``."""
     fmt = _format(format)
     if group_sizes is not None:
         return _grouped_dequantize(data, scale_inv, group_sizes, fmt, dtype, transposed, amax)

@@ -4,7 +4,8 @@
 // Kernels process a matrix in tiles of 128x128, counted from the first row of each matrix of a 3-D input, or
 // of each group of a ragged input. A tile therefore holds whole 1x128 blocks of both directions and one whole
 // 128x128 block, and one tile routine serves every format. The rows after the last group are the tail: it
-// counts as one more group, with data and scales of zero.
+// counts as one more group, with data and scales of zero. With `zero_tail` false nothing is written for it, except
+// up to where the last tile, strip or sector of the groups ends.
 //
 // Data. Row-wise data is [rows, cols]; transposed data is [cols, rows], so that each of its rows holds one
 // column of the matrix. In the `aligned` layout of a ragged matrix, rows of transposed data are longer: group
@@ -76,7 +77,7 @@ struct alignas(16) RowTile {
   int16_t rows;             // at most kTile; 0 after the tail
   bool all_groups_aligned;  // every group of the matrix begins at a multiple of kAlignedRows
   bool last_of_group;       // or of the tail
-  int32_t used_row_tiles;   // row tiles of the whole matrix that hold rows; they come first in the table
+  int32_t used_row_tiles;   // row tiles of the whole table that hold rows; they come first in it
 };
 
 // A strip of 128 rows of a ragged buffer, counted from its first row regardless of groups. Kernels that store
@@ -109,7 +110,8 @@ struct Layout {
   bool tiled;   // byte scales are stored in tiles of 128x4
   const RowStrip*
       row_strips;  // [row_strip_count(rows)], on CUDA if groups are neither merged nor aligned; else null
-  bool aligned = false;  // rows of transposed data have the `aligned` layout
+  bool aligned = false;   // rows of transposed data have the `aligned` layout
+  bool zero_tail = true;  // of a ragged matrix; if false, the table of row tiles has none of the tail
 
   TP_HOST_DEVICE bool grouped() const { return row_tile_table != nullptr; }
   // Elements per row of transposed data.
@@ -163,8 +165,13 @@ struct Tile {
   bool tail;               // past the last group
 };
 
+// Whether kernels leave out a tile: of the tail, or one that holds nothing.
+TP_HOST_DEVICE bool is_left_out(const Layout& layout, const Tile& tile) {
+  return tile.tail && !layout.zero_tail;
+}
+
 // Row tile `index` of a ragged matrix. `offsets` and `tile_offsets` are [groups + 1]: the first row and the
-// first row tile of each group.
+// first row tile of each group. Rows after `rows` are in no tile.
 TP_HOST_DEVICE RowTile row_tile_at(const int32_t* offsets, const int32_t* tile_offsets, int64_t groups,
                                    int64_t rows, bool all_groups_aligned, int64_t index) {
   // Binary search for the last group that begins at or before the tile. Of several such groups this is the
@@ -251,7 +258,8 @@ TP_HOST_DEVICE int64_t transposed_begin(const Layout& layout, const Tile& tile) 
   return layout.aligned ? aligned_begin(tile.row, tile.group) : tile.row;
 }
 // The zeros around a tile in rows of the `aligned` layout: before the first tile, and from the end of a tile
-// to the next one that holds rows. Within a group there are none.
+// to the next one that holds rows; after the last one to the end of the row, or of the sector if the tail is left
+// out. Within a group there are none.
 struct Gap {
   int64_t before;      // elements from 0 on
   int64_t begin, end;  // elements after the tile
@@ -261,7 +269,7 @@ TP_HOST_DEVICE Gap gap_of(const Layout& layout, const Tile& tile) {
   const int64_t begin = transposed_begin(layout, tile);
   Gap gap = {tile.row_tile == 0 ? begin : 0, begin + tile.rows, begin + tile.rows};
   if (!tile.last_of_group) return gap;
-  gap.end = layout.transposed_row_length();
+  gap.end = layout.zero_tail ? layout.transposed_row_length() : aligned_begin(gap.begin, 0);
   if (tile.row_tile + 1 < tile.used_row_tiles) {
     const RowTile& next = layout.row_tile_table[tile.row_tile + 1];
     gap.end = aligned_begin(next.row, next.group);
@@ -353,6 +361,10 @@ struct RowTables {
   int32_t* offsets;  // [groups + 1] first rows of groups, followed by [groups + 1] first row tiles
   bool merged;  // all groups count as one, for kernels whose result does not depend on the group of a row
   RowStrip* row_strips;  // [Layout::row_strip_count(rows)], or null: for CUDA, if groups are not merged
+  bool with_tail;        // whether the tail has row tiles
+
+  // The rows that are in tiles; `end` is the first row of the tail.
+  TP_HOST_DEVICE int64_t tiled_rows(int64_t end) const { return with_tail ? rows : end; }
 };
 
 // Fill the tables from the first rows of all groups (CPU), or from their sizes (CUDA).

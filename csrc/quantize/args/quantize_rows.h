@@ -17,8 +17,10 @@ struct QuantizeRowsArgs {
   DType element;
   const int32_t* end;  // rows from `*end` on get data and scales of zero; null if there are none
   const float* noop;   // if *noop is 1, nothing is written; may be null
+  bool zero_tail;      // if false, rows from `*end` on are not written
 
   TP_HOST_DEVICE int64_t used_rows() const { return end != nullptr ? *end : rows; }
+  TP_HOST_DEVICE int64_t written_rows() const { return zero_tail ? rows : used_rows(); }
   TP_HOST_DEVICE bool is_noop() const { return noop != nullptr && *noop == 1.0f; }
 };
 

@@ -15,6 +15,7 @@ void quantize_and_sum(const Args& args, const ColumnSums& sums) {
     FloatTile values;
     for (int64_t i = begin; i < end; ++i) {
       const Tile tile = tile_at(args.layout, i);
+      if (is_left_out(args.layout, tile)) return;
       if (!tile.tail) load_tile_cpu(args, tile, values);
       write_tile_cpu(args, tile, values);
       if (tile.tail || tile.rows == 0) continue;

@@ -215,6 +215,7 @@ void dequantize_transposed(const DequantizeArgs& args) {
     alignas(64) T columns[kTile][kTile];
     for (int64_t i = begin; i < end; ++i) {
       const Tile tile = tile_at(layout, i);
+      if (is_left_out(layout, tile)) return;
       for (int c = 0; c < tile.cols; ++c) {
         prefetch(args.data + first_of_data_row(args, tile, c + kTile) / packing, kTile / packing);
         if (tile.tail) std::fill_n(columns[c], tile.rows, static_cast<T>(0.0f));

@@ -45,7 +45,8 @@ void row_tiles_cpu(const int32_t* offsets, int64_t groups, const RowTables& tabl
   }
   const int64_t count = Layout::row_tiles(tables.rows, tables.groups);
   for (int64_t i = 0; i < count; ++i) {
-    tables.table[i] = row_tile_at(begins, tile_offsets, tables.groups, tables.rows, even, i);
+    tables.table[i] =
+        row_tile_at(begins, tile_offsets, tables.groups, tables.tiled_rows(begins[tables.groups]), even, i);
   }
 }
 

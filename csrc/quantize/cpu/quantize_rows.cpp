@@ -26,7 +26,7 @@ template <DType element, typename T>
 void quantize_each_row(const QuantizeRowsArgs& args) {
   const int64_t grain = std::max<int64_t>(1, kWorth / std::max<int64_t>(1, args.cols));
   const int64_t used = args.used_rows();
-  at::parallel_for(0, args.rows, grain, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, args.written_rows(), grain, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       if (row >= used) {
         std::fill_n(args.data + row * args.cols, args.cols, uint8_t{0});

@@ -21,6 +21,7 @@ void for_each_rows_cpu(const Layout& layout, Use&& use) {
   at::parallel_for(0, layout.matrices * layout.row_tiles() * kParts, grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const Tile tile = tile_at(layout, i / kParts * layout.col_tiles());
+      if (is_left_out(layout, tile)) return;
       const int first = static_cast<int>(i % kParts) * kRows, last = std::min(first + kRows, tile.rows);
       if (first < last) use(tile, first, last);
     }

@@ -56,7 +56,9 @@ void gradient_tile(const SwigluBackwardArgs& swiglu, const Tile& tile, FloatTile
 
 // The sum of each row over its tiles, starting from zero.
 void add_row_sums(const SwigluBackwardArgs& swiglu) {
-  for (int64_t row = 0; row < swiglu.rows; ++row) {
+  const int64_t used = swiglu.used_rows();
+  std::fill(swiglu.grad_probs + used, swiglu.grad_probs + swiglu.rows, 0.0f);
+  for (int64_t row = 0; row < used; ++row) {
     float sum = 0.0f;
     for (int64_t t = 0; t < swiglu.features / kTile; ++t) {
       sum = sum + swiglu.partial[t * swiglu.rows + row];
@@ -74,6 +76,7 @@ void quantize_gradients(const Args& args, const SwigluBackwardArgs& swiglu) {
       FloatTile of_gate, of_linear;
       for (int64_t i = begin; i < end; ++i) {
         const Tile tile = tile_at(half, i);
+        if (is_left_out(half, tile)) return;
         if (!tile.tail) {
           gradient_tile<T>(swiglu, tile, of_gate, of_linear);
         } else if (swiglu.partial) {

@@ -63,6 +63,7 @@ void for_each_tile_cpu(const Layout& layout, Load&& load, Use&& use) {
     FloatTile values;
     for (int64_t i = begin; i < end; ++i) {
       const Tile tile = tile_at(layout, i);
+      if (is_left_out(layout, tile)) return;  // the tail comes last
       if (!tile.tail) load(tile, values);
       use(tile, values);
     }
@@ -103,6 +104,7 @@ void quantize_strips_cpu(const Args& args, Load&& load) {
     for (int64_t i = begin; i < end; ++i) {
       for (int64_t j = 0; j < col_tiles; ++j) {
         const Tile strip = strip_at(tile_at(layout, i / strips * col_tiles + j), i % strips);
+        if (is_left_out(layout, strip)) return;
         if (!strip.tail) load(strip, values);
         write_tile_cpu(args, strip, values);
       }

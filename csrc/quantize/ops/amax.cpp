@@ -72,7 +72,8 @@ Tensors amax(const Tensor& input, Key key, OptionalTensorArg group_sizes, bool r
   const Format format = check_arguments(call);
   const MatrixShape shape = call.shape();
   const GroupTables tables =
-      group_tables(call.argument(), call.groups(), input.size(0), group_multiple(format, columnwise));
+      group_tables(call.argument(), call.groups(), input.size(0), group_multiple(format, columnwise),
+                   GroupUse::kEach, /*zero_tail=*/false);
   AmaxOutputs outputs = make_outputs(call, shape, format);
   const Tensor x = input.contiguous();
   // A per-tensor amax is the same in both directions, unless one of them is transformed.

@@ -19,6 +19,7 @@ struct BiasBackwardCall {
   const OptionalTensor& group_sizes;
   QuantizeParams params;
   Directions directions;
+  bool zero_tail;
 
   Argument argument() const { return {kOp, "grad", grad}; }
   const Tensor* groups() const { return pointer_to(group_sizes); }
@@ -64,7 +65,8 @@ BiasBackwardResult run(const BiasBackwardCall& call) {
   const Format format = check_arguments(call);
   const int64_t rows = call.grad.size(0), columns = call.grad.size(1);
   const GroupTables tables =
-      group_tables(call.argument(), call.groups(), rows, group_multiple(format, call.directions.columnwise));
+      group_tables(call.argument(), call.groups(), rows, group_multiple(format, call.directions.columnwise),
+                   GroupUse::kEach, call.zero_tail);
   BiasBackwardResult result = make(call, format);
   const Tensor grad = call.grad.contiguous();
   const Layout layout = make_layout(call.shape(), format, tables);
@@ -95,14 +97,14 @@ using Key = std::string_view;
 
 Tensors bias_backward_quantize(const Tensor& grad, Key key, OptionalTensorArg group_sizes,
                                OptionalTensorArg amax, OptionalTensorArg amax_t, OptionalTensorArg seed,
-                               bool rowwise, bool columnwise) {
-  return run({grad, key, group_sizes, {amax, amax_t, seed}, {rowwise, columnwise}}).list();
+                               bool rowwise, bool columnwise, bool zero_tail) {
+  return run({grad, key, group_sizes, {amax, amax_t, seed}, {rowwise, columnwise}, zero_tail}).list();
 }
 
 Tensors bias_backward_quantize_meta(const Tensor& grad, Key key, OptionalTensorArg group_sizes,
                                     OptionalTensorArg amax, OptionalTensorArg amax_t, OptionalTensorArg seed,
-                                    bool rowwise, bool columnwise) {
-  const BiasBackwardCall call{grad, key, group_sizes, {amax, amax_t, seed}, {rowwise, columnwise}};
+                                    bool rowwise, bool columnwise, bool zero_tail) {
+  const BiasBackwardCall call{grad, key, group_sizes, {amax, amax_t, seed}, {rowwise, columnwise}, zero_tail};
   return make(call, check_arguments(call)).list();
 }
 

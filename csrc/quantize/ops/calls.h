@@ -12,13 +12,13 @@ namespace transformer_plugin::quantize {
 inline Outputs call_quantize(const at::Tensor& x, std::string_view key, OptionalTensorArg group_sizes,
                              const Directions& directions, OptionalTensorArg amax = std::nullopt,
                              OptionalTensorArg amax_t = std::nullopt, OptionalTensorArg seed = std::nullopt,
-                             OptionalTensorArg rows = std::nullopt) {
+                             OptionalTensorArg rows = std::nullopt, bool zero_tail = true) {
   using Signature = Tensors(const at::Tensor&, std::string_view, OptionalTensorArg, OptionalTensorArg,
-                            OptionalTensorArg, OptionalTensorArg, bool, bool, OptionalTensorArg);
+                            OptionalTensorArg, OptionalTensorArg, bool, bool, OptionalTensorArg, bool);
   static const auto op = find_op<Signature>("quantize");
-  return outputs_of(
-      op.call(x, key, group_sizes, amax, amax_t, seed, directions.rowwise, directions.columnwise, rows),
-      directions);
+  return outputs_of(op.call(x, key, group_sizes, amax, amax_t, seed, directions.rowwise,
+                            directions.columnwise, rows, zero_tail),
+                    directions);
 }
 
 // Of the stack of the matrices, which is not made. `amax` [G], of NVFP4.
@@ -53,11 +53,11 @@ inline void call_quantize_out(const at::Tensor& x, std::string_view key, Outputs
 
 inline at::Tensor call_dequantize(const at::Tensor& data, const at::Tensor& scale_inv, std::string_view key,
                                   at::ScalarType dtype, OptionalTensorArg group_sizes, bool transposed,
-                                  OptionalTensorArg amax) {
+                                  OptionalTensorArg amax, bool zero_tail = true) {
   using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, std::string_view, at::ScalarType,
-                               OptionalTensorArg, bool, OptionalTensorArg);
+                               OptionalTensorArg, bool, OptionalTensorArg, bool);
   static const auto op = find_op<Signature>("dequantize");
-  return op.call(data, scale_inv, key, dtype, group_sizes, transposed, amax);
+  return op.call(data, scale_inv, key, dtype, group_sizes, transposed, amax, zero_tail);
 }
 
 // The amaxes of the requested directions.
@@ -84,12 +84,13 @@ struct BiasBackwardQuantized {
 
 inline BiasBackwardQuantized call_bias_backward_quantize(const at::Tensor& grad, std::string_view key,
                                                          OptionalTensorArg group_sizes,
-                                                         const Directions& directions) {
+                                                         const Directions& directions,
+                                                         bool zero_tail = true) {
   using Signature = Tensors(const at::Tensor&, std::string_view, OptionalTensorArg, OptionalTensorArg,
-                            OptionalTensorArg, OptionalTensorArg, bool, bool);
+                            OptionalTensorArg, OptionalTensorArg, bool, bool, bool);
   static const auto op = find_op<Signature>("bias_backward_quantize");
   const Tensors list = op.call(grad, key, group_sizes, std::nullopt, std::nullopt, std::nullopt,
-                               directions.rowwise, directions.columnwise);
+                               directions.rowwise, directions.columnwise, zero_tail);
   return {outputs_of(list, directions), list.back()};
 }
 
@@ -123,12 +124,13 @@ inline Outputs call_quantize_scaled(const at::Tensor& x, const at::Tensor& scale
 // The calls below are for formats with block scales: they pass no amax and no seed.
 
 inline Outputs call_swiglu_quantize(const at::Tensor& input, std::string_view key, OptionalTensorArg probs,
-                                    OptionalTensorArg group_sizes, const Directions& directions) {
+                                    OptionalTensorArg group_sizes, const Directions& directions,
+                                    bool zero_tail = true) {
   using Signature = Tensors(const at::Tensor&, std::string_view, OptionalTensorArg, OptionalTensorArg,
-                            OptionalTensorArg, OptionalTensorArg, OptionalTensorArg, bool, bool);
+                            OptionalTensorArg, OptionalTensorArg, OptionalTensorArg, bool, bool, bool);
   static const auto op = find_op<Signature>("swiglu_quantize");
   return outputs_of(op.call(input, key, probs, group_sizes, std::nullopt, std::nullopt, std::nullopt,
-                            directions.rowwise, directions.columnwise),
+                            directions.rowwise, directions.columnwise, zero_tail),
                     directions);
 }
 
@@ -140,12 +142,13 @@ struct SwigluBackwardQuantized {
 
 inline SwigluBackwardQuantized call_swiglu_backward_quantize(const at::Tensor& grad, const at::Tensor& input,
                                                              std::string_view key, OptionalTensorArg probs,
-                                                             OptionalTensorArg group_sizes) {
+                                                             OptionalTensorArg group_sizes,
+                                                             bool zero_tail = true) {
   using Signature = Tensors(const at::Tensor&, const at::Tensor&, std::string_view, OptionalTensorArg,
-                            OptionalTensorArg, OptionalTensorArg, OptionalTensorArg, OptionalTensorArg);
+                            OptionalTensorArg, OptionalTensorArg, OptionalTensorArg, OptionalTensorArg, bool);
   static const auto op = find_op<Signature>("swiglu_backward_quantize");
   const Tensors list =
-      op.call(grad, input, key, probs, group_sizes, std::nullopt, std::nullopt, std::nullopt);
+      op.call(grad, input, key, probs, group_sizes, std::nullopt, std::nullopt, std::nullopt, zero_tail);
   return {outputs_of(list, {true, true}), list.back()};
 }
 

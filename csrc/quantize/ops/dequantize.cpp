@@ -24,6 +24,7 @@ struct DequantizeCall {
   const Tensor* group_sizes;  // null unless grouped
   bool transposed;
   const OptionalTensor& amax;
+  bool zero_tail = true;
 
   Argument argument() const { return {kOp, "data", data}; }
   MatrixShape shape(const Format& format) const {
@@ -60,9 +61,9 @@ Tensor block_scales(const Tensor& scale, const MatrixShape& shape, bool transpos
 // Into a new tensor, or into `output`: contiguous, with as many elements.
 Tensor run_format(const DequantizeCall& call, const Format& format, const Tensor* amax, Tensor output = {}) {
   const MatrixShape shape = call.shape(format);
-  const GroupTables tables =
-      group_tables(call.argument(), call.group_sizes, shape.rows.expect_int(),
-                   group_multiple(format, call.transposed), group_use(format, call.transposed));
+  const GroupTables tables = group_tables(call.argument(), call.group_sizes, shape.rows.expect_int(),
+                                          group_multiple(format, call.transposed),
+                                          group_use(format, call.transposed), call.zero_tail);
   if (!output.defined()) output = empty(call.data, shape.value_sizes(), call.dtype);
   if (output.numel() == 0) return output;  // an empty output may have more tiles than the grid can hold
   // torch cannot copy float4_e2m1fn_x2.
@@ -93,15 +94,18 @@ Tensor run_format(const DequantizeCall& call, const Format& format, const Tensor
 }
 
 Tensor dequantize(const Tensor& data, const Tensor& scale_inv, Key key, at::ScalarType dtype,
-                  OptionalTensorArg group_sizes, bool transposed, OptionalTensorArg amax) {
-  const DequantizeCall call{data, scale_inv, key, dtype, pointer_to(group_sizes), transposed, amax};
+                  OptionalTensorArg group_sizes, bool transposed, OptionalTensorArg amax, bool zero_tail) {
+  const DequantizeCall call{data,       scale_inv, key,      dtype, pointer_to(group_sizes),
+                            transposed, amax,      zero_tail};
   const Format format = check_arguments(call);
   return run_format(call, format, pointer_to(amax));
 }
 
 Tensor dequantize_meta(const Tensor& data, const Tensor& scale_inv, Key key, at::ScalarType dtype,
-                       OptionalTensorArg group_sizes, bool transposed, OptionalTensorArg amax) {
-  const DequantizeCall call{data, scale_inv, key, dtype, pointer_to(group_sizes), transposed, amax};
+                       OptionalTensorArg group_sizes, bool transposed, OptionalTensorArg amax,
+                       bool zero_tail) {
+  const DequantizeCall call{data,       scale_inv, key,      dtype, pointer_to(group_sizes),
+                            transposed, amax,      zero_tail};
   const Format format = check_arguments(call);
   return empty(data, call.shape(format).value_sizes(), dtype);
 }
@@ -110,7 +114,7 @@ Tensor dequantize_meta(const Tensor& data, const Tensor& scale_inv, Key key, at:
 
 Tensor dequantize_without_amax(const Tensor& data, const Tensor& scale_inv, const Tensor* group_sizes,
                                const Format& format, at::ScalarType dtype, bool transposed) {
-  return run_format({data, scale_inv, "", dtype, group_sizes, transposed, kNoTensor}, format, nullptr);
+  return run_format({data, scale_inv, "", dtype, group_sizes, transposed, kNoTensor, false}, format, nullptr);
 }
 
 void dequantize_matrix(const Tensor& data, const Tensor& scale_inv, const OptionalTensor& amax,

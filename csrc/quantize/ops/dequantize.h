@@ -6,7 +6,7 @@
 namespace transformer_plugin::quantize {
 
 // For NVFP4: elements times the scales of their blocks, which is exact in bfloat16, without the global
-// factor. On a CPU or a GPU.
+// factor. The tail of a ragged matrix is not written. On a CPU or a GPU.
 at::Tensor dequantize_without_amax(const at::Tensor& data, const at::Tensor& scale_inv,
                                    const at::Tensor* group_sizes, const Format& format, at::ScalarType dtype,
                                    bool transposed);

@@ -18,6 +18,11 @@ void check_multiples(const int32_t* offsets, int64_t groups, int64_t multiple, c
   }
 }
 
+GroupTable table_kind(bool merged, bool with_tail) {
+  if (merged) return with_tail ? GroupTable::kMergedRowTiles : GroupTable::kMergedRowTilesOfGroups;
+  return with_tail ? GroupTable::kRowTiles : GroupTable::kRowTilesOfGroups;
+}
+
 }  // namespace
 
 at::Tensor GroupTables::offset_tensor() const {
@@ -49,17 +54,18 @@ GroupUse group_use(const Format& format, bool transposed) {
 }
 
 GroupTables group_tables(const Argument& data, const at::Tensor* group_sizes, int64_t rows, int64_t multiple,
-                         GroupUse use) {
+                         GroupUse use, bool zero_tail) {
   if (!group_sizes) return {};
   const Argument sizes{data.op, "group_sizes", *group_sizes};
   const bool merged = use == GroupUse::kAll;
+  const bool with_tail = zero_tail || SharedOffsets::are_with_tail(*group_sizes);
   const int64_t given_groups = group_sizes->numel(), groups = merged ? 1 : given_groups;
   const bool row_strips = !merged && data.tensor.is_cuda();
   const int64_t words = Layout::row_tiles(rows, groups) * (sizeof(RowTile) / sizeof(int32_t));
   const int64_t strip_words =
       row_strips ? Layout::row_strip_count(rows) * static_cast<int64_t>(sizeof(RowStrip) / sizeof(int32_t))
                  : 0;
-  const GroupTable kind = merged ? GroupTable::kMergedRowTiles : GroupTable::kRowTiles;
+  const GroupTable kind = table_kind(merged, with_tail);
   at::Tensor storage = SharedOffsets::find(kind, *group_sizes, rows);
   const bool is_filled = storage.defined();
   if (!is_filled) storage = empty(data.tensor, {words + strip_words + 2 * (groups + 1)}, at::kInt);
@@ -69,7 +75,8 @@ GroupTables group_tables(const Argument& data, const at::Tensor* group_sizes, in
                          reinterpret_cast<RowTile*>(begin),
                          begin + words + strip_words,
                          merged,
-                         row_strips ? reinterpret_cast<RowStrip*>(begin + words) : nullptr};
+                         row_strips ? reinterpret_cast<RowStrip*>(begin + words) : nullptr,
+                         with_tail};
   if (data.tensor.is_cpu()) {
     const HostOffsets offsets = host_offsets(sizes, data, rows);
     check_multiples(offsets.data(), given_groups, multiple, data.op);
@@ -84,7 +91,7 @@ GroupTables group_tables(const Argument& data, const at::Tensor* group_sizes, in
     }
   }
 #endif
-  GroupTables result{storage, groups, tables.offsets, tables.row_strips};
+  GroupTables result{storage, groups, tables.offsets, tables.row_strips, with_tail};
   if (!is_filled && SharedOffsets::are_for(*group_sizes)) {
     SharedOffsets::keep(kind, *group_sizes, rows, storage);
     // Those of the groups are what group_offsets() computes.
@@ -104,7 +111,8 @@ Layout make_layout(const MatrixShape& shape, const Format& format, const GroupTa
           format.square_blocks,
           format.tiled_scales,
           format.aligned_groups ? nullptr : tables.row_strips,
-          grouped && format.aligned_groups};
+          grouped && format.aligned_groups,
+          tables.with_tail};
 }
 
 }  // namespace transformer_plugin::quantize

@@ -12,6 +12,7 @@ struct GroupTables {
   int64_t groups = 0;                    // 1 if the table is merged
   const int32_t* offsets = nullptr;      // [groups + 1] in `storage`: first rows of groups
   const RowStrip* row_strips = nullptr;  // in `storage`, as in Layout
+  bool with_tail = true;                 // as in RowTables
 
   // `offsets` as a tensor.
   at::Tensor offset_tensor() const;
@@ -25,9 +26,10 @@ enum class GroupUse {
 // For row-wise data of this format, and for transposed data with or without it.
 GroupUse group_use(const Format& format, bool transposed);
 
-// Group sizes must be multiples of `multiple`; checked on CPU only.
+// Group sizes must be multiples of `multiple`; checked on CPU only. Without `zero_tail` the table has no row tiles of the
+// tail, and kernels leave it out, unless other ops of the node share a table that has them.
 GroupTables group_tables(const Argument& data, const at::Tensor* group_sizes, int64_t rows,
-                         int64_t multiple = 1, GroupUse use = GroupUse::kEach);
+                         int64_t multiple = 1, GroupUse use = GroupUse::kEach, bool zero_tail = true);
 // That multiple, for transposed data or for row-wise data only.
 int64_t group_multiple(const Format& format, bool transposed);
 // Checks the values of group sizes on a CPU, before anything is written; on a GPU, the errors that earlier

@@ -37,7 +37,7 @@ void quantize_rows(const QuantizeCall& call, const Format& format, const Outputs
     GroupTables tables;
     if (call.groups()) {
       const int64_t rows = call.shape().rows.expect_int();
-      tables = group_tables(call.argument(), call.groups(), rows, 1, GroupUse::kAll);
+      tables = group_tables(call.argument(), call.groups(), rows, 1, GroupUse::kAll, call.zero_tail);
     }
     const Tensor x = columns ? call.input.mT().contiguous() : matrix_of(call, tables);
     const QuantizeRowsArgs args{x.const_data_ptr(),
@@ -49,7 +49,8 @@ void quantize_rows(const QuantizeCall& call, const Format& format, const Outputs
                                 to_dtype(x.scalar_type()),
                                 format.element,
                                 tables.offsets ? tables.offsets + tables.groups : nullptr,
-                                noop};
+                                noop,
+                                tables.with_tail};
     if (x.is_cpu()) {
       quantize_rows_cpu(args);
       continue;
@@ -76,8 +77,9 @@ Format check_arguments(const QuantizeCall& call) {
 void run_quantize(const QuantizeCall& call, const Format& format, const Outputs& outputs, const float* noop) {
   if (format.traits().has_row_scales) return quantize_rows(call, format, outputs, noop);
   const bool columnwise = call.directions.columnwise;
-  const GroupTables tables = group_tables(call.argument(), call.groups(), call.shape().rows.expect_int(),
-                                          group_multiple(format, columnwise), group_use(format, columnwise));
+  const GroupTables tables =
+      group_tables(call.argument(), call.groups(), call.shape().rows.expect_int(),
+                   group_multiple(format, columnwise), group_use(format, columnwise), call.zero_tail);
   if (quantize_by_index(call, format, outputs, tables, noop)) return;
   const Tensor x = matrix_of(call, tables);
   const Layout layout = make_layout(call.shape(), format, tables);
@@ -108,8 +110,9 @@ namespace {
 
 Tensors quantize(const Tensor& input, Key key, OptionalTensorArg group_sizes, OptionalTensorArg amax,
                  OptionalTensorArg amax_t, OptionalTensorArg seed, bool rowwise, bool columnwise,
-                 OptionalTensorArg rows) {
-  const QuantizeCall call{kOp, input, key, group_sizes, {amax, amax_t, seed}, {rowwise, columnwise}, rows};
+                 OptionalTensorArg rows, bool zero_tail) {
+  const QuantizeCall call{kOp,  input,    key, group_sizes, {amax, amax_t, seed}, {rowwise, columnwise},
+                          rows, zero_tail};
   const Format format = check_arguments(call);
   Outputs outputs = make_outputs(input, call.shape(), format, call.directions);
   run_quantize(call, format, outputs, nullptr);
@@ -118,8 +121,9 @@ Tensors quantize(const Tensor& input, Key key, OptionalTensorArg group_sizes, Op
 
 Tensors quantize_meta(const Tensor& input, Key key, OptionalTensorArg group_sizes, OptionalTensorArg amax,
                       OptionalTensorArg amax_t, OptionalTensorArg seed, bool rowwise, bool columnwise,
-                      OptionalTensorArg rows) {
-  const QuantizeCall call{kOp, input, key, group_sizes, {amax, amax_t, seed}, {rowwise, columnwise}, rows};
+                      OptionalTensorArg rows, bool zero_tail) {
+  const QuantizeCall call{kOp,  input,    key, group_sizes, {amax, amax_t, seed}, {rowwise, columnwise},
+                          rows, zero_tail};
   return as_list(make_outputs(input, call.shape(), check_arguments(call), call.directions));
 }
 

@@ -13,6 +13,7 @@ struct QuantizeCall {
   QuantizeParams params;
   Directions directions;
   const OptionalTensor& rows = kNoTensor;  // row i of the ragged matrix is row rows[i] of the input
+  bool zero_tail = true;                   // of a ragged matrix
 
   Argument argument() const { return {op, "input", input}; }
   const at::Tensor* groups() const { return pointer_to(group_sizes); }

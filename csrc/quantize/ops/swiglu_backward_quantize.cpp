@@ -23,6 +23,7 @@ struct SwigluBackwardCall {
   const OptionalTensor& probs;
   const OptionalTensor& group_sizes;
   QuantizeParams params;
+  bool zero_tail;
 
   Argument argument() const { return {kOp, "input", input}; }
   const Tensor* groups() const { return pointer_to(group_sizes); }
@@ -71,8 +72,8 @@ void launch(const NvArgs& args, const SwigluBackwardArgs& swiglu, void* stream) 
 
 SwigluBackwardResult run(const SwigluBackwardCall& call) {
   const Format format = check_arguments(call);
-  const GroupTables tables =
-      group_tables(call.argument(), call.groups(), call.input.size(0), group_multiple(format, true));
+  const GroupTables tables = group_tables(call.argument(), call.groups(), call.input.size(0),
+                                          group_multiple(format, true), GroupUse::kEach, call.zero_tail);
   SwigluBackwardResult result = make(call, format);
   const Tensor g = call.grad.contiguous();
   const Tensor x = call.input.contiguous();
@@ -80,7 +81,10 @@ SwigluBackwardResult run(const SwigluBackwardCall& call) {
   const Tensor p = has_probs ? call.probs->contiguous() : Tensor();
   const int64_t rows = x.size(0), features = x.size(1) / 2, tiles = features / kTile;
   Tensor partial;
-  if (has_probs) partial = tiles == 1 ? result.grad_probs : empty(x, {tiles, rows}, at::kFloat);
+  // The kernels leave out the tail of `partial` with that of the data.
+  const int32_t* end = tables.with_tail ? nullptr : tables.offsets + tables.groups;
+  const bool is_result = tiles == 1 && !end;
+  if (has_probs) partial = is_result ? result.grad_probs : empty(x, {tiles, rows}, at::kFloat);
   const SwigluBackwardArgs swiglu{g.const_data_ptr(),
                                   x.const_data_ptr(),
                                   has_probs ? p.const_data_ptr<float>() : nullptr,
@@ -89,7 +93,8 @@ SwigluBackwardResult run(const SwigluBackwardCall& call) {
                                   has_probs ? partial.mutable_data_ptr<float>() : nullptr,
                                   rows,
                                   features,
-                                  to_dtype(x.scalar_type())};
+                                  to_dtype(x.scalar_type()),
+                                  end};
   visit_quantize_args(x, result.outputs, make_layout(call.shape(), format, tables), format, call.params,
                       [&](const auto& args) {
                         if (x.is_cpu()) return swiglu_backward_quantize_cpu(args, swiglu);
@@ -103,15 +108,16 @@ SwigluBackwardResult run(const SwigluBackwardCall& call) {
 
 Tensors swiglu_backward_quantize(const Tensor& grad, const Tensor& input, std::string_view key,
                                  OptionalTensorArg probs, OptionalTensorArg group_sizes,
-                                 OptionalTensorArg amax, OptionalTensorArg amax_t, OptionalTensorArg seed) {
-  return run({grad, input, key, probs, group_sizes, {amax, amax_t, seed}}).list();
+                                 OptionalTensorArg amax, OptionalTensorArg amax_t, OptionalTensorArg seed,
+                                 bool zero_tail) {
+  return run({grad, input, key, probs, group_sizes, {amax, amax_t, seed}, zero_tail}).list();
 }
 
 Tensors swiglu_backward_quantize_meta(const Tensor& grad, const Tensor& input, std::string_view key,
                                       OptionalTensorArg probs, OptionalTensorArg group_sizes,
                                       OptionalTensorArg amax, OptionalTensorArg amax_t,
-                                      OptionalTensorArg seed) {
-  const SwigluBackwardCall call{grad, input, key, probs, group_sizes, {amax, amax_t, seed}};
+                                      OptionalTensorArg seed, bool zero_tail) {
+  const SwigluBackwardCall call{grad, input, key, probs, group_sizes, {amax, amax_t, seed}, zero_tail};
   return make(call, check_arguments(call)).list();
 }
 

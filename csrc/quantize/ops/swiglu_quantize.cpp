@@ -20,6 +20,7 @@ struct SwigluQuantizeCall {
   const OptionalTensor& group_sizes;
   QuantizeParams params;
   Directions directions;
+  bool zero_tail;
 
   Argument argument() const { return {kOp, "input", input}; }
   const Tensor* groups() const { return pointer_to(group_sizes); }
@@ -64,8 +65,9 @@ void launch(const NvArgs& args, const float* probs, void* stream) {
 Outputs run(const SwigluQuantizeCall& call) {
   const Format format = check_arguments(call);
   const bool columnwise = call.directions.columnwise;
-  const GroupTables tables = group_tables(call.argument(), call.groups(), call.input.size(0),
-                                          group_multiple(format, columnwise), group_use(format, columnwise));
+  const GroupTables tables =
+      group_tables(call.argument(), call.groups(), call.input.size(0), group_multiple(format, columnwise),
+                   group_use(format, columnwise), call.zero_tail);
   Outputs outputs = make(call, format);
   const Tensor x = call.input.contiguous();
   const Tensor p = call.probs ? call.probs->contiguous() : Tensor();
@@ -85,14 +87,16 @@ using Key = std::string_view;
 
 Tensors swiglu_quantize(const Tensor& input, Key key, OptionalTensorArg probs, OptionalTensorArg group_sizes,
                         OptionalTensorArg amax, OptionalTensorArg amax_t, OptionalTensorArg seed,
-                        bool rowwise, bool columnwise) {
-  return as_list(run({input, key, probs, group_sizes, {amax, amax_t, seed}, {rowwise, columnwise}}));
+                        bool rowwise, bool columnwise, bool zero_tail) {
+  return as_list(
+      run({input, key, probs, group_sizes, {amax, amax_t, seed}, {rowwise, columnwise}, zero_tail}));
 }
 
 Tensors swiglu_quantize_meta(const Tensor& input, Key key, OptionalTensorArg probs,
                              OptionalTensorArg group_sizes, OptionalTensorArg amax, OptionalTensorArg amax_t,
-                             OptionalTensorArg seed, bool rowwise, bool columnwise) {
-  const SwigluQuantizeCall call{input, key, probs, group_sizes, {amax, amax_t, seed}, {rowwise, columnwise}};
+                             OptionalTensorArg seed, bool rowwise, bool columnwise, bool zero_tail) {
+  const SwigluQuantizeCall call{
+      input, key, probs, group_sizes, {amax, amax_t, seed}, {rowwise, columnwise}, zero_tail};
   return as_list(make(call, check_arguments(call)));
 }
 

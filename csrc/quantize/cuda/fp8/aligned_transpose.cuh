@@ -3,7 +3,7 @@
 //
 // In this layout a tile begins at a multiple of 32 bytes in each row of transposed data, so every tile stores
 // whole sectors and parts may end anywhere. A tile also stores the zeros up to the next tile; the first tile
-// stores those from element 0, the last those up to the end of the row.
+// stores those from element 0, the last those up to the end of the row, or of its sector if the tail is left out.
 //
 // Without a row index the kernel is for short groups: the rows of the next tiles are loaded into the ring
 // while the current tile is encoded, and the time of a tile depends on its number of rows. Grid: column tiles
@@ -191,7 +191,7 @@ __device__ __forceinline__ AlignedBlock begin_aligned_block(const QuantizeArgs& 
   const int col = block.strip * kTile, cols = min(kTile, static_cast<int>(layout.cols) - col);
   const RowTile* table = layout.row_tile_table;
   const int used = warp_uniform(table[0].used_row_tiles);
-  if (blocks) {
+  if (blocks && layout.zero_tail) {
     for (int index = used + part; index < static_cast<int>(layout.row_tiles()); index += parts) {
       if (threadIdx.x < cols) args.scale_t[index * block.column_scales_width + col + threadIdx.x] = 0.0f;
     }
@@ -206,6 +206,9 @@ __device__ __forceinline__ AlignedBlock begin_aligned_block(const QuantizeArgs& 
       const RowTile& listed = table[index];
       tile = {static_cast<int>(aligned_begin(listed.row, listed.group)), listed.row, listed.rows,
               listed.group};
+    } else if (!layout.zero_tail) {
+      const RowTile& last = table[used - 1];
+      tile.begin = static_cast<int>(aligned_begin(aligned_begin(last.row, last.group) + last.rows, 0));
     }
     shared.tiles[threadIdx.x] = tile;
   }

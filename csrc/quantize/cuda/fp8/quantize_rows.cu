@@ -60,8 +60,8 @@ __global__ void __launch_bounds__(kThreads)
   const int thread = threadIdx.x % kTeam, units = static_cast<int>(args.cols / kVectorSize<T>);
   const int64_t step = static_cast<int64_t>(gridDim.x) * kRows;
   if (args.is_noop()) return;
-  const int64_t used = args.used_rows();
-  for (int64_t row = static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / kTeam; row < args.rows;
+  const int64_t used = args.used_rows(), written = args.written_rows();
+  for (int64_t row = static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / kTeam; row < written;
        row += step) {
     const uint4* input = static_cast<const uint4*>(args.input) + row * units;
     const int here = row < used ? units : 0;  // vectors to read
@@ -91,8 +91,8 @@ __global__ void __launch_bounds__(kThreads)
     quantize_rows_loop_kernel(const __grid_constant__ QuantizeRowsArgs args) {
   __shared__ float partial[kWarps];
   if (args.is_noop()) return;
-  const int64_t used = args.used_rows();
-  for (int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
+  const int64_t used = args.used_rows(), written = args.written_rows();
+  for (int64_t row = blockIdx.x; row < written; row += gridDim.x) {
     const T* input = static_cast<const T*>(args.input) + row * args.cols;
     uint8_t* data = args.data + row * args.cols;
     float largest = 0.0f;

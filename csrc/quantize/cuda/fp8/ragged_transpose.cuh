@@ -105,7 +105,7 @@ __device__ __forceinline__ RaggedBlock begin_ragged_block(const QuantizeArgs& ar
   const bool aligned = warp_uniform(table[0].all_groups_aligned) && layout.rows % kAlignedRows == 0;
   const int parts_in_grid = static_cast<int>(gridDim.x) / col_tiles;
   const int parts = aligned ? parts_in_grid : unaligned_parts;
-  if (blocks) {
+  if (blocks && layout.zero_tail) {
     for (int index = used + part; index < static_cast<int>(layout.row_tiles()); index += parts_in_grid) {
       if (threadIdx.x < block.cols) {
         args.scale_t[index * round_up_4(layout.cols) + block.col + threadIdx.x] = 0.0f;

@@ -145,8 +145,11 @@ template <DType element>
 struct Fp8TileOps {
   using Args = QuantizeArgs;
   using Shared = Fp8Shared;
-  static __device__ __forceinline__ bool begin(const QuantizeArgs& args, const Tile& tile) {
+  // Once, by every block.
+  static __device__ __forceinline__ void store_whole_scales(const QuantizeArgs& args) {
     store_tensor_scales(args);
+  }
+  static __device__ __forceinline__ bool begin(const QuantizeArgs& args, const Tile& tile) {
     return begin_tile(args, tile);
   }
   template <typename T>

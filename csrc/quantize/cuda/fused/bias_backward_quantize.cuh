@@ -21,6 +21,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   __shared__ TileSums tile_sums;
   const int warp = threadIdx.x / kWarpSize;
   const int lane = threadIdx.x % kWarpSize;
+  TileOps::store_whole_scales(args);
   for_each_tile(args.layout, [&](const Tile& tile) {
     if (!TileOps::begin(args, tile)) return;
     TileFragment<T> values;

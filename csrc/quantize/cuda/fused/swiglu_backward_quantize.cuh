@@ -29,6 +29,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 2 : 1)
   auto& shared = *reinterpret_cast<BackwardShared<T, TileOps>*>(memory);
   const int warp = threadIdx.x / kWarpSize;
   const int lane = threadIdx.x % kWarpSize;
+  TileOps::store_whole_scales(args);
   for_each_tile(half_of(args.layout), [&](Tile tile) {
     const Tile second = linear_tile(tile, swiglu.features);
     TileOps::begin(args, second);

@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks)
   pdl_wait();
   const QuantizeArgs args = assume_streamable(kernel_args, Stream::kGranularity);
   const Tile tile = block_tile(args.layout);
-  if (!Stream::begin(args, tile)) return;
+  if (is_left_out(args.layout, tile) || !Stream::begin(args, tile)) return;
   const StreamPosition pos(tile);
   SwigluStream<T> source(args.input, args.layout.cols, probs, tile, pos);
   RowWriter<typename Stream::template Rows<element>> rows(args, tile, pos, 0);

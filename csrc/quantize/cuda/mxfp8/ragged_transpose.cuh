@@ -232,6 +232,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<T>)
   if (args.is_noop()) return;
   const Layout& layout = args.layout;
   const MxStrip strip(layout);
+  if (!layout.zero_tail && strip.rows.group_rows == 0) return;
   const Tile& tile = strip.tile;
   RowStrip next = {};
   if (tile.row_tile + 1 < static_cast<int>(Layout::row_strip_count(layout.rows)))
@@ -266,7 +267,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<T>)
   __syncthreads();  // transposed data and exponents of blocks are in shared memory
   store_transposed_rows(args, tile, strip.warp, strip.lane, shared.transposed_tile);
   write_strip_exponents(args, tile, first_tile, tiles, strip.warp, strip.lane, shared);
-  if (static_cast<int64_t>(shared.used_row_tiles) < layout.row_tiles()) {
+  if (layout.zero_tail && static_cast<int64_t>(shared.used_row_tiles) < layout.row_tiles()) {
     zero_unused_words(layout, shared.used_row_tiles, args.exponents_t, blockIdx.x * kThreads + threadIdx.x,
                       gridDim.x * kThreads);
   }

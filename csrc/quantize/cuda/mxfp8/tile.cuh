@@ -184,6 +184,7 @@ template <DType element>
 struct MxTileOps {
   using Args = QuantizeArgs;
   using Shared = MxShared;
+  static __device__ __forceinline__ void store_whole_scales(const QuantizeArgs&) {}
   static __device__ __forceinline__ bool begin(const QuantizeArgs& args, const Tile& tile) {
     return begin_mx_tile(args, tile);
   }

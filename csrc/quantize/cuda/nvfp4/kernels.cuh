@@ -22,16 +22,17 @@ __device__ __forceinline__ void quantize_nv_tiles(const NvArgs& args, bool all, 
   __shared__ uint32_t left[kWarps];  // bit mask over the tiles that the threads test
   const uint32_t tiles = static_cast<uint32_t>(args.layout.tiles()), step = gridDim.x;
   const bool all_at_once = !all && args.layout.grouped();  // zero the scales of unused row tiles together
-  if (all_at_once) {
+  if (all_at_once && args.layout.zero_tail) {
     zero_unused_words(args.layout, args.layout.row_tile_table[0].used_row_tiles, args.scale_t,
                       blockIdx.x * kThreads + threadIdx.x, step * kThreads);
   }
   for (uint32_t first = blockIdx.x; first < tiles; first += kThreads * step) {
     const uint32_t own = first + threadIdx.x * step;
     bool is_left = own < tiles;
-    if (is_left && !all) {
+    if (is_left && (!all || !args.layout.zero_tail)) {
       const Tile tile = tile_at(args.layout, own);
-      is_left = !is_full_tile(tile) && (tile.rows > 0 || !all_at_once);
+      const bool is_open = all || (!is_full_tile(tile) && (tile.rows > 0 || !all_at_once));
+      is_left = is_open && !is_left_out(args.layout, tile);
     }
     const uint32_t wanted = __ballot_sync(0xffffffffu, is_left);
     if (threadIdx.x % kWarpSize == 0) left[threadIdx.x / kWarpSize] = wanted;

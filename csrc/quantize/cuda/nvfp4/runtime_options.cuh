@@ -13,6 +13,7 @@ struct NvTileOps {
   using Args = NvArgs;
   using Shared = NvShared<T>;
 
+  static __device__ __forceinline__ void store_whole_scales(const NvArgs&) {}
   static __device__ __forceinline__ bool begin(const NvArgs& args, const Tile& tile) {
     return begin_nv_tile(args, tile);
   }

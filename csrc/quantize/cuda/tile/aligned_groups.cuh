@@ -19,10 +19,11 @@ __device__ __forceinline__ void store_chunk(uint8_t* target, uint4 chunk) {
 // Stores a transposed tile and the zeros around it. Bytes after the tile's rows are zero. Not inlined:
 // kernels for other layouts would lack the registers that it needs.
 static __device__ __noinline__ void store_aligned_rows(uint8_t* data_t, const RowTile* table, int rows,
-                                                       int cols, int groups, int row_tile, int col_tile,
-                                                       TransposedTile& transposed_tile) {
+                                                       int cols, int groups, bool zero_tail, int row_tile,
+                                                       int col_tile, TransposedTile& transposed_tile) {
   constexpr int kChunks = TransposedTile::kChunks, kLines = kWarpSize / kChunks;
-  const Layout layout{1, rows, cols, groups, table, ScaleGranularity::k1x128, false, false, nullptr, true};
+  const Layout layout{1,     rows,  cols,    groups, table,    ScaleGranularity::k1x128,
+                      false, false, nullptr, true,   zero_tail};
   const Tile tile = tile_at(layout, static_cast<int64_t>(row_tile) * layout.col_tiles() + col_tile);
   const Gap gap = gap_of(layout, tile);
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;

@@ -352,8 +352,8 @@ __device__ __forceinline__ void store_transposed(const QuantizeArgs& args, const
   const Layout& layout = args.layout;
   if (!layout.aligned) return store_transposed_rows(args, tile, warp, lane, transposed_tile);
   store_aligned_rows(args.data_t, layout.row_tile_table, static_cast<int>(layout.rows),
-                     static_cast<int>(layout.cols), static_cast<int>(layout.groups), tile.row_tile,
-                     tile.col_tile, transposed_tile);
+                     static_cast<int>(layout.cols), static_cast<int>(layout.groups), layout.zero_tail,
+                     tile.row_tile, tile.col_tile, transposed_tile);
 }
 
 // Transposed data: a thread packs its rows, the tile is transposed in shared memory, and warps store rows of

@@ -53,12 +53,19 @@ __global__ void __launch_bounds__(kThreads)
   }
   const int64_t count = Layout::row_tiles(tables.rows, listed);
   for (int64_t i = threadIdx.x; i < count; i += kThreads) {
-    const RowTile tile = row_tile_at(offsets, tile_offsets, listed, tables.rows, all_groups_aligned, i);
+    const RowTile tile =
+        row_tile_at(offsets, tile_offsets, listed, tables.tiled_rows(offsets[listed]), all_groups_aligned, i);
     tables.table[i] = tile;
     const int64_t strip = ceil_div(tile.row, kTile);  // at most one strip begins in a row tile
     if (tables.row_strips && strip * kTile < tile.row + tile.rows) {
       tables.row_strips[strip] = row_strip_at(tile, strip, static_cast<int32_t>(i), offsets[listed], listed);
     }
+  }
+  if (!tables.row_strips || tables.with_tail) return;
+  for (int64_t strip =
+           ceil_div(offsets[listed], kTile) + threadIdx.x;  // no row tile begins strips of the tail
+       strip < Layout::row_strip_count(tables.rows); strip += kThreads) {
+    tables.row_strips[strip] = {};
   }
 }
 

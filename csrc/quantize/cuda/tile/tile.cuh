@@ -41,18 +41,21 @@ inline unsigned block_grid(const Layout& layout) {
 }
 
 // Calls work(tile) for the tiles of this block, with all threads: one tile, or up to two of a ragged matrix.
-// With `with_unused` false, tiles without rows may be skipped, for kernels that store nothing for them.
+// With `with_unused` false, tiles without rows may be skipped, for kernels that store nothing for them. Blocks of a
+// tail that is left out return at once.
 template <typename Work>
 __device__ __forceinline__ void for_each_tile(const Layout& layout, Work work, bool with_unused = true) {
   int32_t used = INT32_MAX;
 #pragma unroll 1
   for (uint32_t index = blockIdx.x;;) {
     const Tile tile = tile_at(layout, index, used);
+    if (is_left_out(layout, tile)) return;  // the tail comes last
     work(tile);
     if (!layout.grouped()) return;
     used = tile.used_row_tiles;
     index += gridDim.x;
-    const uint32_t row_tiles = static_cast<uint32_t>(with_unused ? layout.row_tiles() : used);
+    const uint32_t row_tiles =
+        static_cast<uint32_t>(with_unused && layout.zero_tail ? layout.row_tiles() : used);
     if (index >= row_tiles * static_cast<uint32_t>(layout.col_tiles())) return;
     __syncthreads();  // the first tile's shared memory may be overwritten
   }
