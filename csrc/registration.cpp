@@ -84,7 +84,7 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "grouped_gemm(Tensor a, Tensor[] b, Tensor group_sizes, Tensor? bias=None, Tensor? bias_scale=None, "
       "bool transpose_b=True, ScalarType? dtype=None, Tensor? alpha=None, Tensor? rows=None, "
       "int max_sms=0, int expected_rows=-1, Tensor[]? a_scale=None, Tensor[]? b_scale=None, str a_format=\"none\", "
-      "str b_format=\"none\") -> Tensor");
+      "str b_format=\"none\", bool zero_tail=True) -> Tensor");
   m.def(
       "grouped_gemm_out(Tensor a, Tensor[] b, Tensor group_sizes, Tensor(a!) out, Tensor? bias=None, "
       "Tensor? bias_scale=None, bool transpose_b=True, Tensor? alpha=None, Tensor? beta=None, "
@@ -105,8 +105,8 @@ TORCH_LIBRARY(transformer_plugin, m) {
   // 0, one after the other; 32, so many columns of each in turn.
   m.def(
       "grouped_gemm_swiglu(Tensor a, Tensor b, Tensor group_sizes, Tensor? probs=None, Tensor? bias=None, "
-      "int interleave=0, bool keep_input=True, int max_sms=0, int expected_rows=-1, Tensor? rows=None) -> "
-      "(Tensor act, Tensor h)");
+      "int interleave=0, bool keep_input=True, int max_sms=0, int expected_rows=-1, Tensor? rows=None, "
+      "bool zero_tail=True) -> (Tensor act, Tensor h)");
   // The same, SwiGLU's result as a format has it that finds its scales in blocks along a row.
   m.def(
       "grouped_gemm_swiglu_quantize(Tensor a, Tensor b, Tensor group_sizes, str format, Tensor? probs=None, "

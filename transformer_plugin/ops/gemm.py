@@ -124,6 +124,7 @@ def grouped_gemm(
     b_scale: Tensors | None = None,
     a_format: str | Format = "none",
     b_format: str | Format = "none",
+    zero_tail: bool = True,
 ) -> Tensor:
     """Each group's rows times the group's matrix: ``alpha[g] * (a_g @ b[g].T) + bias_scale_g * bias[g]``.
 
@@ -142,11 +143,13 @@ def grouped_gemm(
             the tail are not used. On Hopper, 16-byte aligned 16-bit rows are gathered in the kernel, up to 4096 output
             columns; elsewhere, and for the gradient of ``b``, they are copied into a buffer first, with the same bits.
         a_scale, b_scale, a_format, b_format: of quantized operands, as for :func:`gemm`.
+        zero_tail: whether rows past the groups are 0. Otherwise their content is unspecified.
 
     Returns:
-        ``[T, N]``, tail rows zero. Differentiable in ``a``, every matrix of ``b``, ``bias`` and ``bias_scale``, unless
-        operands are quantized; the gradients of a sequence are views of one tensor. With ``rows`` the gradient of
-        ``a`` is :func:`gather_rows_backward` of that of the rows, rounded to the dtype of ``a``.
+        ``[T, N]``. Differentiable in ``a``, whose gradient is zero past the groups, every matrix of ``b``, ``bias`` and
+        ``bias_scale``, unless operands are quantized; the gradients of a sequence are views of one tensor. With
+        ``rows`` the gradient of ``a`` is :func:`gather_rows_backward` of that of the rows, rounded to the dtype of
+        ``a``.
 
     Raises:
         TypeError: another dtype. ValueError: sizes, scales or devices that do not agree, a sequence of no matrix or
@@ -154,20 +157,10 @@ def grouped_gemm(
         and other rows that ``a`` does not have. On CUDA such a row counts as zeros, and a later call raises:
         :func:`check_group_sizes`.
     """
-    return _ops.grouped_gemm.default(
-        a,
-        listed(b, "grouped_gemm", "b"),
-        group_sizes,
-        bias,
-        bias_scale,
-        transpose_b,
-        dtype,
-        alpha,
-        rows,
-        max_sms,
-        expected_rows,
-        *quantized("grouped_gemm", a_scale, b_scale, a_format, b_format),
-    )
+    matrices = listed(b, "grouped_gemm", "b")
+    options = (bias, bias_scale, transpose_b, dtype, alpha, rows, max_sms, expected_rows)
+    scales = quantized("grouped_gemm", a_scale, b_scale, a_format, b_format)
+    return _ops.grouped_gemm.default(a, matrices, group_sizes, *options, *scales, zero_tail=zero_tail)
 
 
 def gather_rows_backward(grad: Tensor, rows: Tensor, group_sizes: Tensor, num_rows: int) -> Tensor:

@@ -43,6 +43,7 @@ def grouped_gemm_swiglu(
     max_sms: int = 0,
     expected_rows: int = -1,
     rows: Tensor | None = None,
+    zero_tail: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """``swiglu(h, probs)`` of ``h = a_g @ b[g].T + bias[g]``, which is rounded first.
 
@@ -56,6 +57,7 @@ def grouped_gemm_swiglu(
         keep_input: whether to return ``h``. Without it a gradient recomputes the product.
         rows: int32 or int64 ``[T]``: ``a[rows[i]]`` replaces ``a[i]``, as in
             :func:`~transformer_plugin.ops.grouped_gemm`.
+        zero_tail: whether rows of both results past the groups are 0. Otherwise their content is unspecified.
 
     Returns:
         ``act [T, F]`` and ``h [T, 2F]`` (``[0, 2F]`` without ``keep_input``), in the dtype of ``a``. Differentiable in
@@ -67,7 +69,7 @@ def grouped_gemm_swiglu(
         :func:`~transformer_plugin.ops.grouped_gemm`.
     """
     return _ops.grouped_gemm_swiglu.default(
-        a, b, group_sizes, probs, bias, interleave, keep_input, max_sms, expected_rows, rows
+        a, b, group_sizes, probs, bias, interleave, keep_input, max_sms, expected_rows, rows, zero_tail
     )
 
 

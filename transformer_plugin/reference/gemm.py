@@ -130,8 +130,10 @@ def grouped_gemm(
     b_scale: Tensors | None = None,
     a_format: str | Format = "none",
     b_format: str | Format = "none",
+    zero_tail: bool = True,
 ) -> Tensor:
-    """alpha[g] * (a_g @ b[g].T) + bias_scale_g * bias[g] for each group; rows past the groups are zero."""
+    """alpha[g] * (a_g @ b[g].T) + bias_scale_g * bias[g] for each group; rows past the groups are zero, also without
+    ``zero_tail``."""
     left = operand(indexed_rows(a, rows, group_sizes), a_scale, a_format, group_sizes)
     right = stack(b, b_scale, b_format)
     output = _wide_grouped_gemm(left, right, group_sizes, bias, bias_scale, transpose_b, alpha)

@@ -3,7 +3,6 @@ groups."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from transformer_plugin.formats import Format
@@ -22,11 +21,6 @@ def halves_apart(h: Tensor, interleave: int) -> Tensor:
     return h.unflatten(1, (-1, 2, interleave)).transpose(1, 2).flatten(1) if interleave else h
 
 
-def _before_tail(rows: Tensor, group_sizes: Tensor) -> Tensor:
-    index = torch.arange(rows.shape[0], device=rows.device)
-    return torch.where((index < group_sizes.sum()).view(-1, *[1] * (rows.dim() - 1)), rows, 0.0)
-
-
 def grouped_gemm_swiglu(
     a: Tensor,
     b: Tensor,
@@ -36,11 +30,12 @@ def grouped_gemm_swiglu(
     interleave: int = 0,
     keep_input: bool = True,
     rows: Tensor | None = None,
+    zero_tail: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """swiglu(h, probs) of h = a_g @ b[g].T + bias[g], and h."""
+    """swiglu(h, probs) of h = a_g @ b[g].T + bias[g], and h. Rows past the groups are 0, also without ``zero_tail``."""
     h = grouped_gemm(a, b, group_sizes, bias, rows=rows)
-    act = activation.swiglu(halves_apart(h, interleave), probs)
-    return _before_tail(act, group_sizes), h if keep_input else h[:0]
+    act = activation.swiglu(halves_apart(h, interleave), probs, group_sizes)
+    return act, h if keep_input else h[:0]
 
 
 def grouped_gemm_swiglu_quantize(

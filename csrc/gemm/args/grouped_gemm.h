@@ -19,7 +19,7 @@ struct QuantizedStack {
 };
 
 // out[i] = a[i] @ B_g * alpha[g] + bias_scale[i] * bias[g] for the rows i of group g, rounded once; zero past
-// the last group: those rows of `a` do not affect the result. B_g is b[g] transposed (b [G, N, K]) or as
+// the last group, or without `zero_tail` anything: those rows of `a` do not affect the result. B_g is b[g] transposed (b [G, N, K]) or as
 // stored (b [G, K, N]). With `beta`, beta[g] * out[i] is added before the rounding, and rows past the last
 // group stay unchanged. With `rows`, a[rows[i]] replaces a[i]. With `list`, its matrices replace those of
 // `b`, which then is the first of them.
@@ -36,6 +36,7 @@ struct GroupedGemm {
   LaunchOptions options = {};
   const QuantizedStack* quantized_b = nullptr;  // replaces `b`; CPU only
   at::TensorList list = {};                     // [N, K] or [K, N] of each group, or none
+  bool zero_tail = true;
 
   int64_t groups() const { return offsets.size(0) - 1; }
   int64_t capacity() const { return rows ? rows->size(0) : a.size(0); }

@@ -11,7 +11,7 @@ namespace transformer_plugin::gemm {
 
 // out[i, n] = sums[i, n] * (a_scale[i] * b_scale[g, n]) * alpha[g] + bias_scale[i] * bias[g, n] for the rows
 // i of group g. FP32, from left to right, the addition is an fma, rounded once. Rows past the last group are
-// zero and nothing is read for them.
+// zero, or not written without `zero_tail`, and nothing is read for them.
 struct RowwiseScaleArgs {
   const float* sums;        // [rows, n]
   void* out;                // [rows, n]; may be `sums` if it is float32
@@ -25,6 +25,11 @@ struct RowwiseScaleArgs {
   int64_t groups;
   int64_t n;
   DType out_dtype;
+  bool zero_tail;
+
+  TP_HOST_DEVICE int64_t written_rows() const {
+    return offsets != nullptr && !zero_tail ? offsets[groups] : rows;
+  }
 };
 
 // One element without bias.

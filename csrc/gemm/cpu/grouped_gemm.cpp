@@ -237,7 +237,7 @@ void grouped_gemm_cpu(const GroupedGemm& product, const Tensor& out) {
     }
     if (!sum.is_same(out_g)) out_g.copy_(sum);
   });
-  out.narrow(0, offsets[groups], a.size(0) - offsets[groups]).zero_();
+  if (product.zero_tail) out.narrow(0, offsets[groups], a.size(0) - offsets[groups]).zero_();
 }
 
 void grouped_wgrad_cpu(const GroupedWgrad& product, at::TensorList out, bool accumulate) {

@@ -52,7 +52,7 @@ void scale_rows(const RowwiseScaleArgs& args, int64_t begin, int64_t end) {
 void scale_rowwise_cpu(const RowwiseScaleArgs& args) {
   const int64_t grain = std::max<int64_t>(1, kWorth / std::max<int64_t>(1, args.n));
   visit_float(args.out_dtype, [&](auto type) {
-    at::parallel_for(0, args.rows, grain,
+    at::parallel_for(0, args.written_rows(), grain,
                      [&](int64_t begin, int64_t end) { scale_rows<decltype(type)>(args, begin, end); });
   });
 }

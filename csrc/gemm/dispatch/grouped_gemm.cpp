@@ -26,7 +26,8 @@ GroupedGemm with_rows(const GroupedGemm& product, const Tensor& a) {
           std::nullopt,
           product.options,
           product.quantized_b,
-          product.list};
+          product.list,
+          product.zero_tail};
 }
 
 GroupedWgrad with_rows(const GroupedWgrad& product, const Tensor& grad, const Tensor& input) {

@@ -40,7 +40,7 @@ GroupedGemmArgs args_of(const GroupedGemm& problem, at::TensorList operands, con
   args.dtype = to_dtype(problem.a.scalar_type());
   args.out_dtype = to_dtype(out.scalar_type());
   args.rows_16_byte_aligned = std::all_of(operands.begin(), operands.end(), aligned_rows);
-  args.zero_tail = !problem.beta;
+  args.zero_tail = problem.zero_tail && !problem.beta;
   args.options = problem.options;
   return args;
 }
@@ -185,7 +185,7 @@ Tensor grouped_gemm_cuda(const GroupedGemm& problem, at::ScalarType dtype,
     const Tensor& b = operands[0];
     const Tensor product = at::_grouped_mm(a, problem.transpose_b ? b.transpose(1, 2) : b,
                                            problem.offsets.narrow(0, 1, problem.groups()));
-    zero_tail_rows(product, problem.offsets, scope.stream());
+    if (problem.zero_tail) zero_tail_rows(product, problem.offsets, scope.stream());
     return product;
   }
   const bool on_sm90 = selection.backend == Backend::kSm90;

@@ -29,6 +29,7 @@ struct QuantizedGemm {
   const std::optional<at::Tensor>& beta;        // float32 [G]; what `out` holds is not read where it is 0
   LaunchOptions options = {};
   at::TensorList list = {};  // [N, K] of each group, or none; the scales of `b` are then those of all
+  bool zero_tail = true;     // without it rows past the last group are not written
 };
 
 // out[g] = grad[g] @ input[g]^T * alpha[g], added to out[g] if `accumulate`, or to beta[g] * out[g]; the sum runs over the

@@ -92,7 +92,7 @@ bool quantized_gemm_out_cuda(const QuantizedGemm& product, const Tensor& out) {
   args.out = out.mutable_data_ptr();
   args.alpha = float_or_null(alpha);
   args.beta = float_or_null(beta);
-  args.zero_tail = product.offsets.has_value() && !product.beta;
+  args.zero_tail = product.zero_tail && product.offsets.has_value() && !product.beta;
   args.bias = float_or_null(bias);
   args.bias_scale = float_or_null(bias_scale);
   args.rows = a.data.size(0);

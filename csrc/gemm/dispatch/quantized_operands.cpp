@@ -32,7 +32,7 @@ Tensor call_dequantize(const Quantized& operand, const Tensor& scale, const Tens
                        at::ScalarType dtype) {
   const OptionalTensor sizes = group_sizes ? OptionalTensor(*group_sizes) : std::nullopt;
   return quantize::call_dequantize(operand.data, scale, operand.key, dtype, sizes, operand.transposed,
-                                   as_optional(operand.amax));
+                                   as_optional(operand.amax), /*zero_tail=*/false);
 }
 
 // The scale that the amax of NVFP4 means, for each group or matrix.

@@ -15,7 +15,7 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// FP32 sums of exact products. On a CPU the matrix of one group is converted at a time.
+// FP32 sums of exact products, of the rows of groups. On a CPU the matrix of one group is converted at a time.
 Tensor sums_of(const RowwiseProduct& product) {
   const Tensor& b = product.b.data;
   const at::ScalarType exact = b.is_cpu() ? at::kFloat : at::kBFloat16;
@@ -27,10 +27,23 @@ Tensor sums_of(const RowwiseProduct& product) {
                                  values.copy_(b.select(0, group));
                                }};
     return run_grouped_gemm(
-        {a, b, *product.offsets, none, none, true, none, none, none, product.options, &stack}, at::kFloat);
+        {a, b, *product.offsets, none, none, true, none, none, none, product.options, &stack, {}, false},
+        at::kFloat);
   }
-  return run_grouped_gemm(
-      {a, b.to(exact), *product.offsets, none, none, true, none, none, none, product.options}, at::kFloat);
+  return run_grouped_gemm({a,
+                           b.to(exact),
+                           *product.offsets,
+                           none,
+                           none,
+                           true,
+                           none,
+                           none,
+                           none,
+                           product.options,
+                           nullptr,
+                           {},
+                           false},
+                          at::kFloat);
 }
 
 const float* floats(const OptionalTensor& tensor) {
@@ -57,7 +70,8 @@ Tensor scaled(const RowwiseProduct& product, const Tensor& sums, at::ScalarType 
                               sums.size(0),
                               product.offsets ? product.offsets->size(0) - 1 : 1,
                               sums.size(1),
-                              to_dtype(dtype)};
+                              to_dtype(dtype),
+                              product.zero_tail};
 #ifdef TRANSFORMER_PLUGIN_CUDA
   if (sums.is_cuda()) {
     const CudaScope scope(sums);

@@ -18,6 +18,7 @@ struct RowwiseProduct {
   const std::optional<at::Tensor>& bias_scale;  // float32 [T]
   const std::optional<at::Tensor>& alpha;       // float32 [G]
   LaunchOptions options = {};
+  bool zero_tail = true;  // without it rows past the last group are not written
 };
 
 at::Tensor rowwise_product(const RowwiseProduct& product, at::ScalarType dtype);

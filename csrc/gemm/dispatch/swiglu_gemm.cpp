@@ -36,8 +36,19 @@ Tensor exchanged(const Tensor& h, const c10::SymInt& first, const c10::SymInt& s
 
 Tensor product_of(const GroupedGemmSwiglu& product) {
   const OptionalTensor none;
-  return run_grouped_gemm({product.a, product.b, product.offsets, product.bias, none, true, none, none,
-                           product.rows, product.options},
+  return run_grouped_gemm({product.a,
+                           product.b,
+                           product.offsets,
+                           product.bias,
+                           none,
+                           true,
+                           none,
+                           none,
+                           product.rows,
+                           product.options,
+                           nullptr,
+                           {},
+                           product.zero_tail},
                           product.a.scalar_type());
 }
 
@@ -103,8 +114,9 @@ TwoTensors run_gemm_swiglu(const GroupedGemmSwiglu& product) {
   }
 #endif
   const Tensor h = product_of(product);
-  const Tensor act = activation::call_swiglu(deinterleave(h, product.interleave), product.probs);
-  clear_tail(act, product.offsets);
+  const auto sizes = product.zero_tail ? std::nullopt : OptionalTensor(product.group_sizes);
+  const Tensor act = activation::call_swiglu(deinterleave(h, product.interleave), product.probs, sizes);
+  if (product.zero_tail) clear_tail(act, product.offsets);
   return {act, kept(product, h)};
 }
 

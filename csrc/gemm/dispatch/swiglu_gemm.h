@@ -35,12 +35,14 @@ struct GroupedGemmSwiglu {
   const at::Tensor& a;        // [T, K], or any rows of K
   const at::Tensor& b;        // [G, 2F, K]
   const at::Tensor& offsets;  // int32 [G + 1]
+  const at::Tensor& group_sizes;
   const std::optional<at::Tensor>& probs;
   const std::optional<at::Tensor>& bias;  // [G, 2F]
   int64_t interleave;
   bool keep_input;
   const std::optional<at::Tensor>& rows;  // a[rows[i]] replaces a[i]
   LaunchOptions options;
+  bool zero_tail = true;
 
   int64_t features() const { return b.size(1) / 2; }
   int64_t capacity() const { return rows ? rows->size(0) : a.size(0); }

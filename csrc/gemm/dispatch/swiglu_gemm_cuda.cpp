@@ -28,6 +28,7 @@ GroupedGemmArgs arguments_of(const GroupedGemmSwiglu& product, const Tensor& a, 
   args.k = b.size(2);
   args.dtype = args.out_dtype = to_dtype(b.scalar_type());
   args.rows_16_byte_aligned = (!a.defined() || aligned_rows(a)) && aligned_rows(b);
+  args.zero_tail = product.zero_tail;
   args.options = product.options;
   return args;
 }

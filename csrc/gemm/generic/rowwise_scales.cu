@@ -18,7 +18,8 @@ constexpr int kThreads = 256;
 template <typename Out>
 __global__ void __launch_bounds__(kThreads)
     scale_rowwise_kernel(const __grid_constant__ RowwiseScaleArgs args) {
-  for (int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
+  const int64_t written = args.written_rows();
+  for (int64_t row = blockIdx.x; row < written; row += gridDim.x) {
     Out* out = static_cast<Out*>(args.out) + row * args.n;
     const int64_t group = args.offsets ? group_of_row(args.offsets, args.groups, row) : 0;
     if (group == args.groups) {

@@ -45,7 +45,7 @@ inline const auto& grouped_gemm_op() {
   using Signature =
       at::Tensor(const at::Tensor&, at::TensorList, const at::Tensor&, OptionalTensorArg, OptionalTensorArg,
                  bool, std::optional<at::ScalarType>, OptionalTensorArg, OptionalTensorArg, int64_t, int64_t,
-                 OptionalList, OptionalList, std::string_view, std::string_view);
+                 OptionalList, OptionalList, std::string_view, std::string_view, bool);
   static const auto op = find_op<Signature>("grouped_gemm");
   return op;
 }
@@ -56,10 +56,10 @@ inline at::Tensor call_grouped_gemm(const at::Tensor& a, at::TensorList b, const
                                     std::optional<at::ScalarType> dtype,
                                     OptionalTensorArg alpha = std::nullopt,
                                     OptionalTensorArg rows = std::nullopt, LaunchOptions options = {},
-                                    const QuantizedKeys& keys = {}) {
+                                    const QuantizedKeys& keys = {}, bool zero_tail = true) {
   return grouped_gemm_op().call(a, b, group_sizes, bias, bias_scale, transpose_b, dtype, alpha, rows,
                                 options.max_sms, options.expected_rows, keys.a_scale, keys.b_scale, keys.a,
-                                keys.b);
+                                keys.b, zero_tail);
 }
 
 inline void call_grouped_gemm_out(const at::Tensor& a, at::TensorList b, const at::Tensor& group_sizes,
@@ -123,13 +123,13 @@ inline std::tuple<at::Tensor, at::Tensor> call_grouped_bias_backward(const at::T
 inline std::tuple<at::Tensor, at::Tensor> call_grouped_gemm_swiglu(
     const at::Tensor& a, const at::Tensor& b, const at::Tensor& group_sizes, OptionalTensorArg probs,
     OptionalTensorArg bias, int64_t interleave, bool keep_input, LaunchOptions options = {},
-    OptionalTensorArg rows = std::nullopt) {
+    OptionalTensorArg rows = std::nullopt, bool zero_tail = true) {
   using Signature = std::tuple<at::Tensor, at::Tensor>(
       const at::Tensor&, const at::Tensor&, const at::Tensor&, OptionalTensorArg, OptionalTensorArg, int64_t,
-      bool, int64_t, int64_t, OptionalTensorArg);
+      bool, int64_t, int64_t, OptionalTensorArg, bool);
   static const auto op = find_op<Signature>("grouped_gemm_swiglu");
   return op.call(a, b, group_sizes, probs, bias, interleave, keep_input, options.max_sms,
-                 options.expected_rows, rows);
+                 options.expected_rows, rows, zero_tail);
 }
 
 inline at::Tensor call_bias_backward(const at::Tensor& grad) {

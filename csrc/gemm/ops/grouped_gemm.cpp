@@ -35,6 +35,7 @@ struct Arguments {
   const OptionalTensor &bias, &bias_scale, &alpha, &rows;
   bool transpose_b;
   LaunchOptions options;
+  bool zero_tail = true;
 
   Argument a_argument() const { return {op, "a", a}; }
   Argument sizes_argument() const { return {op, "group_sizes", group_sizes}; }
@@ -76,7 +77,8 @@ struct Arguments {
             bias_scale, transpose_b,
             alpha,      beta,
             rows,       options,
-            nullptr,    list ? b : at::TensorList()};
+            nullptr,    list ? b : at::TensorList(),
+            zero_tail};
   }
 };
 
@@ -84,7 +86,7 @@ Tensor grouped_gemm_meta(const Tensor& a, at::TensorList b, const Tensor& group_
                          const OptionalTensor& bias, const OptionalTensor& bias_scale, bool transpose_b,
                          OptionalDtype dtype, const OptionalTensor& alpha, const OptionalTensor& rows,
                          int64_t max_sms, int64_t expected_rows, OptionalList a_scale, OptionalList b_scale,
-                         std::string_view a_key, std::string_view b_key) {
+                         std::string_view a_key, std::string_view b_key, bool) {
   const LaunchOptions options{max_sms, expected_rows};
   if (is_quantized(a_key, b_key)) {
     const QuantizedGrouped args(kOp, {a, a_scale, a_key}, b, b_scale, b_key, group_sizes, bias, bias_scale,
@@ -101,12 +103,12 @@ Tensor grouped_gemm(const Tensor& a, at::TensorList b, const Tensor& group_sizes
                     const OptionalTensor& bias_scale, bool transpose_b, OptionalDtype dtype,
                     const OptionalTensor& alpha, const OptionalTensor& rows, int64_t max_sms,
                     int64_t expected_rows, OptionalList a_scale, OptionalList b_scale, std::string_view a_key,
-                    std::string_view b_key) {
+                    std::string_view b_key, bool zero_tail) {
   const LaunchOptions options{max_sms, expected_rows};
   const OptionalTensor none;
   if (is_quantized(a_key, b_key)) {
     QuantizedGrouped args(kOp, {a, a_scale, a_key}, b, b_scale, b_key, group_sizes, bias, bias_scale, alpha,
-                          rows, transpose_b, options);
+                          rows, transpose_b, options, zero_tail);
     const at::ScalarType to = quantized_output_dtype(kOp, dtype);
     const BelowAutograd guard;
     const OptionalTensor offsets = args.offsets();
@@ -121,7 +123,8 @@ Tensor grouped_gemm(const Tensor& a, at::TensorList b, const Tensor& group_sizes
     return args.dequantized_product(offsets, to);
   }
   check_plain(kOp, a_scale, b_scale);
-  const Arguments args{kOp, a, b, group_sizes, bias, bias_scale, alpha, rows, transpose_b, options};
+  const Arguments args{kOp,   a,    b,           group_sizes, bias,     bias_scale,
+                       alpha, rows, transpose_b, options,     zero_tail};
   args.check();
   const at::ScalarType to = output_dtype(args.a_argument(), dtype);
   const BelowAutograd guard;
@@ -221,7 +224,7 @@ class GroupedGemmFunction : public DifferentiableTwice<GroupedGemmFunction> {
   static Tensor forward(AutogradContext* ctx, const Tensor& a, at::TensorList b, const Tensor& group_sizes,
                         const OptionalTensor& bias, const OptionalTensor& bias_scale, bool transpose_b,
                         OptionalDtype dtype, const OptionalTensor& alpha, const OptionalTensor& rows,
-                        int64_t max_sms, int64_t expected_rows) {
+                        int64_t max_sms, int64_t expected_rows, bool zero_tail) {
     variable_list saved{
         wants_grad(b) ? a : Tensor(), group_sizes,         wants_grad(bias_scale) ? *bias : Tensor(),
         or_undefined(bias_scale),     or_undefined(alpha), or_undefined(rows)};
@@ -235,7 +238,7 @@ class GroupedGemmFunction : public DifferentiableTwice<GroupedGemmFunction> {
     save_options(ctx, {max_sms, expected_rows});
     const BelowAutograd guard;
     return call_grouped_gemm(a, b, group_sizes, bias, bias_scale, transpose_b, dtype, alpha, rows,
-                             {max_sms, expected_rows});
+                             {max_sms, expected_rows}, {}, zero_tail);
   }
 
   static bool has_entry(const AutogradContext* ctx, const char* name) {
@@ -275,7 +278,7 @@ class GroupedGemmFunction : public DifferentiableTwice<GroupedGemmFunction> {
     const Tensor &grad = grads[0], &sizes = saved[1];
     const SharedOffsets shared(sizes);
     const OptionalTensor alpha = as_optional(saved[4]), rows = as_optional(saved[5]);
-    variable_list result(matrices + 10);  // one for each argument, and each matrix of `b`
+    variable_list result(matrices + 11);  // one for each argument, and each matrix of `b`
     if (ctx->needs_input_grad(0)) {
       result[0] = gradient_of_a(ctx, grad, {saved.begin() + 6, saved.end()}, sizes, alpha, rows);
     }
@@ -304,16 +307,17 @@ Tensor grouped_gemm_autograd(const Tensor& a, at::TensorList b, const Tensor& gr
                              const OptionalTensor& bias, const OptionalTensor& bias_scale, bool transpose_b,
                              OptionalDtype dtype, const OptionalTensor& alpha, const OptionalTensor& rows,
                              int64_t max_sms, int64_t expected_rows, OptionalList a_scale,
-                             OptionalList b_scale, std::string_view a_key, std::string_view b_key) {
+                             OptionalList b_scale, std::string_view a_key, std::string_view b_key,
+                             bool zero_tail) {
   if (alpha) check_no_gradient({kOp, "alpha", *alpha}, kConstantFactor);
   if (!is_quantized(a_key, b_key) && any_wants_grad(a, b, bias, bias_scale)) {
     check_plain(kOp, a_scale, b_scale);
     return GroupedGemmFunction::apply(a, b, group_sizes, bias, bias_scale, transpose_b, dtype, alpha, rows,
-                                      max_sms, expected_rows);
+                                      max_sms, expected_rows, zero_tail);
   }
   const BelowAutograd guard;
   return grouped_gemm_op().call(a, b, group_sizes, bias, bias_scale, transpose_b, dtype, alpha, rows, max_sms,
-                                expected_rows, a_scale, b_scale, a_key, b_key);
+                                expected_rows, a_scale, b_scale, a_key, b_key, zero_tail);
 }
 
 }  // namespace

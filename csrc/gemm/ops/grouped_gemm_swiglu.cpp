@@ -25,7 +25,7 @@ constexpr const char* kOp = "grouped_gemm_swiglu";
 TwoTensors grouped_gemm_swiglu_meta(const Tensor& a, const Tensor& b, const Tensor& group_sizes,
                                     const OptionalTensor& probs, const OptionalTensor& bias,
                                     int64_t interleave, bool keep_input, int64_t max_sms,
-                                    int64_t expected_rows, const OptionalTensor& rows) {
+                                    int64_t expected_rows, const OptionalTensor& rows, bool) {
   check_swiglu_product(kOp, a, b, group_sizes, probs, bias, interleave, rows, {max_sms, expected_rows});
   const c10::SymInt capacity = (rows ? *rows : a).sym_size(0), columns = b.sym_size(1);
   return {empty(a, {capacity, columns / 2}, a.scalar_type()),
@@ -35,14 +35,15 @@ TwoTensors grouped_gemm_swiglu_meta(const Tensor& a, const Tensor& b, const Tens
 TwoTensors grouped_gemm_swiglu(const Tensor& a, const Tensor& b, const Tensor& group_sizes,
                                const OptionalTensor& probs, const OptionalTensor& bias, int64_t interleave,
                                bool keep_input, int64_t max_sms, int64_t expected_rows,
-                               const OptionalTensor& rows) {
+                               const OptionalTensor& rows, bool zero_tail) {
   const LaunchOptions options{max_sms, expected_rows};
   check_swiglu_product(kOp, a, b, group_sizes, probs, bias, interleave, rows, options);
   const BelowAutograd guard;
   const Argument a_argument{kOp, "a", a}, buffer = rows ? Argument{kOp, "rows", *rows} : a_argument;
   const Tensor offsets = group_offsets({kOp, "group_sizes", group_sizes}, buffer, buffer.tensor.size(0));
   if (rows) check_row_entries(buffer, a_argument, offsets);
-  return run_gemm_swiglu({a, b, offsets, probs, bias, interleave, keep_input, rows, options});
+  return run_gemm_swiglu(
+      {a, b, offsets, group_sizes, probs, bias, interleave, keep_input, rows, options, zero_tail});
 }
 
 // One result of the kernel, which its node returns. No edge leads to it.
@@ -178,11 +179,12 @@ class GroupedGemmSwigluFunction : public DifferentiableOnce<GroupedGemmSwigluFun
 TwoTensors grouped_gemm_swiglu_autograd(const Tensor& a, const Tensor& b, const Tensor& group_sizes,
                                         const OptionalTensor& probs, const OptionalTensor& bias,
                                         int64_t interleave, bool keep_input, int64_t max_sms,
-                                        int64_t expected_rows, const OptionalTensor& rows) {
+                                        int64_t expected_rows, const OptionalTensor& rows, bool zero_tail) {
   const LaunchOptions options{max_sms, expected_rows};
   const auto [act, h] = [&] {
     const BelowAutograd guard;
-    return call_grouped_gemm_swiglu(a, b, group_sizes, probs, bias, interleave, keep_input, options, rows);
+    return call_grouped_gemm_swiglu(a, b, group_sizes, probs, bias, interleave, keep_input, options, rows,
+                                    zero_tail);
   }();
   if (!any_wants_grad(a, b, probs, bias)) return {act, h};
   if (!keep_input) {

@@ -55,8 +55,9 @@ ThreeTensors grouped_gemm_swiglu_quantize(const Tensor& a, const Tensor& b, cons
   const BelowAutograd guard;
   const Tensor offsets = group_offsets({kOp, "group_sizes", group_sizes}, {kOp, "a", a}, a.size(0));
   const OptionalTensor rows;
-  return run_gemm_swiglu_quantize({a, b, offsets, probs, bias, interleave, keep_input, rows, options},
-                                  {format, key, group_sizes});
+  return run_gemm_swiglu_quantize(
+      {a, b, offsets, group_sizes, probs, bias, interleave, keep_input, rows, options},
+      {format, key, group_sizes});
 }
 
 }  // namespace

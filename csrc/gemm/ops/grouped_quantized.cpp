@@ -38,14 +38,15 @@ QuantizedGrouped::QuantizedGrouped(const char* op, const OperandArguments& a, at
                                    OptionalList b_scale, std::string_view b_key, const Tensor& group_sizes,
                                    const OptionalTensor& bias, const OptionalTensor& bias_scale,
                                    const OptionalTensor& alpha, const OptionalTensor& rows, bool transpose_b,
-                                   const LaunchOptions& options)
+                                   const LaunchOptions& options, bool zero_tail)
     : op_(op),
       group_sizes_(group_sizes),
       bias_(bias),
       bias_scale_(bias_scale),
       alpha_(alpha),
       transpose_b_(transpose_b),
-      options_(options) {
+      options_(options),
+      zero_tail_(zero_tail) {
   const bool stack = is_stack(b);
   const OperandNames a_names = names_of_a(op);
   OperandNames b_names = names_of_b(op);
@@ -131,8 +132,8 @@ std::optional<ScaleGranularity> QuantizedGrouped::kernel_scales() {
 
 QuantizedGemm QuantizedGrouped::product(ScaleGranularity scales, const OptionalTensor& offsets,
                                         const OptionalTensor& beta) const {
-  return {scales, a_,       b_,   offsets, bias_, bias_scale_, alpha_and_amaxes(alpha_, a_, b_),
-          beta,   options_, list_};
+  return {scales, a_,       b_,    offsets,   bias_, bias_scale_, alpha_and_amaxes(alpha_, a_, b_),
+          beta,   options_, list_, zero_tail_};
 }
 
 // Each matrix is dequantized when a thread reaches its group.
@@ -157,18 +158,42 @@ auto QuantizedGrouped::with_values(const Tensor& offsets, const OptionalTensor& 
   const Quantized left = dequantized_operand(a_, &group_sizes_, exact);
   if (b_.data.is_cpu()) {
     const QuantizedStack values = list_.empty() ? quantized_stack(b_, exact) : dequantized_list(exact);
-    return multiply(GroupedGemm{left.data, b_.data, offsets, bias_, bias_scale_, transpose_b_, alpha_, beta,
-                                std::nullopt, options_, &values});
+    return multiply(GroupedGemm{left.data,
+                                b_.data,
+                                offsets,
+                                bias_,
+                                bias_scale_,
+                                transpose_b_,
+                                alpha_,
+                                beta,
+                                std::nullopt,
+                                options_,
+                                &values,
+                                {},
+                                zero_tail_});
   }
   const Quantized right = dequantized_operand(b_, nullptr, exact);
-  return multiply(GroupedGemm{left.data, right.data, offsets, bias_, bias_scale_, transpose_b_,
-                              alpha_and_factors(alpha_, left, right), beta, std::nullopt, options_});
+  return multiply(GroupedGemm{left.data,
+                              right.data,
+                              offsets,
+                              bias_,
+                              bias_scale_,
+                              transpose_b_,
+                              alpha_and_factors(alpha_, left, right),
+                              beta,
+                              std::nullopt,
+                              options_,
+                              nullptr,
+                              {},
+                              zero_tail_});
 }
 
 Tensor QuantizedGrouped::dequantized_product(const OptionalTensor& offsets, at::ScalarType dtype) {
   const bool by_row = b_.format.traits().has_row_scales;
   if (by_row || !b_.data.is_cpu()) stack_list();
-  if (by_row) return rowwise_product({a_, b_, offsets, bias_, bias_scale_, alpha_, options_}, dtype);
+  if (by_row) {
+    return rowwise_product({a_, b_, offsets, bias_, bias_scale_, alpha_, options_, zero_tail_}, dtype);
+  }
   return with_values(*offsets, std::nullopt,
                      [&](const GroupedGemm& product) { return run_grouped_gemm(product, dtype); });
 }

@@ -13,7 +13,7 @@ class QuantizedGrouped {
                    std::string_view b_key, const at::Tensor& group_sizes,
                    const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& bias_scale,
                    const std::optional<at::Tensor>& alpha, const std::optional<at::Tensor>& rows,
-                   bool transpose_b, const LaunchOptions& options);
+                   bool transpose_b, const LaunchOptions& options, bool zero_tail = true);
 
   Argument a_argument() const { return {op_, "a", a_.data}; }
   c10::SymInt capacity() const { return a_.rows(); }
@@ -51,6 +51,7 @@ class QuantizedGrouped {
   const std::optional<at::Tensor>&bias_, &bias_scale_, &alpha_;
   bool transpose_b_;
   LaunchOptions options_;
+  bool zero_tail_;
 };
 
 }  // namespace transformer_plugin::gemm

@@ -126,7 +126,8 @@ struct SwigluEpilogueBase {
 
   // Zeroes the rows of h past the groups.
   __device__ __forceinline__ void zero_tail_rows(const GroupedGemmParams& args, int warps, int warp) const {
-    if (h_data) sm90::zero_tail_rows(args, h_data, int64_t{2} * features, 2 * features, warps, warp);
+    if (!h_data || !args.zero_tail) return;
+    sm90::zero_tail_rows(args, h_data, int64_t{2} * features, 2 * features, warps, warp);
   }
 
   // Replaces the first half of the accumulators by the activation, in the order of features.
@@ -173,7 +174,7 @@ struct SwigluEpilogue : SwigluEpilogueBase<T, interleaved> {
   }
   __device__ __forceinline__ void zero_tail_rows(const GroupedGemmParams& args, int warps, int warp) const {
     SwigluEpilogueBase<T, interleaved>::zero_tail_rows(args, warps, warp);
-    sm90::zero_tail_rows(args, act_data, this->features, this->features, warps, warp);
+    if (args.zero_tail) sm90::zero_tail_rows(args, act_data, this->features, this->features, warps, warp);
   }
 
   template <typename SharedStorage>
