@@ -286,7 +286,7 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "permute(Tensor tokens, Tensor indices, int num_experts, SymInt capacity, int alignment=1) -> "
       "(Tensor rows, Tensor group_sizes, Tensor slot, Tensor source, Tensor total)");
   m.def("permute_backward(Tensor grad, Tensor slot) -> Tensor");
-  m.def("permute_rows(Tensor tokens, Tensor slot, Tensor source) -> Tensor");
+  m.def("permute_rows(Tensor tokens, Tensor slot, Tensor source, Tensor? group_sizes=None) -> Tensor");
   m.def("unpermute(Tensor rows, Tensor slot, Tensor source, Tensor? weights=None) -> Tensor");
   m.def(
       "unpermute_backward(Tensor grad, Tensor? rows, Tensor slot, Tensor source, Tensor? weights=None) -> "

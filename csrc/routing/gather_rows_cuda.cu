@@ -13,7 +13,7 @@ constexpr int kWarps = kThreads / kWarpSize;
 template <typename Word>
 __global__ void __launch_bounds__(kThreads) gather_rows_kernel(GatherRowsArgs args, int64_t warps_per_row) {
   const int64_t words = args.row_bytes / static_cast<int64_t>(sizeof(Word));
-  const int64_t units = args.capacity * warps_per_row;
+  const int64_t units = args.written_rows() * warps_per_row;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kWarps;
   for (int64_t unit = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarpSize; unit < units;
        unit += step) {

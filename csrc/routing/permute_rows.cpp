@@ -2,6 +2,7 @@
 // assigned slots.
 #include "common/autograd.h"
 #include "common/check.h"
+#include "common/group_offsets.h"
 #include "common/register.h"
 #include "common/tensor.h"
 #include "routing/rows.h"
@@ -11,12 +12,14 @@ namespace transformer_plugin::routing {
 namespace {
 
 using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 constexpr const char* kOp = "permute_rows";
 
-Tensor permute_rows_meta(const Tensor& tokens, const Tensor& slot, const Tensor& source) {
+Tensor permute_rows_meta(const Tensor& tokens, const Tensor& slot, const Tensor& source,
+                         const OptionalTensor& group_sizes) {
   const Argument tokens_argument{kOp, "tokens", tokens}, slot_argument{kOp, "slot", slot};
   const Argument source_argument{kOp, "source", source};
   check_dtype(tokens_argument, {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble});
@@ -30,12 +33,16 @@ Tensor permute_rows_meta(const Tensor& tokens, const Tensor& slot, const Tensor&
   check_dtype(source_argument, {at::kInt});
   check_dim(source_argument, 1);
   check_same_device(source_argument, tokens_argument);
+  if (group_sizes) check_group_sizes({kOp, "group_sizes", *group_sizes}, tokens_argument);
   return empty(tokens, {source.sym_size(0), tokens.sym_size(1)}, tokens.scalar_type());
 }
 
-Tensor permute_rows(const Tensor& tokens, const Tensor& slot, const Tensor& source) {
-  permute_rows_meta(tokens, slot, source);
-  return gather_rows(tokens, source, slot);
+Tensor permute_rows(const Tensor& tokens, const Tensor& slot, const Tensor& source,
+                    const OptionalTensor& group_sizes) {
+  permute_rows_meta(tokens, slot, source, group_sizes);
+  if (!group_sizes) return gather_rows(tokens, source, slot);
+  const Argument sizes{kOp, "group_sizes", *group_sizes};
+  return gather_rows(tokens, source, slot, group_offsets(sizes, {kOp, "source", source}, source.size(0)));
 }
 
 class PermuteRowsFunction : public DifferentiableOnce<PermuteRowsFunction> {
@@ -43,28 +50,31 @@ class PermuteRowsFunction : public DifferentiableOnce<PermuteRowsFunction> {
   static constexpr const char* kName = "permute_rows";
   static constexpr bool is_traceable = true;
 
-  static Tensor call(const Tensor& tokens, const Tensor& slot, const Tensor& source) {
-    static const auto op = find_op<Tensor(const Tensor&, const Tensor&, const Tensor&)>(kOp);
-    return op.call(tokens, slot, source);
+  static Tensor call(const Tensor& tokens, const Tensor& slot, const Tensor& source,
+                     const OptionalTensor& group_sizes) {
+    using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&);
+    static const auto op = find_op<Signature>(kOp);
+    return op.call(tokens, slot, source, group_sizes);
   }
 
-  static Tensor forward(AutogradContext* ctx, const Tensor& tokens, const Tensor& slot,
-                        const Tensor& source) {
+  static Tensor forward(AutogradContext* ctx, const Tensor& tokens, const Tensor& slot, const Tensor& source,
+                        const OptionalTensor& group_sizes) {
     ctx->save_for_backward({slot});
     const BelowAutograd guard;
-    return call(tokens, slot, source);
+    return call(tokens, slot, source, group_sizes);
   }
 
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     static const auto op = find_op<Tensor(const Tensor&, const Tensor&)>("permute_backward");
-    return {op.call(grads[0], ctx->get_saved_variables()[0]), Tensor(), Tensor()};
+    return {op.call(grads[0], ctx->get_saved_variables()[0]), Tensor(), Tensor(), Tensor()};
   }
 };
 
-Tensor permute_rows_autograd(const Tensor& tokens, const Tensor& slot, const Tensor& source) {
-  if (any_wants_grad(tokens)) return PermuteRowsFunction::apply(tokens, slot, source);
+Tensor permute_rows_autograd(const Tensor& tokens, const Tensor& slot, const Tensor& source,
+                             const OptionalTensor& group_sizes) {
+  if (any_wants_grad(tokens)) return PermuteRowsFunction::apply(tokens, slot, source, group_sizes);
   const BelowAutograd guard;
-  return PermuteRowsFunction::call(tokens, slot, source);
+  return PermuteRowsFunction::call(tokens, slot, source, group_sizes);
 }
 
 }  // namespace

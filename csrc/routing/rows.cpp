@@ -39,7 +39,8 @@ void run(const Tensor& like, const Args& args, void (*cpu)(const Args&),
 
 }  // namespace
 
-Tensor gather_rows(const Tensor& rows, const Tensor& source, const std::optional<Tensor>& slot) {
+Tensor gather_rows(const Tensor& rows, const Tensor& source, const std::optional<Tensor>& slot,
+                   const std::optional<Tensor>& offsets) {
   TORCH_INTERNAL_ASSERT(!slot || slot->size(0) == rows.size(0));
   const Tensor r = rows.contiguous();
   const Tensor s = source.contiguous();
@@ -52,7 +53,8 @@ Tensor gather_rows(const Tensor& rows, const Tensor& source, const std::optional
                             r.size(0),
                             slot ? m.size(1) : 0,
                             s.size(0),
-                            r.size(1) * static_cast<int64_t>(r.element_size())};
+                            r.size(1) * static_cast<int64_t>(r.element_size()),
+                            offsets ? offsets->const_data_ptr<int32_t>() + offsets->size(0) - 1 : nullptr};
   run(r, args, TP_BOTH(gather_rows));
   return output;
 }

@@ -16,9 +16,10 @@ namespace transformer_plugin::routing {
 // [tokens, H] -> [capacity, H]: the row of each slot's token, zeros in slots without a token. Any dtype,
 // copied bit for bit. Its gradient is sum_slots(grad, slot). `slot` is the other direction of the map, if the
 // caller has it: with it, CUDA reads each token's row once instead of once per slot. It never changes the
-// result.
+// result. `offsets` int32 [G + 1]: the first rows of groups, past the last of which nothing is written.
 at::Tensor gather_rows(const at::Tensor& rows, const at::Tensor& source,
-                       const std::optional<at::Tensor>& slot = std::nullopt);
+                       const std::optional<at::Tensor>& slot = std::nullopt,
+                       const std::optional<at::Tensor>& offsets = std::nullopt);
 
 // The same, each row times the weight of its (token, k), rounded once: the gradient of sum_slots with respect
 // to its rows.

@@ -25,6 +25,9 @@ struct GatherRowsArgs {
   int64_t topk;  // of `slot`
   int64_t capacity;
   int64_t row_bytes;
+  const int32_t* end = nullptr;  // rows from `*end` on are not written; null if there are none
+
+  TP_HOST_DEVICE int64_t written_rows() const { return end != nullptr ? *end : capacity; }
 };
 
 // output[s] = weights[n, k] * rows[n] if n = source[s] and slot[n, k] = s, otherwise zeros.

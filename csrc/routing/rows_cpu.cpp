@@ -167,7 +167,7 @@ void gather_rows_cpu(const GatherRowsArgs& args) {
   char* output = static_cast<char*>(args.output);
   const int64_t bytes = args.row_bytes;
   if (bytes == 0) return;
-  at::parallel_for(0, args.capacity, rows_per_task(2 * bytes), [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, args.written_rows(), rows_per_task(2 * bytes), [&](int64_t begin, int64_t end) {
     for (int64_t s = begin; s < end; ++s) {
       const int64_t n = args.source[s];
       if (n >= 0 && n < args.tokens) {

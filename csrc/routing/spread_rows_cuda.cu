@@ -46,13 +46,13 @@ __device__ __forceinline__ int32_t slot_of_lane(const GatherRowsArgs& args, int6
 class RowsWithoutToken {
  public:
   __device__ __forceinline__ explicit RowsWithoutToken(const GatherRowsArgs& args)
-      : args_(args), begin_(static_cast<int64_t>(blockIdx.x) * kRowsPerWarp) {}
+      : args_(args), end_(args.written_rows()), begin_(static_cast<int64_t>(blockIdx.x) * kRowsPerWarp) {}
 
   // Returns false when all have been written.
   __device__ __forceinline__ bool next() {
-    if (begin_ >= args_.capacity) return false;
+    if (begin_ >= end_) return false;
     const int64_t s = begin_ + threadIdx.x;
-    const bool exists = threadIdx.x < kRowsPerWarp && s < args_.capacity;
+    const bool exists = threadIdx.x < kRowsPerWarp && s < end_;
     const int32_t n = exists ? args_.source[s] : -1;
     const bool found = n >= 0 && n < args_.tokens;
     const bool written = found && find_slot(args_.slot + n * args_.topk, args_.topk, s) >= 0;
@@ -72,7 +72,7 @@ class RowsWithoutToken {
 
  private:
   const GatherRowsArgs& args_;
-  int64_t begin_;
+  int64_t end_, begin_;
 };
 
 __global__ void __launch_bounds__(kWarpSize)

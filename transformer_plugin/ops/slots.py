@@ -130,13 +130,15 @@ def permute_backward(grad: Tensor, slot: Tensor) -> Tensor:
     return _ops.permute_backward.default(grad, slot)
 
 
-def permute_rows(tokens: Tensor, slot: Tensor, source: Tensor) -> Tensor:
+def permute_rows(tokens: Tensor, slot: Tensor, source: Tensor, group_sizes: Tensor | None = None) -> Tensor:
     """Copy each token's row to slots that were assigned before: what :func:`permute` does after it assigned them.
 
     Args:
         tokens: ``[T, H]`` float32, bfloat16, float16 or float64. Any strides.
         slot, source: int32 ``[T, K]`` (K at most 1024) and ``[capacity]``, both from the same
             :func:`assign_weighted_slots` or :func:`assign_slots`. Values out of range count as -1.
+        group_sizes: int32 or int64 ``[G]``, of the same call: rows past the last group are not written, and their
+            content is unspecified. None to write all rows.
 
     Returns:
         ``[capacity, H]`` in the dtype of ``tokens``, zero where a row has no token. The same bits on CPU and CUDA, no
@@ -145,9 +147,10 @@ def permute_rows(tokens: Tensor, slot: Tensor, source: Tensor) -> Tensor:
     Differentiable in ``tokens``, as :func:`permute`.
 
     Raises:
-        TypeError: another dtype. ValueError: sizes that disagree, another device.
+        TypeError: another dtype. ValueError: sizes that disagree, another device; on a CPU also group sizes that are
+            negative or sum to more than the capacity.
     """
-    return _ops.permute_rows.default(tokens, slot, source)
+    return _ops.permute_rows.default(tokens, slot, source, group_sizes)
 
 
 def unpermute(rows: Tensor, slot: Tensor, source: Tensor, weights: Tensor | None = None) -> Tensor:

@@ -313,8 +313,8 @@ def gather_rows(rows: Tensor, source: Tensor) -> Tensor:
     return padded[torch.where(is_placed(source, rows.shape[0]), source.long(), rows.shape[0])]
 
 
-def permute_rows(tokens: Tensor, slot: Tensor, source: Tensor) -> Tensor:
-    """Returns the rows of the tokens in ``source``, and zeros where there is no token."""
+def permute_rows(tokens: Tensor, slot: Tensor, source: Tensor, group_sizes: Tensor | None = None) -> Tensor:
+    """Returns the rows of the tokens in ``source``, and zeros where there is no token, also past the groups."""
     return gather_rows(tokens, source)
 
 
