@@ -33,6 +33,11 @@ bool fuses_gradient_quantize(const Tensor& linear, const OperandFormats& formats
          (wanted.input || wanted.weight) && !wanted.bias && columns > 0 && columns % kTwoTiles == 0;
 }
 
+// The sizes for ops that compute all rows without them.
+std::optional<Tensor> used_sizes(const Tensor& group_sizes, bool zero_tail) {
+  return zero_tail ? std::nullopt : std::optional<Tensor>(group_sizes);
+}
+
 // Several matrices that lie in memory as one stack, as that. A tracer's tensors have no addresses.
 void stack_if_contiguous(QuantizedWeight& weight) {
   const auto& matrices = weight.matrices;
@@ -53,43 +58,48 @@ bool is_unquantized(const Quantized& values, const QuantizedWeight& weight, at::
 
 Hidden product_then_activation(QuantizedOperand input, QuantizedWeight weight, const MlpArguments& mlp,
                                const OperandFormats& formats, bool columns, bool keep_linear) {
+  const bool zero_tail = mlp.zero_tail();
   Hidden hidden;
   stack_if_contiguous(weight);
   if (is_unquantized(input.rowwise, weight, mlp.input.scalar_type())) {
     Tensor activation;
     std::tie(activation, hidden.linear) = call_grouped_gemm_swiglu(
         input.rowwise.data, weight.forward.data, mlp.group_sizes, mlp.probs, mlp.fc1_bias, mlp.interleave,
-        /*keep_input=*/keep_linear, mlp.options, as_optional(input.rowwise.row_index));
-    hidden.activation =
-        quantize_operand(activation, mlp.group_sizes, formats.input, formats.input_key, true, columns);
+        /*keep_input=*/keep_linear, mlp.options, as_optional(input.rowwise.row_index), zero_tail);
+    hidden.activation = quantize_operand(activation, mlp.group_sizes, formats.input, formats.input_key, true,
+                                         columns, zero_tail);
     return hidden;
   }
   hidden.linear = gemm_of(input.rowwise, weight.forward, mlp.group_sizes, mlp.fc1_bias, std::nullopt, true,
-                          mlp.input.scalar_type(), mlp.options, weight.matrices);
+                          mlp.input.scalar_type(), mlp.options, weight.matrices, std::nullopt, zero_tail);
   input = {};
   weight = {};
   const Tensor halves = deinterleave(hidden.linear, mlp.interleave);
   if (!fuses_quantize(formats.input, formats.input_key)) {
-    hidden.activation = quantize_operand(activation::call_swiglu(halves, mlp.probs), mlp.group_sizes,
-                                         formats.input, formats.input_key, true, columns);
+    const Tensor activation =
+        activation::call_swiglu(halves, mlp.probs, used_sizes(mlp.group_sizes, zero_tail));
+    hidden.activation = quantize_operand(activation, mlp.group_sizes, formats.input, formats.input_key, true,
+                                         columns, zero_tail);
     return hidden;
   }
-  hidden.activation = operand_of(
-      quantize::call_swiglu_quantize(halves, formats.input_key, mlp.probs, mlp.group_sizes, {true, columns}),
-      formats.input, formats.input_key);
+  hidden.activation = operand_of(quantize::call_swiglu_quantize(halves, formats.input_key, mlp.probs,
+                                                                mlp.group_sizes, {true, columns}, zero_tail),
+                                 formats.input, formats.input_key);
   return hidden;
 }
 
 namespace {
 
 QuantizedGradient round_hidden_gradient(const Tensor& grad, const Tensor& group_sizes,
-                                        const OperandFormats& formats, const HiddenNeedsGrad& wanted) {
+                                        const OperandFormats& formats, const HiddenNeedsGrad& wanted,
+                                        bool zero_tail) {
   QuantizedGradient result;
   if (formats.native()) {
-    result.values = quantize_operand(grad, group_sizes, formats.grad, formats.grad_key, true, true);
+    result.values =
+        quantize_operand(grad, group_sizes, formats.grad, formats.grad_key, true, true, zero_tail);
   } else if (wanted.input || wanted.weight) {
     result = quantize_gradient(grad, group_sizes, formats.grad, formats.grad_key, wanted.input, wanted.weight,
-                               wanted.bias);
+                               wanted.bias, zero_tail);
   }
   if (wanted.bias && !result.bias.defined()) {
     std::tie(result.bias, std::ignore) =
@@ -106,24 +116,24 @@ HiddenGradient data_gradient_then_activation_backward(Quantized grad, const Quan
                                                       const Tensor& linear, const Tensor& group_sizes,
                                                       const Tensor& probs, const OperandFormats& formats,
                                                       const HiddenNeedsGrad& wanted, int64_t interleave,
-                                                      const LaunchOptions& options) {
+                                                      const LaunchOptions& options, bool zero_tail) {
   Tensor grad_activation = gemm_of(grad, weight, group_sizes, std::nullopt, std::nullopt, transpose_b,
-                                   linear.scalar_type(), options, matrices);
+                                   linear.scalar_type(), options, matrices, std::nullopt, zero_tail);
   grad = {};
   HiddenGradient result;
   if (fuses_gradient_quantize(linear, formats, wanted, interleave)) {
     quantize::SwigluBackwardQuantized quantized = quantize::call_swiglu_backward_quantize(
-        grad_activation, linear, formats.grad_key, probs, group_sizes);
+        grad_activation, linear, formats.grad_key, probs, group_sizes, zero_tail);
     result.linear.values = operand_of(std::move(quantized.values), formats.grad, formats.grad_key);
     result.probs = std::move(quantized.probs);
     return result;
   }
   Tensor grad_linear;
-  std::tie(grad_linear, result.probs) =
-      activation::call_swiglu_backward(grad_activation, deinterleave(linear, interleave), probs);
+  std::tie(grad_linear, result.probs) = activation::call_swiglu_backward(
+      grad_activation, deinterleave(linear, interleave), probs, used_sizes(group_sizes, zero_tail));
   grad_activation.reset();
   grad_linear = interleave_columns(grad_linear, interleave);
-  result.linear = round_hidden_gradient(grad_linear, group_sizes, formats, wanted);
+  result.linear = round_hidden_gradient(grad_linear, group_sizes, formats, wanted, zero_tail);
   return result;
 }
 

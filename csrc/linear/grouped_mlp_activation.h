@@ -28,6 +28,9 @@ struct MlpArguments {
 
   // The rows of the groups.
   const at::Tensor& sized_as_rows() const { return rows.given() ? rows.source : input; }
+  // Whether the rows past the last group are zero in what the steps compute. With `rows` nothing reads them, and the time follows
+  // the rows of groups.
+  bool zero_tail() const { return !rows.given(); }
 };
 
 struct Hidden {
@@ -52,12 +55,12 @@ struct HiddenGradient {
 };
 
 // From the rowwise gradient of the output, of which it takes ownership, and fc2's weight for data gradients, which is columnwise
-// if `transpose_b`, or its `matrices` if there are any. `linear` is the output of fc1.
+// if `transpose_b`, or its `matrices` if there are any. `linear` is the output of fc1. `zero_tail`: as in MlpArguments.
 HiddenGradient data_gradient_then_activation_backward(Quantized grad, const Quantized& weight,
                                                       at::TensorList matrices, bool transpose_b,
                                                       const at::Tensor& linear, const at::Tensor& group_sizes,
                                                       const at::Tensor& probs, const OperandFormats& formats,
                                                       const HiddenNeedsGrad& wanted, int64_t interleave,
-                                                      const gemm::LaunchOptions& options);
+                                                      const gemm::LaunchOptions& options, bool zero_tail);
 
 }  // namespace transformer_plugin::linear

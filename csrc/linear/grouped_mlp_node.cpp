@@ -41,7 +41,7 @@ struct SavedTensors {
 // the next allocation.
 Tensor forward_of(const MlpArguments& mlp, const OperandFormats& formats, const NeedsGrad& wanted,
                   SavedTensors& kept) {
-  const SharedOffsets shared(mlp.group_sizes);
+  const SharedOffsets shared(mlp.group_sizes, mlp.zero_tail());
   check_quantizable(mlp, formats, wanted.fc1_weight || wanted.fc2_weight);
   const BelowAutograd guard;
   QuantizedOperand input = rows_operand(mlp.input, mlp.rows, mlp.group_sizes, formats.input,
@@ -62,9 +62,9 @@ Tensor forward_of(const MlpArguments& mlp, const OperandFormats& formats, const 
   if (wanted.linear) kept.fc2_matrices = fc2.matrices;
   const OptionalTensor bias_scale = mlp.fc2_bias ? OptionalTensor(mlp.probs) : std::nullopt;
   const bool sums = mlp.rows.given();
-  const Tensor output =
-      gemm_of(hidden.activation.rowwise, fc2.forward, mlp.group_sizes, mlp.fc2_bias, bias_scale, true,
-              mlp.input.scalar_type(), mlp.options, fc2.matrices, sums ? std::nullopt : mlp.buffers.out);
+  const Tensor output = gemm_of(hidden.activation.rowwise, fc2.forward, mlp.group_sizes, mlp.fc2_bias,
+                                bias_scale, true, mlp.input.scalar_type(), mlp.options, fc2.matrices,
+                                sums ? std::nullopt : mlp.buffers.out, mlp.zero_tail());
   return sums ? mlp.rows.sum(output, mlp.buffers.out) : output;
 }
 
@@ -143,6 +143,10 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
     const auto count = ctx->saved_data.find(name);
     return count == ctx->saved_data.end() ? 1 : static_cast<size_t>(count->second.toInt());
   }
+  static int64_t saved_interleave(AutogradContext* ctx) {
+    const auto interleave = ctx->saved_data.find("interleave");
+    return interleave == ctx->saved_data.end() ? 0 : interleave->second.toInt();
+  }
   // Takes the matrices of a weight from `next` on.
   static variable_list unpack_matrices(AutogradContext* ctx, const std::string& name,
                                        const variable_list& saved, size_t& next) {
@@ -183,9 +187,10 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
                fc2_columns = ctx->saved_data["fc2_columns"].toBool();
     const SavedTensors kept = unpack(ctx, saved, formats, fc1_columns, fc2_columns);
     const LaunchOptions options = saved_options(ctx);
-    const auto interleave = ctx->saved_data.find("interleave");
     const Tensor &grad = grads[0], &group_sizes = saved[13], &probs = saved[14];
-    const SharedOffsets shared(group_sizes);
+    const TokenRows rows{saved[16], saved[17]};
+    const bool zero_tail = !rows.given();
+    const SharedOffsets shared(group_sizes, zero_tail);
     const at::ScalarType dtype = grad.scalar_type();
     const size_t fc1_count = saved_matrices(ctx, "fc1_matrices"),
                  fc2_count = saved_matrices(ctx, "fc2_matrices"), weights = fc1_count + fc2_count;
@@ -196,7 +201,6 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
                wants_fc1_bias =
                    ctx->saved_data["has_fc1_bias"].toBool() && ctx->needs_input_grad(weights + 3);
     const bool wants_linear = wants_input || wants_fc1 || wants_fc1_bias || wants_probs;
-    const TokenRows rows{saved[16], saved[17]};
     auto [grad_fc2_bias, grad_probs] =
         fc2_bias_gradients(ctx, grad, rows, group_sizes, probs, saved[15], weights);
     Tensor grad_input, grad_fc1_bias;
@@ -222,7 +226,7 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
       if (wants_fc1) {
         Quantized input = kept.input;
         if (input.row_index.defined() && !fc1_gradient.is_deferred()) {
-          input.data = rows.gather(input.data);
+          input.data = rows.gather(input.data, group_sizes);
           input.row_index = Tensor();
         }
         grad_fc1 = fc1_gradient.compute(linear.columnwise, input, group_sizes, dtype, options);
@@ -237,8 +241,7 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
       Quantized whole = whole_in_backward(ctx, kept.fc2, formats);
       HiddenGradient hidden = data_gradient_then_activation_backward(
           std::move(g.rowwise), whole, kept.fc2_matrices, whole.transposed, kept.linear, group_sizes, probs,
-          formats, {wants_input, wants_fc1, wants_fc1_bias},
-          interleave == ctx->saved_data.end() ? 0 : interleave->second.toInt(), options);
+          formats, {wants_input, wants_fc1, wants_fc1_bias}, saved_interleave(ctx), options, zero_tail);
       whole = {};
       release(kept.linear);
       if (quantized_in_forward(ctx, kept.fc2, "fc2_given")) release(kept.fc2.data);
@@ -257,7 +260,7 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
       const OptionalTensor out = saved_dgrad_out(ctx, kOp, grad);
       const Quantized whole = whole_in_backward(ctx, kept.fc1, formats);
       grad_input = gemm_of(linear.rowwise, whole, group_sizes, std::nullopt, std::nullopt, whole.transposed,
-                           dtype, options, kept.fc1_matrices, rows.given() ? std::nullopt : out);
+                           dtype, options, kept.fc1_matrices, rows.given() ? std::nullopt : out, zero_tail);
       linear.rowwise = {};
       if (rows.given()) grad_input = rows.sum(grad_input, out);
     }
@@ -306,7 +309,7 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
     const bool wants_bias = ctx->needs_input_grad(weights + (has_fc1_bias ? 4 : 3));
     const bool wants_probs = ctx->needs_input_grad(weights + 2);
     if (!wants_bias && !wants_probs) return {};
-    const Tensor grad_rows = rows.given() ? rows.gather(grad) : grad;
+    const Tensor grad_rows = rows.given() ? rows.gather(grad, group_sizes) : grad;
     const auto [grad_bias, grad_probs] = call_grouped_bias_backward(
         grad_rows, group_sizes, wants_probs ? as_optional(bias) : std::nullopt, probs);
     return {wants_bias ? grad_bias : Tensor(), wants_probs ? grad_probs : Tensor()};

@@ -54,12 +54,12 @@ Nvfp4Inputs nvfp4_inputs(const Tensor& x, const OptionalTensor& group_sizes, con
 }
 
 QuantizedOperand quantize_directions(const Tensor& x, const OptionalTensor& group_sizes, const Format& format,
-                                     std::string_view key, bool rows, bool columns) {
+                                     std::string_view key, bool rows, bool columns, bool zero_tail = true) {
   const Nvfp4Inputs given = nvfp4_inputs(x, group_sizes, format, key, rows, columns);
-  QuantizedOperand result =
-      operand_of(quantize::call_quantize(x, key, group_sizes, {rows, columns}, as_optional(given.amax),
-                                         as_optional(given.amax_t), as_optional(given.seed)),
-                 format, key);
+  QuantizedOperand result = operand_of(
+      quantize::call_quantize(x, key, group_sizes, {rows, columns}, as_optional(given.amax),
+                              as_optional(given.amax_t), as_optional(given.seed), std::nullopt, zero_tail),
+      format, key);
   result.rowwise.amax = given.amax;
   result.columnwise.amax = given.amax_t;
   return result;
@@ -158,22 +158,27 @@ Tensor as_bfloat16(const Tensor& x, const OptionalTensor& group_sizes, std::stri
 }
 
 QuantizedOperand quantize_operand(const Tensor& x, const OptionalTensor& group_sizes, const Format& format,
-                                  std::string_view key, bool rows, bool columns) {
+                                  std::string_view key, bool rows, bool columns, bool zero_tail) {
+  const auto quantize_rows = [&] {
+    return operand_of(quantize::call_quantize(x, key, group_sizes, {true, false}, std::nullopt, std::nullopt,
+                                              std::nullopt, std::nullopt, zero_tail),
+                      format, key);
+  };
   QuantizedOperand result;
   if (format.family == FormatFamily::kNone) return {{x, Tensor(), Tensor()}, {x, Tensor(), Tensor()}};
   if (format.family == FormatFamily::kBFloat16) {
     result.rowwise.data = result.columnwise.data = as_bfloat16(x, group_sizes, key);
   } else if (format.is_quantized() && !format.traits().has_group_columns) {
-    if (rows) result = operand_of(quantize::call_quantize(x, key, group_sizes, {true, false}), format, key);
+    if (rows) result = quantize_rows();
     result.columnwise = {};
     if (columns) {
       result.columnwise.data = marks_nonfinite(key) ? at::mul(x, nonfinite_factor(x, group_sizes)) : x;
     }
   } else if (columns_are_views(format, x)) {
-    result = operand_of(quantize::call_quantize(x, key, group_sizes, {true, false}), format, key);
+    result = quantize_rows();
     result.columnwise = transposed_view_of(result.rowwise);
   } else if (rows || columns) {
-    result = quantize_directions(x, group_sizes, format, key, rows, columns);
+    result = quantize_directions(x, group_sizes, format, key, rows, columns, zero_tail);
   }
   mark_nonfinite_scales(result, x, group_sizes, key);
   return result;
@@ -181,13 +186,13 @@ QuantizedOperand quantize_operand(const Tensor& x, const OptionalTensor& group_s
 
 QuantizedGradient quantize_gradient(const Tensor& grad, const OptionalTensor& group_sizes,
                                     const Format& format, std::string_view key, bool rows, bool columns,
-                                    bool with_bias) {
+                                    bool with_bias, bool zero_tail) {
   if (!with_bias || !format.traits().has_fused_ops || format.is_nv()) {
-    return {quantize_operand(grad, group_sizes, format, key, rows, columns), Tensor()};
+    return {quantize_operand(grad, group_sizes, format, key, rows, columns, zero_tail), Tensor()};
   }
   const bool one = columns_are_views(format, grad);
-  quantize::BiasBackwardQuantized quantized =
-      quantize::call_bias_backward_quantize(grad, key, group_sizes, {rows || one, columns && !one});
+  quantize::BiasBackwardQuantized quantized = quantize::call_bias_backward_quantize(
+      grad, key, group_sizes, {rows || one, columns && !one}, zero_tail);
   QuantizedOperand values = operand_of(std::move(quantized.values), format, key);
   if (one) values.columnwise = transposed_view_of(values.rowwise);
   mark_nonfinite_scales(values, grad, group_sizes, key);

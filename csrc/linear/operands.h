@@ -26,8 +26,11 @@ struct QuantizedOperand {
 // The tensors that a quantize op returned; amaxes are undefined.
 QuantizedOperand operand_of(quantize::Outputs&& outputs, const Format& format, std::string_view key);
 
+// Without `zero_tail` nothing is quantized of the rows past the last group, and the operand has any bits there, which the
+// products of groups do not read.
 QuantizedOperand quantize_operand(const at::Tensor& x, const std::optional<at::Tensor>& group_sizes,
-                                  const Format& format, std::string_view key, bool rows, bool columns);
+                                  const Format& format, std::string_view key, bool rows, bool columns,
+                                  bool zero_tail = true);
 
 // A quantized gradient, and the gradient of the bias where one op computes both.
 struct QuantizedGradient {
@@ -37,7 +40,7 @@ struct QuantizedGradient {
 
 QuantizedGradient quantize_gradient(const at::Tensor& grad, const std::optional<at::Tensor>& group_sizes,
                                     const Format& format, std::string_view key, bool rows, bool columns,
-                                    bool with_bias);
+                                    bool with_bias, bool zero_tail = true);
 
 // A weight [.., N, K]: operand b of the forward, with transpose_b; and of the data gradient. Several matrices are quantized into
 // one stack. Without scales they stay where they are: `matrices` are then read in place of the data of both.

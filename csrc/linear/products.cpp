@@ -65,7 +65,7 @@ void gemm_into(const Quantized& given_a, const Quantized& given_b, const Optiona
 Tensor gemm_of(const Quantized& a, const Quantized& b, const OptionalTensor& group_sizes,
                const OptionalTensor& bias, const OptionalTensor& bias_scale, bool transpose_b,
                at::ScalarType dtype, const LaunchOptions& options, at::TensorList matrices,
-               const OptionalTensor& out) {
+               const OptionalTensor& out, bool zero_tail) {
   if (out) {
     gemm_into(a, b, group_sizes, bias, bias_scale, transpose_b, options, matrices, *out);
     return *out;
@@ -75,7 +75,7 @@ Tensor gemm_of(const Quantized& a, const Quantized& b, const OptionalTensor& gro
   const OptionalTensor none;
   if (matrices.empty()) matrices = b.data;
   return group_sizes ? call_grouped_gemm(a.data, matrices, *group_sizes, bias, bias_scale, transpose_b, dtype,
-                                         none, as_optional(a.row_index), options, keys)
+                                         none, as_optional(a.row_index), options, keys, zero_tail)
                      : call_gemm(a.data, b.data, bias, transpose_b, dtype, none, keys);
 }
 

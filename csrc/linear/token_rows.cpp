@@ -23,9 +23,10 @@ bool quantizes_tokens(const at::Tensor& tokens, const Format& format, std::strin
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-Tensor TokenRows::gather(const Tensor& tokens) const {
-  static const auto op = find_op<Tensor(const Tensor&, const Tensor&, const Tensor&)>("permute_rows");
-  return op.call(tokens, slot, source);
+Tensor TokenRows::gather(const Tensor& tokens, const Tensor& group_sizes) const {
+  using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, OptionalTensorArg);
+  static const auto op = find_op<Signature>("permute_rows");
+  return op.call(tokens, slot, source, group_sizes);
 }
 
 Tensor TokenRows::sum(const Tensor& rows, const OptionalTensor& out) const {
@@ -74,11 +75,12 @@ QuantizedOperand rows_operand(const Tensor& tokens, const TokenRows& rows, const
   if (!rows.given()) return quantize_operand(tokens, group_sizes, format, key, rowwise, columnwise);
   if (columnwise && quantizes_tokens(tokens, format, key)) {
     return operand_of(quantize::call_quantize(tokens, key, group_sizes, {rowwise, columnwise}, std::nullopt,
-                                              std::nullopt, std::nullopt, rows.source),
+                                              std::nullopt, std::nullopt, rows.source, /*zero_tail=*/false),
                       format, key);
   }
   if (copies || !reads_tokens(format, key)) {
-    return quantize_operand(rows.gather(tokens), group_sizes, format, key, rowwise, columnwise);
+    return quantize_operand(rows.gather(tokens, group_sizes), group_sizes, format, key, rowwise, columnwise,
+                            /*zero_tail=*/false);
   }
   QuantizedOperand operand = quantize_operand(tokens, std::nullopt, format, key, rowwise, columnwise);
   operand.rowwise.row_index = operand.columnwise.row_index = rows.source;

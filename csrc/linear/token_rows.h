@@ -11,8 +11,8 @@ struct TokenRows {
   at::Tensor source = {};  // int32 [S]: the token of a row, or -1 for a row of zeros
 
   bool given() const { return source.defined(); }
-  // The rows, copied.
-  at::Tensor gather(const at::Tensor& tokens) const;
+  // The rows of groups, copied; the rows past the last group have any bits.
+  at::Tensor gather(const at::Tensor& tokens, const at::Tensor& group_sizes) const;
   // For each token the sum of its rows, in `out` if there is one.
   at::Tensor sum(const at::Tensor& rows, const std::optional<at::Tensor>& out) const;
 };
@@ -27,7 +27,7 @@ bool reads_tokens(const Format& format, std::string_view key);
 // the widths are multiples of 8. Otherwise a copy of the rows serves both. `activation`: the input of the weight gradient.
 bool reads_gradient(const at::Tensor& grad, const at::Tensor& activation, const Format& format,
                     std::string_view key);
-// quantize_operand() of the rows. Where a kernel quantizes rows by their index, they are not copied. `copies`: of rows that
+// quantize_operand() of the rows; without zeros in those past the last group if tokens are given. Where a kernel quantizes rows by their index, they are not copied. `copies`: of rows that
 // are copied, even if products could read the tokens.
 QuantizedOperand rows_operand(const at::Tensor& tokens, const TokenRows& rows, const at::Tensor& group_sizes,
                               const Format& format, std::string_view key, bool rowwise, bool columnwise,
