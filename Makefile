@@ -46,7 +46,7 @@ IS_BUILT := $(shell { read -r settings && read -r library; } 2>/dev/null < $(BUI
   [[ "$$settings" == "$(BUILD_SETTINGS)" && -e "$$library" && ! "$$library" -nt $(BUILT) ]] && echo yes)
 BUILD_INPUTS := setup.py $(wildcard build_tools/*.py) $(shell find csrc -type f)
 CXX_FILES := $(shell find csrc examples -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
-BENCHMARKS := $(filter-out __init__ common compile_peer functional_cases grouped_gemm_cpu grouped_gemm_works host_time_cases moe_layer_cases moe_layer_measures moe_layer_page moe_layer_peers peers plot quantize_case quantize_cases quantize_grouped,$(basename $(notdir $(wildcard benchmarks/*.py))))
+BENCHMARKS := $(filter-out __init__ common compile_peer expert_parallel_autograd expert_parallel_cases expert_parallel_exchange expert_parallel_layers expert_parallel_measures expert_parallel_page expert_parallel_peers functional_cases grouped_gemm_cpu grouped_gemm_works host_time_cases moe_layer_cases moe_layer_measures moe_layer_page moe_layer_peers peers plot plot_expert_parallel quantize_case quantize_cases quantize_grouped,$(basename $(notdir $(wildcard benchmarks/*.py))))
 
 .PHONY: FORCE help setup build demo test test-cpus test-newest test-megatron test-torchtitan test-long sanitize sanitize-gpu bench docs lint format clean distclean
 
@@ -134,6 +134,7 @@ bench: build
 	@for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name; done
 	$(BIN)/python -m benchmarks.plot
 	$(BIN)/python -m benchmarks.moe_layer_page
+	$(BIN)/python -m benchmarks.expert_parallel_page
 
 docs: build
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
