@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.common import RESULTS
 from benchmarks.moe_layer_page import layers_of, main_rows
+from benchmarks.plot_expert_parallel import expert_parallel
 from benchmarks.plot_sharded import sharded_layers, sharded_scale, sharded_trace
 
 IMAGES = RESULTS.parent.parent / "docs" / "images"
@@ -342,6 +343,7 @@ def _title(text: str, result: dict[str, Any]) -> str:
 # By the key "benchmark" of a result file.
 DRAWINGS: dict[str, Callable[[dict[str, Any]], Figure]] = {
     "expert_mlp": expert_mlp,
+    "expert_parallel": expert_parallel,
     "functional": functional,
     "grouped_gemm": grouped_gemm,
     "host_time": host_time,
