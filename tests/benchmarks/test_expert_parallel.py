@@ -15,9 +15,10 @@ from torch import Tensor
 from benchmarks import common, expert_parallel, expert_parallel_exchange, expert_parallel_page, plot
 from benchmarks.expert_parallel_cases import QUICK_LAYERS, USED_ROUTINGS, RankData, Traffic, gathered
 from benchmarks.expert_parallel_exchange import OfPeer, fault
-from benchmarks.expert_parallel_layers import Layers, Options, competitor_names
+from benchmarks.expert_parallel_layers import Layers, Options, competitor_names, measure
 from benchmarks.expert_parallel_measures import Call, LinkCounters
 from benchmarks.expert_parallel_peers import PEERS, Tokens
+from benchmarks.moe_layer_cases import Layer
 from transformer_plugin.testing.distributed import Rank, RankPool
 
 (LAYER,) = QUICK_LAYERS
@@ -206,3 +207,30 @@ def test_section_and_plot_have_every_competitor(result: dict[str, Any]) -> None:
 def test_page_has_the_recorded_figures() -> None:
     page = expert_parallel_page.PAGE.read_text()
     assert page == expert_parallel_page.with_section(page)
+
+
+@pytest.mark.gpus(2)
+def test_graphs_on_two_gpus() -> None:
+    """What reads nothing on the host is captured, with the results that it has without a graph."""
+    names = (
+        "ours bf16",
+        "ours fp8_block",
+        "ours bf16, capacity 1.25",
+        "one rank bf16",
+        "stock",
+        "all-gather",
+    )
+    options = Options(names, ("natural",), 3, True)
+    layer = Layer("small", 512, 256, 16, 4, 1024)
+    with RankPool(2, "nccl") as pool:
+        rows = pool.run(measure, layer, options, timeout=240.0)[0]
+    assert [row for row in rows if any(key.endswith("note") for key in row)] == []
+    modes = {(row["competitor"], row["mode"]) for row in rows if row["kind"] == "layer"}
+    both = {(f"ours {recipe}", mode) for recipe in ("bf16", "fp8_block") for mode in ("eager", "graph")}
+    captured = {(name, "graph") for name in ("ours bf16, capacity 1.25", "one rank bf16", "all-gather")}
+    assert modes == both | captured | {("stock", "eager")}
+    for row in rows:
+        if row["kind"] == "layer":
+            assert row["peak_bytes"] > 0 and row["step_us"].median > 0
+        else:
+            assert row["dispatch_mode"] == row["combine_mode"] == "graph"
