@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.opcheck import opcheck
 from tests.ops.used_memory import BYTE, garbage_in_new_memory
 from transformer_plugin import ops
 from transformer_plugin.formats import Format
@@ -29,7 +30,6 @@ GROUPS: dict[str, tuple[tuple[int, ...], int]] = {
     "uneven": ((0, 70, 0, 130, 5, 0), 700),
     "strip": ((128, 0, 256), 1024),
     "sector": ((32, 160, 0), 64),
-    "few": ((3,), 300),
     "all used": ((17, 0, 240), 0),
     "none used": ((0, 0), 260),
     "many": ((2, 0, 1, 3) * 40, 500),
@@ -341,6 +341,28 @@ def test_grouped_gemm_swiglu(
             assert_same_bits(x.detach()[:end], y.detach()[:end])
         for x, y in zip(torch.autograd.grad(got[0], leaves, grad), gradients, strict=True):
             assert_same_bits(x, y)
+
+
+@pytest.mark.usefixtures("schema_checks_take_fp8")
+def test_opcheck(device: torch.device) -> None:
+    """With all rows in groups, because what is not written may differ from call to call."""
+    h, sizes = ragged(((64, 0, 32), 0), 256, torch.bfloat16, device)
+    grad, weight = h[:, :128].contiguous(), torch.randn(3, 256, 256, device=device).to(torch.bfloat16)
+    probs = torch.rand(96, device=device)
+    data, scale = ops.quantize(h, "mxfp8", sizes)
+    last = {"zero_tail": False}
+    _op = torch.ops.transformer_plugin
+    opcheck(_op.quantize.default, (h, "mxfp8", sizes), last)
+    opcheck(_op.dequantize.default, (data, scale, "mxfp8", torch.bfloat16, sizes), last)
+    opcheck(_op.swiglu_quantize.default, (h, "mxfp8", probs, sizes), last)
+    amax = torch.ones(3, device=device)  # scales of tiles would have some of tiles without rows
+    opcheck(_op.swiglu_backward_quantize.default, (grad, h, "fp8_tensor", probs, sizes, amax), last)
+    opcheck(_op.bias_backward_quantize.default, (h, "mxfp8", sizes), last)
+    h.requires_grad_()
+    opcheck(_op.grouped_gemm.default, (h, [weight], sizes), last)
+    opcheck(_op.grouped_gemm_swiglu.default, (h, weight, sizes, probs), last)
+    opcheck(_op.swiglu.default, (h, probs, sizes))
+    opcheck(_op.swiglu_backward.default, (grad, h.detach(), probs, sizes))
 
 
 def test_what_is_past_the_groups_stays_unwritten() -> None:

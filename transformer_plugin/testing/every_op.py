@@ -231,7 +231,8 @@ def _routing_calls(draw: Draw) -> Calls:
     slots = {"slot": slot, "source": source}
     rows, weights = draw(capacity, K), {"weights": draw.rand(tokens, topk)}
     yield "permute_backward", "", {"grad": rows, "slot": slot}
-    yield "permute_rows", "", {"tokens": draw(tokens, K), **slots}
+    for name, of_rows in (("", {}), ("groups", {"group_sizes": draw.integers([capacity])})):
+        yield "permute_rows", name, {"tokens": draw(tokens, K), **slots, **of_rows}
     yield "unpermute", "", {"rows": rows, **slots, **weights}
     yield "unpermute_backward", "", {"grad": draw(tokens, K), "rows": rows, **slots, **weights}
     yield "permute_weights", "", {**weights, **slots}

@@ -93,8 +93,10 @@ def layer_calls(draw: Draw) -> Calls:
     yield "grouped_gemm_swiglu", "", {**product, "keep_input": True}
     yield "grouped_gemm_swiglu_quantize", "", {**product, "keep_input": True, "format": "mxfp8"}
     yield "check_group_sizes", "", {}
-    yield "swiglu", "", {"input": draw(T, K), **probs}
-    yield "swiglu_backward", "", {"grad": draw(T, K // 2), "input": draw(T, K), **probs}
+    every_row = {"group_sizes": draw.integers([T])}  # others have unspecified results, which differ
+    for name, of_rows in (("", {}), ("groups", every_row)):
+        yield "swiglu", name, {"input": draw(T, K), **probs, **of_rows}
+        yield "swiglu_backward", name, {"grad": draw(T, K // 2), "input": draw(T, K), **probs, **of_rows}
 
 
 def _token_calls(draw: Draw, mlp: dict[str, Any], roles: dict[str, str]) -> Calls:
