@@ -294,29 +294,45 @@ TORCH_LIBRARY(transformer_plugin, m) {
   m.def("permute_weights(Tensor weights, Tensor slot, Tensor source) -> Tensor");
   m.def("permute_weights_backward(Tensor grad, Tensor slot) -> Tensor");
 
-  // expert_parallel: sends tokens to the experts on other ranks and back, over c10d collectives. The tensors of a plan are
-  // slot [R * max_tokens, K] and source [capacity] (expert_parallel/plan.cpp). timeout_ms <= 0: the timeout of the group.
-  // group_name "": this process alone. wanted: the gradients that autograd will compute (1: of the rows, 2: of the
-  // weights), which autograd fills in.
+  // expert_parallel: sends tokens to the experts on other ranks and back. The tensors of a plan are slot [N, K] and source
+  // [capacity], of the N rows that a rank receives: the tokens of all ranks, or those that received [N] and position
+  // [R * max_tokens] of a compact plan name (expert_parallel/ops/plan.cpp). timeout_ms <= 0: the timeout of the group. group_name "": this process
+  // alone. wanted: the gradients that autograd will compute (1: of the rows, 2: of the weights), which autograd fills in.
+  // expand: rows of the experts [capacity, H]; without it the received rows [N, H].
   m.def(
       "plan(Tensor topk_idx, int num_experts, SymInt max_tokens, SymInt capacity, int alignment=1, int "
-      "num_ranks=1, "
-      "str group_name=\"\", bool raise_on_overflow=False, int timeout_ms=-1) -> "
+      "num_ranks=1, str group_name=\"\", bool raise_on_overflow=False, int timeout_ms=-1) -> "
       "(Tensor slot, Tensor source, Tensor tokens_per_expert, Tensor required, Tensor overflow)");
   m.def(
+      "compact_plan(Tensor topk_idx, int num_experts, SymInt max_tokens, SymInt capacity, int alignment=1, int "
+      "num_ranks=1, str group_name=\"\", bool raise_on_overflow=False, int timeout_ms=-1, "
+      "SymInt? max_received_tokens=None) -> (Tensor slot, Tensor source, Tensor tokens_per_expert, "
+      "Tensor required, Tensor overflow, Tensor received, Tensor position, Tensor required_tokens)");
+  m.def(
       "dispatch(Tensor tokens, Tensor? topk_weights, Tensor slot, Tensor source, str group_name=\"\", "
-      "int timeout_ms=-1, int wanted=-1) -> (Tensor recv, Tensor recv_weights)");
+      "int timeout_ms=-1, int wanted=-1, bool expand=True, Tensor? received=None, Tensor? position=None) -> "
+      "(Tensor recv, Tensor recv_weights)");
+  m.def(
+      "dispatch_out(Tensor tokens, Tensor? topk_weights, Tensor slot, Tensor source, Tensor(a!) recv, "
+      "Tensor(b!)? recv_weights=None, str group_name=\"\", int timeout_ms=-1, int wanted=-1, "
+      "Tensor? received=None, Tensor? position=None) -> ()");
   m.def(
       "dispatch_backward(Tensor? grad_recv, Tensor? grad_recv_weights, Tensor slot, SymInt num_tokens, "
       "SymInt hidden_size, ScalarType dtype, bool for_tokens=True, bool for_weights=True, str "
-      "group_name=\"\", "
-      "int timeout_ms=-1) -> (Tensor grad_tokens, Tensor grad_topk_weights)");
+      "group_name=\"\", int timeout_ms=-1, bool expand=True, Tensor? received=None, Tensor? position=None) -> "
+      "(Tensor grad_tokens, Tensor grad_topk_weights)");
   m.def(
       "combine(Tensor rows, Tensor slot, Tensor source, SymInt num_tokens, str group_name=\"\", "
-      "int timeout_ms=-1, int wanted=-1) -> Tensor");
-  m.def(
-      "combine_backward(Tensor grad, Tensor slot, Tensor source, str group_name=\"\", int timeout_ms=-1) -> "
+      "int timeout_ms=-1, int wanted=-1, bool expand=True, Tensor? received=None, Tensor? position=None) -> "
       "Tensor");
+  m.def(
+      "combine_backward(Tensor grad, Tensor slot, Tensor source, str group_name=\"\", int timeout_ms=-1, "
+      "bool expand=True, Tensor? received=None, Tensor? position=None) -> Tensor");
+  m.def(
+      "combine_backward_out(Tensor grad, Tensor slot, Tensor source, Tensor(a!) grad_rows, str group_name=\"\", "
+      "int timeout_ms=-1, Tensor? received=None, Tensor? position=None) -> ()");
+  // Which transport moves the tokens of a group of this size, and why.
+  m.def("select_transport(int num_ranks, str device_type) -> (str transport, str reason)");
   // tensor_parallel: collectives along the first dimension, over c10d groups. num_ranks: the size of the group. wanted: 1 if
   // autograd will compute the gradient, which autograd fills in.
   m.def(

@@ -6,6 +6,7 @@ import torch
 
 from transformer_plugin._arguments import typed
 from transformer_plugin.formats import Format
+from transformer_plugin.ops.expert_parallel import select_transport
 from transformer_plugin.ops.gemm_plan import GroupedGemmPlan, grouped_gemm_plan
 from transformer_plugin.recipes import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Recipe
 
@@ -26,8 +27,8 @@ def explain_support(recipe: Recipe | None, device: torch.device | str) -> str:
 
     Returns:
         One line each: the device, the formats of the three operands, quantization, experts, how a layer of experts
-        reads its tokens, which recipe is faster, if that was measured on such a device; widths whose products are
-        slower; then the products.
+        reads its tokens, how tokens move between ranks, which recipe is faster, if that was measured on such a device;
+        widths whose products are slower; then the products.
 
     Raises:
         TypeError: ``recipe`` is neither None nor a Recipe.
@@ -60,6 +61,7 @@ def explain_support(recipe: Recipe | None, device: torch.device | str) -> str:
         lines[-1] += "; each tensor is read once, and the module's buffers keep the state"
     lines.append("experts: " + _experts(recipe))
     lines.append("tokens: " + _tokens(recipe, formats, device))
+    lines.append("between ranks: " + _ranks(device))
     speed = _speed(recipe, device)
     if speed:
         lines.append("speed: " + speed)
@@ -90,7 +92,7 @@ def _experts(recipe: Recipe | None) -> str:
 
 
 def _tokens(recipe: Recipe | None, formats: list[Format], device: torch.device) -> str:
-    """Says whether MoE copies the rows of each expert, on one rank."""
+    """Says whether MoE copies the rows of each expert."""
     copied = "MoE copies the rows of each expert first"
     if device.type == "cpu" or _capability(device) != TESTED or isinstance(recipe, DelayedScaling):
         return copied
@@ -108,6 +110,12 @@ def _tokens(recipe: Recipe | None, formats: list[Format], device: torch.device) 
             "and hooks of its layers, rows are copied first"
         )
     return copied
+
+
+def _ranks(device: torch.device) -> str:
+    """Says how the tokens of a MoE over a group of ranks travel."""
+    transport, reason = select_transport(2, device.type)
+    return f"the transport {transport} moves tokens, by {reason}"
 
 
 def _speed(recipe: Recipe | None, device: torch.device) -> str:

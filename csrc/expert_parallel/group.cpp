@@ -8,8 +8,7 @@
 
 #include "common/check.h"
 #include "common/tensor.h"
-#include "expert_parallel/exchange_args.h"
-#include "expert_parallel/phases.h"
+#include "expert_parallel/plan_args.h"
 
 namespace transformer_plugin::expert_parallel {
 
@@ -29,6 +28,10 @@ ExpertParallelGroup::ExpertParallelGroup(const char* op, const std::string& name
                                          const Tensor& like)
     : RankGroup(op, name, timeout_ms, like), like_(like), plans_(state().extension<GroupPlans>()) {
   const int64_t required = take_overflow_report();
+  TP_CHECK_VALUE(required >= 0, "plan", "max_received_tokens",
+                 "room for " << -required << " tokens, which a rank of the group needed",
+                 "less, in an earlier call on this GPU",
+                 "Raise the max_received_tokens, or use the overflow policy \"drop\"");
   TP_CHECK_VALUE(
       required == 0, "plan", "capacity", "room for " << required << " rows, which a rank of the group needed",
       "less, in an earlier call on this GPU", "Raise the capacity, or use the overflow policy \"drop\"");

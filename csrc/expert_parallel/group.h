@@ -7,8 +7,11 @@
 #include <string>
 
 #include "distributed/rank_group.h"
+#include "expert_parallel/phases.h"
 
 namespace transformer_plugin::expert_parallel {
+
+using distributed::RankGroup;
 
 // A plan is a tensor that one call of a group makes and later calls use. Its record lets ranks check that
 // they use the same one.
@@ -20,9 +23,9 @@ struct PlanRecord {
 
 struct GroupPlans;
 
-// The group of one call. The constructor also raises the ValueError of an earlier plan on this GPU whose rows
+// The group of one call. The constructor also raises the ValueError of an earlier plan on this GPU whose rows or tokens
 // did not fit, which the host could not know at that time.
-class ExpertParallelGroup : public distributed::RankGroup {
+class ExpertParallelGroup : public RankGroup {
  public:
   ExpertParallelGroup(const char* op, const std::string& name, int64_t timeout_ms, const at::Tensor& like);
 
@@ -31,7 +34,8 @@ class ExpertParallelGroup : public distributed::RankGroup {
   void remember_plan(const at::Tensor& plan, int64_t tokens) const;
   std::optional<PlanRecord> find_plan(const at::Tensor& plan) const;
 
-  // Where the kernel of a plan whose rows do not fit stores how many there are, for a later call of the group; null on a CPU.
+  // Where the kernels of a plan store how many rows it needs, if they do not fit, or the negative of how many received tokens, for
+  // a later call of the group; null on a CPU.
   int64_t* overflow_report() const;
 
  private:

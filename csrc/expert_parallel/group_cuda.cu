@@ -1,6 +1,6 @@
 // The memory in which the kernel of a plan reports that its rows do not fit (group.h).
 #include "common/pinned.cuh"
-#include "expert_parallel/exchange_args.h"
+#include "expert_parallel/plan_args.h"
 
 namespace transformer_plugin::expert_parallel {
 

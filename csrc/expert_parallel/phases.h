@@ -46,10 +46,13 @@ inline constexpr Field kPlan{12, "the plan", FieldKind::kPerCall};
 inline constexpr Field kTokens{13, "tokens", FieldKind::kPerRank};
 // those that this rank's plan was made for
 inline constexpr Field kPlannedTokens{14, "tokens", FieldKind::kPerRank};
+inline constexpr Field kMaxReceived{15, "max_received_tokens", FieldKind::kNumber};
+inline constexpr Field kCompact{16, "compact", FieldKind::kFlag};
 
-inline constexpr Field kAll[] = {kDtype,           kWidth,     kTopk,   kMaxTokens,    kExperts,
-                                 kCapacity,        kAlignment, kRaise,  kWeights,      kRowsGradient,
-                                 kWeightsGradient, kPlan,      kTokens, kPlannedTokens};
+inline constexpr Field kAll[] = {kDtype,           kWidth,     kTopk,   kMaxTokens,     kExperts,
+                                 kCapacity,        kAlignment, kRaise,  kWeights,       kRowsGradient,
+                                 kWeightsGradient, kPlan,      kTokens, kPlannedTokens, kMaxReceived,
+                                 kCompact};
 static_assert(distributed::is_field_table(kAll), "fields are numbered from 1 and fit into a header");
 
 }  // namespace fields

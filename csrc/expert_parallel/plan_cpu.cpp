@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "expert_parallel/exchange_args.h"
+#include "expert_parallel/plan_args.h"
 
 namespace transformer_plugin::expert_parallel {
 namespace {

@@ -5,9 +5,10 @@
 // count_experts_kernel: counts[e] = number of indices equal to e, one index a thread and step, grid-stride.
 // require_rows_kernel: one block of 256 threads; required[r] = sum over rank r's experts of their counts,
 // each rounded up to the alignment. No shared memory.
+// report_tokens_kernel: one thread; there is one number for each rank.
 #include "common/expert_index.cuh"
 #include "common/launch.cuh"
-#include "expert_parallel/exchange_args.h"
+#include "expert_parallel/plan_args.h"
 
 namespace transformer_plugin::expert_parallel {
 namespace {
@@ -55,7 +56,21 @@ __global__ void require_rows_kernel(CountRowsArgs args) {
   }
 }
 
+__global__ void report_tokens_kernel(ReportTokensArgs args) {
+  int64_t largest = 0;
+  for (int64_t r = 0; r < args.ranks; ++r)
+    largest = args.required_tokens[r] > largest ? args.required_tokens[r] : largest;
+  if (largest <= args.bound) return;
+  *static_cast<volatile int64_t*>(args.report) = -largest;
+  __threadfence_system();
+}
+
 }  // namespace
+
+void launch_report_tokens(const ReportTokensArgs& args, void* stream) {
+  report_tokens_kernel<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(args);
+  check_launch("report_tokens_kernel");
+}
 
 void launch_pack_indices(const PackIndicesArgs& args, void* stream) {
   const int64_t total = args.max_tokens * args.topk;

@@ -41,11 +41,17 @@ void run(const Tensor& like, const Args& args, void (*cpu)(const Args&),
 
 Tensor gather_rows(const Tensor& rows, const Tensor& source, const std::optional<Tensor>& slot,
                    const std::optional<Tensor>& offsets) {
+  const Tensor output = empty(rows, {source.size(0), rows.size(1)}, rows.scalar_type());
+  gather_rows_out(rows, source, slot, output, offsets);
+  return output;
+}
+
+void gather_rows_out(const Tensor& rows, const Tensor& source, const std::optional<Tensor>& slot,
+                     const Tensor& output, const std::optional<Tensor>& offsets) {
   TORCH_INTERNAL_ASSERT(!slot || slot->size(0) == rows.size(0));
   const Tensor r = rows.contiguous();
   const Tensor s = source.contiguous();
   const Tensor m = slot ? slot->contiguous() : Tensor();
-  const Tensor output = empty(r, {s.size(0), r.size(1)}, r.scalar_type());
   const GatherRowsArgs args{r.const_data_ptr(),
                             map_data(s),
                             slot ? map_data(m) : nullptr,
@@ -56,7 +62,6 @@ Tensor gather_rows(const Tensor& rows, const Tensor& source, const std::optional
                             r.size(1) * static_cast<int64_t>(r.element_size()),
                             offsets ? offsets->const_data_ptr<int32_t>() + offsets->size(0) - 1 : nullptr};
   run(r, args, TP_BOTH(gather_rows));
-  return output;
 }
 
 Tensor gather_scaled_rows(const Tensor& rows, const Tensor& source, const Tensor& slot,
@@ -111,11 +116,17 @@ Tensor dot_slots(const Tensor& rows, const Tensor& slot, const Tensor& grad) {
 }
 
 Tensor weights_to_slots(const Tensor& weights, const Tensor& slot, const Tensor& source) {
+  const Tensor output = empty(weights, {source.size(0)}, weights.scalar_type());
+  weights_to_slots_out(weights, slot, source, output);
+  return output;
+}
+
+void weights_to_slots_out(const Tensor& weights, const Tensor& slot, const Tensor& source,
+                          const Tensor& output) {
   TORCH_INTERNAL_ASSERT(weights.sizes() == slot.sizes());
   const Tensor w = weights.contiguous();
   const Tensor m = slot.contiguous();
   const Tensor s = source.contiguous();
-  const Tensor output = empty(w, {s.size(0)}, w.scalar_type());
   const MoveWeightsArgs args{w.const_data_ptr(),
                              map_data(m),
                              map_data(s),
@@ -126,7 +137,6 @@ Tensor weights_to_slots(const Tensor& weights, const Tensor& slot, const Tensor&
                              w.scalar_type() == at::kDouble,
                              true};
   run(w, args, TP_BOTH(move_weights));
-  return output;
 }
 
 Tensor weights_from_slots(const Tensor& values, const Tensor& slot) {

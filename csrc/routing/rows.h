@@ -21,6 +21,10 @@ at::Tensor gather_rows(const at::Tensor& rows, const at::Tensor& source,
                        const std::optional<at::Tensor>& slot = std::nullopt,
                        const std::optional<at::Tensor>& offsets = std::nullopt);
 
+// The same into `output`, which is contiguous.
+void gather_rows_out(const at::Tensor& rows, const at::Tensor& source, const std::optional<at::Tensor>& slot,
+                     const at::Tensor& output, const std::optional<at::Tensor>& offsets = std::nullopt);
+
 // The same, each row times the weight of its (token, k), rounded once: the gradient of sum_slots with respect
 // to its rows.
 at::Tensor gather_scaled_rows(const at::Tensor& rows, const at::Tensor& source, const at::Tensor& slot,
@@ -37,6 +41,9 @@ at::Tensor dot_slots(const at::Tensor& rows, const at::Tensor& slot, const at::T
 
 // weights [tokens, topk] -> [capacity], each weight in its slot and 0 in the others.
 at::Tensor weights_to_slots(const at::Tensor& weights, const at::Tensor& slot, const at::Tensor& source);
+// The same into `output`, which is contiguous.
+void weights_to_slots_out(const at::Tensor& weights, const at::Tensor& slot, const at::Tensor& source,
+                          const at::Tensor& output);
 
 // values [capacity] -> [tokens, topk], the value of the slot of each (token, k), 0 without a slot: the
 // gradient of weights_to_slots.

@@ -32,21 +32,29 @@ __all__ = [
     "all_gather_text",
     "combine",
     "combine_backward",
+    "combine_backward_out",
+    "compact_plan",
     "dispatch",
     "dispatch_backward",
+    "dispatch_out",
     "plan",
+    "select_transport",
 ]
 
 _ops = torch.ops.transformer_plugin
 
 
 class Plan(NamedTuple):
-    """The destination of every (token, k) of the group, as plain tensors on the device of the indices."""
+    """The rows that this rank receives, and where its experts have them: plain tensors on the device of the indices.
 
-    #: int32 ``[R * max_tokens, K]``: at ``r * max_tokens + t`` the row of (token t of rank r, k) in this rank's
-    #: layout, or -1 if its expert is on another rank, it has none, or the row was dropped.
+    Token t of rank r has the number ``r * max_tokens + t``. This rank receives N rows, each token once: the tokens of
+    all ranks, N = R * max_tokens.
+    """
+
+    #: int32 ``[N, K]``: for each received row the rows of its (token, k) in the layout of this rank's experts, or -1 if
+    #: the expert is on another rank, there is none, or the row was dropped.
     slot: Tensor
-    #: int32 ``[capacity]``: ``r * max_tokens + t`` of each row, or -1 in padding and in unused rows.
+    #: int32 ``[capacity]``: the received row of each row of the layout, or -1 in padding and in unused rows.
     source: Tensor
     #: int64 ``[E / R]``: rows of each of this rank's experts including padding: the group sizes of a grouped GEMM.
     #: Their sum is at most the capacity.
@@ -55,6 +63,27 @@ class Plan(NamedTuple):
     required: Tensor
     #: int32 ``[1]``: 1 if any rank needs more than the capacity, else 0; the same on every rank.
     overflow: Tensor
+
+
+class CompactPlan(NamedTuple):
+    """A :class:`Plan` whose N received rows are the tokens that have a row in the layout, in ascending order."""
+
+    #: int32 ``[N, K]``; this and the next three are those of :class:`Plan`.
+    slot: Tensor
+    #: int32 ``[capacity]``.
+    source: Tensor
+    #: int64 ``[E / R]``.
+    tokens_per_expert: Tensor
+    #: int64 ``[R]``.
+    required: Tensor
+    #: int32 ``[1]``: 1 if any rank needs more than the capacity or ``max_received_tokens``; the same on every rank.
+    overflow: Tensor
+    #: int32 ``[N]``: the token of each received row, or -1 past the last one.
+    received: Tensor
+    #: int32 ``[R * max_tokens]``: the received row of each token, or -1.
+    position: Tensor
+    #: int64 ``[R]``: the tokens of which each rank has an expert, before any is dropped.
+    required_tokens: Tensor
 
 
 def plan(
@@ -102,6 +131,45 @@ def plan(
     return Plan(*out)
 
 
+def compact_plan(
+    topk_idx: Tensor,
+    num_experts: int,
+    max_tokens: int,
+    capacity: int,
+    alignment: int = 1,
+    num_ranks: int = 1,
+    group_name: str = "",
+    raise_on_overflow: bool = False,
+    timeout_ms: int = -1,
+    max_received_tokens: int | None = None,
+) -> CompactPlan:
+    """The plan of :func:`plan`, where of the tokens of all ranks only those are kept that have a row here.
+
+    It saves memory where the capacity or ``max_received_tokens`` is less than R * max_tokens. Pass ``received`` and
+    ``position`` to :func:`dispatch` and :func:`combine`.
+
+    Args:
+        max_received_tokens: the tokens that one rank can receive, its own included, the same on every rank. Of the
+            tokens of which a rank has an expert, in the order of their numbers, those past this many are dropped there,
+            with all their rows, before rows past the capacity are; with ``raise_on_overflow`` that is an error. None:
+            enough for all.
+
+    The others are those of :func:`plan`.
+
+    Returns:
+        A :class:`CompactPlan` of N = min(R * max_tokens, capacity, max_received_tokens) received rows. Not
+        differentiable.
+
+    Raises:
+        TypeError, ValueError, PeerTimeoutError: as :func:`plan`, and tokens that do not fit.
+    """
+    arguments = (topk_idx, num_experts, max_tokens, capacity, alignment, num_ranks, group_name)
+    out = with_peers(
+        _ops.compact_plan.default, *arguments, raise_on_overflow, timeout_ms, max_received_tokens
+    )
+    return CompactPlan(*out)
+
+
 def dispatch(
     tokens: Tensor,
     topk_weights: Tensor | None,
@@ -110,8 +178,11 @@ def dispatch(
     group_name: str = "",
     timeout_ms: int = -1,
     wanted: int = -1,
+    expand: bool = True,
+    received: Tensor | None = None,
+    position: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Copy every token to the rows of its experts.
+    """Send every token once to each rank that has an expert of it.
 
     Args:
         tokens: ``[T, H]`` float32, bfloat16, float16 (float64 on a CPU), any strides.
@@ -119,10 +190,14 @@ def dispatch(
         slot, source: of the plan of these tokens.
         wanted: internal; do not pass it. Autograd sets it to the gradients that it will compute (1: tokens, 2:
             weights), so that the ranks can compare it, also in a compiled graph.
+        expand: whether to copy the received rows to the rows of the experts. Experts that read rows by an index, as
+            :func:`~transformer_plugin.ops.grouped_mlp` does with ``slot`` and ``source``, need no copies.
+        received, position: of a compact plan, or None.
 
     Returns:
-        ``recv [capacity, H]`` in the dtype of ``tokens``, copied bit for bit, zero in padding and past the last
-        expert; ``recv_weights [capacity]`` float32, the weight of each row's (token, k), 0 in padding (shape ``[0]``
+        ``recv`` in the dtype of ``tokens``, copied bit for bit: with ``expand`` ``[capacity, H]``, zero in padding and
+        past the last expert; otherwise the received rows ``[N, H]``, of which those without a slot have any tokens or
+        zeros. ``recv_weights [capacity]`` float32, the weight of each row's (token, k), 0 in padding (shape ``[0]``
         without weights).
 
     Differentiable in ``tokens`` (the sum that :func:`combine` computes) and ``topk_weights`` (in the order of the
@@ -133,9 +208,35 @@ def dispatch(
         TypeError, ValueError: dtypes, sizes or devices do not match, on this rank or between ranks.
         PeerTimeoutError: a rank did not take part in time.
     """
-    return with_peers(
-        _ops.dispatch.default, tokens, topk_weights, slot, source, group_name, timeout_ms, wanted
-    )
+    rest = (group_name, timeout_ms, wanted, expand, received, position)
+    return with_peers(_ops.dispatch.default, tokens, topk_weights, slot, source, *rest)
+
+
+def dispatch_out(
+    tokens: Tensor,
+    topk_weights: Tensor | None,
+    slot: Tensor,
+    source: Tensor,
+    recv: Tensor,
+    recv_weights: Tensor | None = None,
+    group_name: str = "",
+    timeout_ms: int = -1,
+    wanted: int = -1,
+    received: Tensor | None = None,
+    position: Tensor | None = None,
+) -> None:
+    """:func:`dispatch` into the caller's buffers, without a gradient.
+
+    Args:
+        recv: ``[capacity, H]`` in the dtype of ``tokens``, contiguous.
+        recv_weights: ``[capacity]`` float32, contiguous; None without weights. Neither shares memory with another
+            argument.
+        wanted: 0, or the gradients that a custom backward computes (1: tokens, 2: weights), so that ranks compare it.
+
+    The others, and the errors, are those of :func:`dispatch` with ``expand``.
+    """
+    rest = (group_name, timeout_ms, wanted, received, position)
+    with_peers(_ops.dispatch_out.default, tokens, topk_weights, slot, source, recv, recv_weights, *rest)
 
 
 def dispatch_backward(
@@ -149,10 +250,14 @@ def dispatch_backward(
     for_weights: bool = True,
     group_name: str = "",
     timeout_ms: int = -1,
+    expand: bool = True,
+    received: Tensor | None = None,
+    position: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of :func:`dispatch`: ``[T, H]`` in ``dtype`` and ``[T, K]`` float32, ``[0, 0]`` if not wanted.
 
-    None counts as zero. Padding and unused rows are not read.
+    None counts as zero. With ``expand`` padding and unused rows are not read. Without it the gradient is that of the
+    received rows, ``[N, H]``, zero in those without a slot.
     """
     return with_peers(
         _ops.dispatch_backward.default,
@@ -166,6 +271,9 @@ def dispatch_backward(
         for_weights,
         group_name,
         timeout_ms,
+        expand,
+        received,
+        position,
     )
 
 
@@ -177,15 +285,21 @@ def combine(
     group_name: str = "",
     timeout_ms: int = -1,
     wanted: int = -1,
+    expand: bool = True,
+    received: Tensor | None = None,
+    position: Tensor | None = None,
 ) -> Tensor:
     """Send the experts' rows back and sum them for each token, without weights.
 
     Args:
-        rows: ``[capacity, H]`` float32, bfloat16, float16 (float64 on a CPU), any strides. Padding and rows past the
-            last expert are not read.
+        rows: float32, bfloat16, float16 (float64 on a CPU), any strides. With ``expand`` the experts' rows
+            ``[capacity, H]``, of which padding and rows past the last expert are not read. Otherwise the sums
+            ``[N, H]`` of the experts' rows of each received row, zero without any, as
+            :func:`~transformer_plugin.ops.grouped_mlp` returns them with ``slot`` and ``source``.
         slot, source: of the plan.
         num_tokens: T of this rank. Tokens without rows get zeros.
-        wanted: as in :func:`dispatch`.
+        wanted, received, position: as in :func:`dispatch`.
+        expand: whether ``rows`` are those of the experts.
 
     Returns:
         ``[num_tokens, H]``. The order of the sum is fixed, so the result is bitwise reproducible: each rank adds its
@@ -199,14 +313,58 @@ def combine(
         TypeError, ValueError: dtypes, sizes or devices do not match, on this rank or between ranks.
         PeerTimeoutError: a rank did not take part in time.
     """
-    return with_peers(_ops.combine.default, rows, slot, source, num_tokens, group_name, timeout_ms, wanted)
+    rest = (group_name, timeout_ms, wanted, expand, received, position)
+    return with_peers(_ops.combine.default, rows, slot, source, num_tokens, *rest)
 
 
 def combine_backward(
-    grad: Tensor, slot: Tensor, source: Tensor, group_name: str = "", timeout_ms: int = -1
+    grad: Tensor,
+    slot: Tensor,
+    source: Tensor,
+    group_name: str = "",
+    timeout_ms: int = -1,
+    expand: bool = True,
+    received: Tensor | None = None,
+    position: Tensor | None = None,
 ) -> Tensor:
-    """The gradient of :func:`combine`: ``[num_tokens, H]`` to ``[capacity, H]``, zero in padding."""
-    return with_peers(_ops.combine_backward.default, grad, slot, source, group_name, timeout_ms)
+    """The gradient of :func:`combine`: ``[num_tokens, H]`` to ``[capacity, H]``, zero in padding; or to ``[N, H]``."""
+    rest = (group_name, timeout_ms, expand, received, position)
+    return with_peers(_ops.combine_backward.default, grad, slot, source, *rest)
+
+
+def combine_backward_out(
+    grad: Tensor,
+    slot: Tensor,
+    source: Tensor,
+    grad_rows: Tensor,
+    group_name: str = "",
+    timeout_ms: int = -1,
+    received: Tensor | None = None,
+    position: Tensor | None = None,
+) -> None:
+    """:func:`combine_backward` with ``expand`` into the caller's contiguous ``[capacity, H]``."""
+    rest = (group_name, timeout_ms, received, position)
+    with_peers(_ops.combine_backward_out.default, grad, slot, source, grad_rows, *rest)
+
+
+class TransportSelection(NamedTuple):
+    """How tokens move between the ranks of a group."""
+
+    #: ``"all_gather"``: an all-gather of all tokens, and an all-to-all of sums. ``"none"``: there is one rank.
+    transport: str
+    reason: str
+
+
+def select_transport(num_ranks: int, device_type: str) -> TransportSelection:
+    """Return the transport that dispatch and combine use in a group of this size, and why.
+
+    Args:
+        num_ranks: the size of the group. device_type: ``"cpu"`` or ``"cuda"``, of the tokens.
+
+    Raises:
+        ValueError: another device type, or fewer than one rank.
+    """
+    return TransportSelection(*_ops.select_transport.default(num_ranks, device_type))
 
 
 def all_gather_text(text: str, group_name: str, timeout_ms: int = -1) -> list[str]:

@@ -261,15 +261,28 @@ def _expert_parallel_calls(draw: Draw, indices: Tensor, experts: int, capacity: 
     group = {"group_name": "", "timeout_ms": 1000}
     plan = {"topk_idx": indices, "num_experts": experts, "max_tokens": tokens, "capacity": capacity}
     yield "plan", "", {**plan, "alignment": 1, "num_ranks": 1, "raise_on_overflow": False, **group}
+    yield "compact_plan", "", {**plan, "alignment": 1, "num_ranks": 1, "max_received_tokens": 3, **group}
+    yield "select_transport", "", {"num_ranks": 2, "device_type": indices.device.type}
     slot, source, *_ = ops.plan(indices, experts, tokens, capacity)
     slots = {"slot": slot, "source": source}
     weights = draw.rand(tokens, topk)
     yield "dispatch", "", {"tokens": draw(tokens, K), "topk_weights": weights, **slots, **group}
     rows = draw(capacity, K)
+    buffers = {"recv": draw(capacity, K), "recv_weights": draw(capacity)}
+    given = {"tokens": draw(tokens, K), "topk_weights": weights, **slots}
+    yield "dispatch_out", "", {**given, **buffers, **group}
     backward = {"grad_recv": rows, "grad_recv_weights": draw(capacity), "slot": slot, "num_tokens": tokens}
     yield "dispatch_backward", "", {**backward, "hidden_size": K, "dtype": FLOAT32, **group}
     yield "combine", "", {"rows": rows, **slots, "num_tokens": tokens, **group}
     yield "combine_backward", "", {"grad": draw(tokens, K), **slots, **group}
+    yield (
+        "combine_backward_out",
+        "",
+        {"grad": draw(tokens, K), **slots, "grad_rows": draw(capacity, K), **group},
+    )
+    once = {**slots, "expand": False, **group}
+    yield "dispatch", "each token once", {"tokens": draw(tokens, K), "topk_weights": weights, **once}
+    yield "combine", "each token once", {"rows": draw(tokens, K), "num_tokens": tokens, **once}
     yield "all_gather", "", {"part": draw(tokens, K), "num_ranks": 1, **group}
     yield "reduce_scatter", "", {"parts": draw(tokens, K), "num_ranks": 1, **group}
     yield "sum_over_ranks", "", {"input": draw(tokens, K), "num_ranks": 1, **group}

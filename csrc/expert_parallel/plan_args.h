@@ -36,6 +36,14 @@ struct CountRowsArgs {
   ExpertRange range;  // of the indices
 };
 
+// Stores the negative of the largest number of tokens that a rank needs in `report`, if it exceeds `bound`.
+struct ReportTokensArgs {
+  const int64_t* required_tokens;  // [ranks]
+  int64_t ranks;
+  int64_t bound;
+  int64_t* report;
+};
+
 TP_HOST_DEVICE int32_t packed_index(int64_t index) {
   constexpr int64_t kLargest = 0x7fffffff;
   return static_cast<int32_t>(index > kLargest ? kLargest : index < -kLargest ? -kLargest : index);
@@ -49,6 +57,7 @@ void pack_indices_cpu(const PackIndicesArgs& args);
 void launch_pack_indices(const PackIndicesArgs& args, void* stream);
 void count_rows_cpu(const CountRowsArgs& args);
 void launch_count_rows(const CountRowsArgs& args, void* stream);
+void launch_report_tokens(const ReportTokensArgs& args, void* stream);
 // Pinned host memory for CountRowsArgs::report, 0 at first. Never freed: CUDA graphs keep its address.
 int64_t* new_overflow_report();
 

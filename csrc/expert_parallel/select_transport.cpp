@@ -1,0 +1,44 @@
+// The choice of a transport, and the op that prints it.
+#include "expert_parallel/select_transport.h"
+
+#include <string>
+#include <tuple>
+
+#include "common/check.h"
+#include "common/register.h"
+#include "expert_parallel/all_gather_transport.h"
+
+namespace transformer_plugin::expert_parallel {
+
+TransportSelection select_transport(const TransportDesc& desc) {
+  if (desc.ranks == 1) return {Transport::kNone, "all experts are on one rank"};
+  return {Transport::kAllGather, desc.on_cuda
+                                     ? "collectives of NCCL, which take any number of ranks and hosts"
+                                     : "collectives of Gloo, the only ones on a CPU"};
+}
+
+const char* transport_name(Transport transport) {
+  return transport == Transport::kNone ? "none" : "all_gather";
+}
+
+std::unique_ptr<TokenTransport> make_transport(ExpertParallelGroup& group) {
+  // All transports of today are this one: with one rank its collectives return their input.
+  return std::make_unique<AllGatherTransport>(group);
+}
+
+namespace {
+
+std::tuple<std::string, std::string> select_transport_op(int64_t ranks, std::string device_type) {
+  constexpr const char* op = "select_transport";
+  TP_CHECK_VALUE(ranks >= 1, op, "num_ranks", "1 or more", ranks, "Pass the size of the group");
+  TP_CHECK_VALUE(device_type == "cpu" || device_type == "cuda", op, "device_type", "'cpu' or 'cuda'",
+                 "'" << device_type << "'", "Pass the type of the tokens' device");
+  const TransportSelection selection = select_transport({ranks, device_type == "cuda"});
+  return {transport_name(selection.transport), selection.reason};
+}
+
+}  // namespace
+
+TP_IMPL_FOR(CompositeExplicitAutograd, "select_transport", select_transport_op);
+
+}  // namespace transformer_plugin::expert_parallel

@@ -1,0 +1,50 @@
+// How token rows move between the ranks of a group. The ops (ops/) check, assign slots, copy rows to them and sum them; a
+// transport moves each token once to every rank that needs it, and brings back one sum of each rank. Another transport is a
+// class here and a line in select_transport.cpp.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "expert_parallel/group.h"
+
+namespace transformer_plugin::expert_parallel {
+
+// The rows that a rank receives in one plan, each token once, in ascending order of (rank, token).
+struct TokenLayout {
+  int64_t max_tokens;     // of each rank; the tokens of a rank are padded with zero rows to this
+  int64_t received_rows;  // N
+  // The two directions of the map between received rows and tokens, which are counted rank * max_tokens + token. Both
+  // absent: row i is token i, so that N is R * max_tokens.
+  std::optional<at::Tensor> received =
+      std::nullopt;  // int32 [N]: the token of each row, or -1 for a row of zeros
+  std::optional<at::Tensor> position = std::nullopt;  // int32 [R * max_tokens]: the row of each token, or -1
+};
+
+// What moves with the tokens: their rows, or their routing weights.
+struct Payload {
+  at::Tensor rows;
+  Phase phase;
+};
+
+class TokenTransport {
+ public:
+  virtual ~TokenTransport() = default;
+  // For each payload, of which this rank's `rows` are [max_tokens, W]: the received rows [N, W]. `call` describes what the op
+  // does, for the comparison with other ranks, which comes first.
+  virtual std::vector<at::Tensor> dispatch(const TokenLayout& layout, const Call& call,
+                                           std::span<const Payload> payloads) const = 0;
+  // The reverse, of [N, W]: for each of this rank's first `tokens` tokens the sum of its rows on all ranks, [tokens, W]. Ranks are
+  // added in ascending order in FP32 (FP64 of float64), from zero, and rounded once.
+  virtual std::vector<at::Tensor> combine(const TokenLayout& layout, const Call& call,
+                                          std::span<const Payload> payloads, int64_t tokens) const = 0;
+};
+
+// The transport of select_transport() for this group. It lives for one call.
+std::unique_ptr<TokenTransport> make_transport(ExpertParallelGroup& group);
+
+}  // namespace transformer_plugin::expert_parallel
