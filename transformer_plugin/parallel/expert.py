@@ -45,28 +45,37 @@ class EpConfig:
     capacity: int | None = None
     #: each expert's rows are padded with zero rows to a multiple of this: 0, 1 or a power of two.
     alignment: int = 1
-    #: how rows past the capacity are handled: "raise" an error, or "drop" them.
+    #: how rows past the capacity, and tokens past ``max_received_tokens``, are handled: "raise" an error, or "drop"
+    #: them.
     overflow: Overflow = "raise"
+    #: tokens that one rank can receive in one call, its own included, each counted once. None: those of all ranks.
+    max_received_tokens: int | None = None
 
 
 class EpPlan(NamedTuple):
     """The routing of one call, made by :meth:`EpContext.plan`: plain tensors that are not modified later."""
 
-    #: int32 ``[R * max_tokens, K]``, see :class:`transformer_plugin.ops.expert_parallel.Plan`.
+    #: int32 ``[N, K]``, see :class:`transformer_plugin.ops.expert_parallel.Plan`, as of the others.
     slot: Tensor
     #: int32 ``[capacity]``.
     source: Tensor
     #: int64 ``[E / R]``: rows of each local expert, padding included. Their sum is at most the capacity. These are the
     #: group sizes of a grouped GEMM.
     tokens_per_expert: Tensor
-    #: int64 ``[R]``: rows that each rank needs before any is dropped.
+    #: int64 ``[R]``: rows that each rank needs, before any is dropped.
     required: Tensor
-    #: int32 ``[1]``: 1 when any rank needs more than the capacity.
+    #: int32 ``[1]``: 1 when any rank needs more than the capacity or ``max_received_tokens``.
     overflow: Tensor
     #: T, the number of tokens of this rank.
     num_tokens: int
     #: the index of this rank in the group.
     rank: int
+    #: int32 ``[N]``; None where the received rows are the tokens of all ranks, as are the next two.
+    received: Tensor | None = None
+    #: int32 ``[R * max_tokens]``.
+    position: Tensor | None = None
+    #: int64 ``[R]``: tokens that each rank needs, before any is dropped.
+    required_tokens: Tensor | None = None
 
     @property
     def total(self) -> Tensor:
@@ -82,8 +91,8 @@ class EpContext:
 
     Args:
         group: the c10d process group, Gloo for CPU tensors or NCCL for CUDA tensors; None for this process alone.
-        num_experts, max_tokens_per_rank, hidden_dim, num_topk, capacity, alignment, overflow: see
-            :class:`EpConfig`.
+        num_experts, max_tokens_per_rank, hidden_dim, num_topk, capacity, alignment, overflow: see :class:`EpConfig`.
+        max_received_tokens: likewise.
         timeout: the longest wait for other ranks in seconds; None for ``config.settings.peer_timeout``. On a CPU a
             longer wait raises :class:`~transformer_plugin.errors.PeerTimeoutError`. On CUDA the process prints the
             text of that error and exits, because a stream that waits for a lost rank cannot be recovered. Choose a
@@ -110,13 +119,21 @@ class EpContext:
         capacity: int | None = None,
         alignment: int = 1,
         overflow: Overflow = "raise",
+        max_received_tokens: int | None = None,
         timeout: float | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         if group is not None:
             check_type("EpContext", "group", group, dist.ProcessGroup, "a process group or None")
         self.config = EpConfig(
-            num_experts, max_tokens_per_rank, hidden_dim, num_topk, capacity, alignment, overflow
+            num_experts,
+            max_tokens_per_rank,
+            hidden_dim,
+            num_topk,
+            capacity,
+            alignment,
+            overflow,
+            max_received_tokens,
         )
         self.group = group
         self.num_ranks = 1 if group is None else group.size()
@@ -130,6 +147,8 @@ class EpContext:
         self.timeout_ms = int(timeout * 1000)
         self.num_local_experts = num_experts // self.num_ranks
         self.capacity = self.capacity_for(alignment)
+        #: how tokens move between the ranks, see :func:`transformer_plugin.ops.expert_parallel.select_transport`.
+        self.transport = ops.select_transport(self.num_ranks, self.device.type).transport
         self._open = True
         self._compare()
         if self.num_ranks > 1:
@@ -138,6 +157,7 @@ class EpContext:
 
     def _compare(self) -> None:
         mine = {**asdict(self.config), "ranks": self.num_ranks, "device": self.device.type}
+        mine["transport"] = self.transport
         texts = ops.all_gather_text(json.dumps(mine), self.group_name, self.timeout_ms)
         all_ranks = [_configuration(text, rank) for rank, text in enumerate(texts)]
         names = dict.fromkeys(name for other in (mine, *all_ranks) for name in other)
@@ -159,7 +179,14 @@ class EpContext:
         """Returns the capacity of a call without its own: the context's, or enough rows for any routing."""
         return self.config.capacity if self.config.capacity is not None else self._worst_case(alignment)
 
-    def plan(self, topk_idx: Tensor, capacity: int | None = None, alignment: int | None = None) -> EpPlan:
+    def plan(
+        self,
+        topk_idx: Tensor,
+        capacity: int | None = None,
+        alignment: int | None = None,
+        *,
+        compact: bool = False,
+    ) -> EpPlan:
         """Compute the destination of every token of the group.
 
         Args:
@@ -167,6 +194,9 @@ class EpContext:
                 group, -1 for none.
             capacity: rows of this call, at most the context's and the same on every rank; None for the context's.
             alignment: alignment of this call, the same on every rank; None for the context's.
+            compact: whether to keep of the tokens of all ranks only those that have a row here; the same on every rank.
+                It saves memory where the capacity is less than R * max_tokens_per_rank, and is done only there. With a
+                smaller ``max_received_tokens`` it is always done.
 
         Raises:
             ValueError: an invalid argument; an index of any rank that is neither an expert nor -1; or rows do not fit
@@ -182,9 +212,10 @@ class EpContext:
             _refuse("topk_idx", f"{self.config.num_topk} columns (num_topk)", tuple(topk_idx.shape), "plan")
         alignment = self.config.alignment if alignment is None else alignment
         limit = self.capacity_for(alignment)
+        check_type("plan", "compact", compact, bool, "True or False")
         if capacity is not None and not 0 <= capacity <= limit:
             _refuse("capacity", f"from 0 to {limit} rows, the capacity of the context", capacity, "plan")
-        routing = ops.plan(
+        arguments = (
             topk_idx,
             self.config.num_experts,
             self.config.max_tokens_per_rank,
@@ -195,13 +226,21 @@ class EpContext:
             self.config.overflow == "raise",
             self.timeout_ms,
         )
-        return EpPlan(*routing, topk_idx.numel() // self.config.num_topk, self.rank)
+        tokens, bound = self.num_ranks * self.config.max_tokens_per_rank, self.config.max_received_tokens
+        here = (topk_idx.numel() // self.config.num_topk, self.rank)
+        is_bounded = bound is not None and bound < tokens
+        if is_bounded or (compact and arguments[3] < tokens):
+            routing = ops.compact_plan(*arguments, bound if is_bounded else None)
+            return EpPlan(*routing[:5], *here, *routing[5:])
+        return EpPlan(*ops.plan(*arguments), *here)
 
     def dispatch(
-        self, plan: EpPlan, tokens: Tensor, topk_weights: Tensor | None = None
+        self, plan: EpPlan, tokens: Tensor, topk_weights: Tensor | None = None, *, expand: bool = True
     ) -> tuple[Tensor, Tensor]:
         """Send ``tokens [T, H]`` and ``topk_weights [..., K]`` to their experts: ``(recv, recv_weights)``.
 
+        With ``expand`` ``recv`` has the rows of the experts, ``[capacity, H]``; without it each received token once,
+        ``[N, H]``, for experts that read them by ``plan.slot`` and ``plan.source``.
         See :func:`transformer_plugin.ops.expert_parallel.dispatch`.
         """
         self._check_open()
@@ -212,19 +251,24 @@ class EpContext:
             check_type("dispatch", "topk_weights", topk_weights, Tensor, "a tensor or None")
             _check_columns(topk_weights)
             topk_weights = topk_weights.reshape(-1, topk_weights.shape[-1])
-        return ops.dispatch(
-            tokens, topk_weights, plan.slot, plan.source, self._name_with_rank, self.timeout_ms
-        )
+        check_type("dispatch", "expand", expand, bool, "True or False")
+        maps, group = (plan.received, plan.position), (self._name_with_rank, self.timeout_ms)
+        return ops.dispatch(tokens, topk_weights, plan.slot, plan.source, *group, -1, expand, *maps)
 
-    def combine(self, plan: EpPlan, rows: Tensor, num_tokens: int | None = None) -> Tensor:
+    def combine(
+        self, plan: EpPlan, rows: Tensor, num_tokens: int | None = None, *, expand: bool = True
+    ) -> Tensor:
         """Sum the experts' ``rows [capacity, H]`` for each token: ``[T, H]`` (or ``num_tokens`` rows).
 
+        Without ``expand`` the rows are ``[N, H]``, the sums of each received token's rows on this rank.
         See :func:`transformer_plugin.ops.expert_parallel.combine`.
         """
         self._check_open()
         check_type("combine", "plan", plan, EpPlan, "an EpPlan", "Pass what plan() returned")
+        check_type("combine", "expand", expand, bool, "True or False")
         tokens = plan.num_tokens if num_tokens is None else num_tokens
-        return ops.combine(rows, plan.slot, plan.source, tokens, self._name_with_rank, self.timeout_ms)
+        maps, group = (plan.received, plan.position), (self._name_with_rank, self.timeout_ms)
+        return ops.combine(rows, plan.slot, plan.source, tokens, *group, -1, expand, *maps)
 
     def finalize(self) -> None:
         """Closes the context. It is local and may be repeated. Later calls on the context raise an error."""
@@ -336,6 +380,12 @@ def _check_config(config: EpConfig, ranks: int, timeout: float) -> None:
         check_type(op, name, getattr(config, name), int, "an integer")
     if config.capacity is not None:
         check_type(op, "capacity", config.capacity, int, "an integer or None")
+    received = config.max_received_tokens
+    if received is not None:
+        check_type(op, "max_received_tokens", received, int, "an integer or None")
+        if not 1 <= received < 2**31:
+            advice = "Pass None for the tokens of all ranks"
+            _refuse("max_received_tokens", "from 1 to 2^31 - 1, or None", received, op, advice)
     check_type(op, "timeout", timeout, int | float, "a number of seconds")
     check_type(op, "overflow", config.overflow, str, "'raise' or 'drop'", "Choose one of them")
     for name in ("num_experts", "max_tokens_per_rank", "hidden_dim", "num_topk"):

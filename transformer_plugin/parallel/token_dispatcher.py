@@ -38,6 +38,10 @@ class DispatchConfig:
 
     #: rows that this rank can receive; further rows are dropped, the last expert's first. None: enough for all rows.
     capacity: int | None = None
+    #: tokens that this rank can receive, its own included, each counted once; of further tokens, in the order of their
+    #: ranks and numbers, the rows here are dropped, before those past the ``capacity``. None: the tokens of all ranks.
+    #: Unused without a group.
+    max_received_tokens: int | None = None
     #: the largest number of tokens of any rank in one call; required with a group, unused without one.
     max_tokens: int | None = None
     #: the rows of each expert are padded with zero rows to a multiple of this. None: 1 on a CPU, and on a GPU the
@@ -54,6 +58,7 @@ class DispatchConfig:
         advice = {
             "capacity": "Use None for room for every row",
             "max_tokens": "Use the largest number of tokens of any rank",
+            "max_received_tokens": "Use None for the tokens of all ranks",
             "alignment": "Use 1 for no padding",
         }
         for name, text in advice.items():
@@ -208,6 +213,7 @@ class TokenDispatcher:
             capacity=config.capacity,
             alignment=config.alignment or row_multiple,
             overflow="drop",
+            max_received_tokens=config.max_received_tokens,
             timeout=config.timeout,
             device=None if device is None or torch.device(device).type == "meta" else device,
         )
@@ -230,20 +236,32 @@ class TokenDispatcher:
         return with_alignment
 
     def run(self, experts: Any, tokens: Tensor, indices: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the sum of each token's rows, and the total of :class:`Received`."""
-        received = self.dispatch(tokens, indices, weights)
-        rows = experts(received.rows, received.group_sizes, received.probs)
-        return self.combine(rows, received), received.total
+        """Returns the sum of each token's rows, and the total of :class:`Received`.
 
-    def dispatch(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Received:
-        """Sends each token to the ranks of its experts."""
+        :class:`GroupedMLP` reads each received token where it lies, and sums its rows. Other experts get copies.
+        """
+        plan = self.plan(indices)
+        expand = not takes_tokens(experts)
+        received, probs = self.context.dispatch(plan, tokens, weights, expand=expand)
+        sizes = plan.tokens_per_expert
+        rows = experts(received, sizes if expand else Slots(plan.slot, plan.source, sizes), probs)
+        return self.context.combine(plan, rows, expand=expand), plan.total
+
+    def plan(self, indices: Tensor) -> EpPlan:
+        """Computes which tokens this rank receives, and the rows of its experts."""
         if is_tracing():
             raise ValueError(
                 "transformer_plugin::MoE: argument 'group': expected None under torch.jit.trace, which would record "
                 f"the example's number of tokens, got a group of {self.context.num_ranks} ranks. Use torch.export or "
                 "torch.compile."
             )
-        plan = _rows_in_use(self.context.plan(indices, alignment=self.alignment))
+        # Up to K ranks the tokens of all ranks are not more than K copies of one rank's, and are used as they came.
+        compact = self.context.num_ranks > self.context.config.num_topk
+        return _rows_in_use(self.context.plan(indices, alignment=self.alignment, compact=compact))
+
+    def dispatch(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Received:
+        """Sends each token to the ranks of its experts, as rows of the experts."""
+        plan = self.plan(indices)
         rows, probs = self.context.dispatch(plan, tokens, weights)
         return Received(rows, probs, plan.tokens_per_expert, plan.total, plan)
 
@@ -277,7 +295,7 @@ class TokenDispatcher:
 def _rows_in_use(plan: EpPlan) -> EpPlan:
     """Returns the plan without unused rows where reading their number costs nothing: on a CPU, outside of a graph.
 
-    The worst-case capacity is R times the rows of a balanced routing, and every op would write zeros to unused rows.
+    The worst-case capacity is R times the rows of a balanced routing.
     """
     if (
         torch.compiler.is_compiling()
@@ -285,4 +303,8 @@ def _rows_in_use(plan: EpPlan) -> EpPlan:
         or is_in_torch_dispatch_mode()  # fake tensors have no values, and tracing would record a constant
     ):
         return plan
-    return plan._replace(source=plan.source[: int(plan.tokens_per_expert.sum())])
+    plan = plan._replace(source=plan.source[: int(plan.tokens_per_expert.sum())])
+    if plan.received is None:
+        return plan
+    rows = int(plan.received.ge(0).sum())
+    return plan._replace(slot=plan.slot[:rows], received=plan.received[:rows])
