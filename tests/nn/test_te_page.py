@@ -64,7 +64,7 @@ def test_tensor_parallel_arguments() -> None:
 
 
 def test_rows_of_expert_parallelism() -> None:
-    """Static rows where the script gave no capacity, and as many tokens as were dispatched."""
+    """Without a capacity the rows in use, or the worst case in a buffer; and as many tokens as were dispatched."""
     experts, most, topk = 4, 10, 2
     ep_bootstrap(None, experts, most, 8, topk)
     try:
@@ -74,11 +74,14 @@ def test_rows_of_expert_parallelism() -> None:
         assert (
             "ranks * max_tokens_per_rank * min(top_k, local experts)" in row_of("rows that `ep_dispatch`")[2]
         )
-        assert recv.shape[0] == 1 * most * min(topk, experts) and counts.tolist() == [2, 2, 1, 1]
-        assert not recv[6:].any(), "rows past the last expert are 0"
+        assert recv.shape[0] == 6 and counts.tolist() == [2, 2, 1, 1]
+        memory = torch.ones(1 * most * min(topk, experts), 8)
+        whole, _, _ = ep_dispatch(buffer, tokens, indices, torch.ones(3, topk), recv_tokens=memory)
+        assert torch.equal(whole[:6], recv)
+        assert not memory[6:].any(), "rows past the last expert are 0"
         assert row_of("rows that `ep_combine`")[1:] == ["`max_tokens_per_rank`", "as many as were dispatched"]
-        assert ep_combine(buffer, recv).shape == (3, 8)
-        assert ep_combine(buffer, recv, num_local_tokens=most).shape == (most, 8)
+        assert ep_combine(buffer, whole).shape == (3, 8)
+        assert ep_combine(buffer, whole, num_local_tokens=most).shape == (most, 8)
     finally:
         ep_finalize()
 

@@ -104,7 +104,28 @@ def check_callers_memory(rank: Rank) -> None:
     ep_finalize()
 
 
-@pytest.mark.parametrize("check", [check_life, check_calls, check_callers_memory])
+def check_rows_in_use(rank: Rank) -> None:
+    """Without a capacity an eager call returns the rows in use; with buffers of the caller the worst case."""
+    ep_bootstrap(rank.group, CASE.experts(rank.size), CASE.max_tokens, CASE.hidden, CASE.topk)
+    buffer = EpBuffer(CASE.topk, CASE.max_tokens, CASE.hidden, CASE.local_experts, alignment=4)
+    indices, tokens, weights = drawn_leaves(rank)
+    recv, recv_weights, counts = ep_dispatch(buffer, tokens, indices, weights)
+    assert recv.shape == (int(counts.sum()), CASE.hidden) and recv_weights.shape == recv.shape[:1]
+    output = ep_combine(buffer, recv * recv_weights[:, None])
+    grads = torch.autograd.grad(output.sum(), (tokens, weights))
+    memory = torch.full((buffer.recv_capacity_per_rank, CASE.hidden), 7.0, device=rank.device)
+    assert len(memory) > len(recv)
+    here, weights_here, _ = ep_dispatch(buffer, tokens, indices, weights, recv_tokens=memory)
+    assert_same_bits(here[: len(recv)], recv)
+    assert not here[len(recv) :].any()
+    same = ep_combine(buffer, here * weights_here[:, None])
+    assert_same_bits(same, output)
+    for got, expected in zip(torch.autograd.grad(same.sum(), (tokens, weights)), grads, strict=True):
+        assert_same_bits(got, expected)
+    ep_finalize()
+
+
+@pytest.mark.parametrize("check", [check_life, check_calls, check_callers_memory, check_rows_in_use])
 def test_calls(pool: RankPool, check: Callable[[Rank], None]) -> None:
     pool.run(check)
 

@@ -1,9 +1,10 @@
 """Expert parallelism with TransformerEngine's names, over one :class:`~transformer_plugin.parallel.EpContext`.
 
 The names and signatures are those of its pull request 3035. Differences: a group of one rank works; CPU tensors work;
-the payload may be float32, bfloat16 or float16; ``recv_capacity_per_rank=None`` means the static worst case, not a size
-read from the GPU in every step; overflow without ``drop_on_overflow`` raises an error and does not trap;
-``num_local_tokens`` of ``ep_combine`` defaults to the number of dispatched tokens. There is no zero-copy transport yet.
+the payload may be float32, bfloat16 or float16; ``recv_capacity_per_rank=None`` means the rows in use in eager calls,
+for which each call waits for the GPU, and the static worst case in compiled functions, in CUDA graphs and with buffers
+of the caller; overflow without ``drop_on_overflow`` raises an error and does not trap; ``num_local_tokens`` of
+``ep_combine`` defaults to the number of dispatched tokens. There is no zero-copy transport yet.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from transformer_plugin.ops import expert_parallel as ops
 from transformer_plugin.parallel.expert import EpContext, EpPlan, _refuse, check_type, device_named
 
 if TYPE_CHECKING:
@@ -40,7 +43,8 @@ def ep_bootstrap(
     Args:
         ep_group: the ranks that share the experts; None for this process alone.
         num_experts, max_tokens_per_rank, hidden_dim, num_topk: see :class:`~transformer_plugin.parallel.EpConfig`.
-        recv_capacity_per_rank: rows of the receive layout; None for the static worst case.
+        recv_capacity_per_rank: rows of the receive layout. None: as many as are in use, which an eager call reads from
+            the GPU; the worst case where nothing can be read.
         max_num_sms: 0; no transport here reserves multiprocessors.
         zero_copy: False; there is no symmetric-memory transport yet.
         drop_on_overflow: drop rows past the capacity instead of raising.
@@ -153,6 +157,7 @@ class EpBuffer:
         self.recv_capacity_per_rank = (
             _context.capacity_for(alignment) if recv_capacity_per_rank is None else recv_capacity_per_rank
         )
+        self._reads_rows = recv_capacity_per_rank is None and _context.config.capacity is None
         self.plan: EpPlan | None = None
         self._context = _context
 
@@ -177,8 +182,24 @@ class EpBuffer:
 def ep_prepare(buffer: EpBuffer, topk_idx: Tensor) -> Tensor:
     """Plan the routing of ``topk_idx [..., K]``; returns ``tokens_per_expert`` int64 ``[E / R]``."""
     check_type("ep_prepare", "buffer", buffer, EpBuffer, "an EpBuffer")
-    buffer.plan = buffer._context.plan(topk_idx, buffer.recv_capacity_per_rank, buffer.alignment)
+    buffer.plan = _rows_in_use(buffer, _planned(buffer, topk_idx))
     return buffer.plan.tokens_per_expert
+
+
+def _planned(buffer: EpBuffer, topk_idx: Tensor) -> EpPlan:
+    return buffer._context.plan(topk_idx, buffer.recv_capacity_per_rank, buffer.alignment)
+
+
+def _rows_in_use(buffer: EpBuffer, plan: EpPlan) -> EpPlan:
+    """Returns the plan without unused rows, where no capacity was given and their number can be read."""
+    if (
+        not buffer._reads_rows
+        or torch.compiler.is_compiling()
+        or is_in_torch_dispatch_mode()  # fake tensors have no values, and tracing would record a constant
+        or (plan.source.is_cuda and torch.cuda.is_current_stream_capturing())
+    ):
+        return plan
+    return plan._replace(source=plan.source[: int(plan.tokens_per_expert.sum())])
 
 
 def ep_dispatch(
@@ -203,8 +224,9 @@ def ep_dispatch(
             error.
 
     Returns:
-        ``(recv_tokens [capacity, H], recv_topk_weights [capacity], tokens_per_expert int64 [E / R])``, the first two
-        differentiable. Rows past the last expert are zero.
+        ``(recv_tokens [rows, H], recv_topk_weights [rows], tokens_per_expert int64 [E / R])``, the first two
+        differentiable. The rows are the capacity, and those past the last expert are zero; or those in use, see
+        :func:`ep_bootstrap`.
     """
     check_type("ep_dispatch", "buffer", buffer, EpBuffer, "an EpBuffer")
     given = {"tokens": tokens, "topk_idx": topk_idx, "topk_weights": topk_weights}
@@ -229,13 +251,28 @@ def ep_dispatch(
             "ep_dispatch",
             "Pass the same tokens in all three",
         )
-    counts = ep_prepare(buffer, topk_idx)
-    recv, weights = buffer._context.dispatch(buffer.prepared("ep_dispatch"), tokens, topk_weights)
-    if recv_tokens is not None:
-        recv = _Into.apply(recv, recv_tokens)
-    if recv_topk_weights is not None:
-        weights = _Into.apply(weights, recv_topk_weights)
-    return recv, weights, counts
+    if recv_tokens is None and recv_topk_weights is None:
+        counts = ep_prepare(buffer, topk_idx)
+        recv, weights = buffer._context.dispatch(buffer.prepared("ep_dispatch"), tokens, topk_weights)
+        return recv, weights, counts
+    buffer.plan = plan = _planned(buffer, topk_idx)
+    rows = buffer.recv_capacity_per_rank
+    if recv_tokens is None:
+        recv_tokens = tokens.new_empty(rows, buffer.hidden_dim)
+    if recv_topk_weights is None:
+        recv_topk_weights = topk_weights.new_empty(rows)
+    weights = topk_weights.reshape(-1, topk_weights.shape[-1])
+    recv, weights = _DispatchInto.apply(
+        tokens, weights, recv_tokens, recv_topk_weights, *_arguments(buffer, plan)
+    )
+    return recv, weights, plan.tokens_per_expert
+
+
+def _arguments(buffer: EpBuffer, plan: EpPlan) -> tuple[Any, ...]:
+    """What the ops take of a plan and its group."""
+    context = buffer._context
+    maps = (plan.slot, plan.source, plan.received, plan.position)
+    return (*maps, context._name_with_rank, context.timeout_ms)
 
 
 def ep_combine(
@@ -260,37 +297,90 @@ def ep_combine(
     _check_target(
         "grad_out", grad_out, tuple(expert_out.shape), expert_out.dtype, expert_out, op="ep_combine"
     )
-    if grad_out is not None:
-        expert_out = _GradInto.apply(expert_out, grad_out)
-    return buffer._context.combine(plan, expert_out, num_local_tokens)
+    if grad_out is None:
+        return buffer._context.combine(plan, expert_out, num_local_tokens)
+    tokens = plan.num_tokens if num_local_tokens is None else num_local_tokens
+    combined: Tensor = _CombineGradInto.apply(expert_out, grad_out, tokens, *_arguments(buffer, plan))
+    return combined
 
 
-class _Into(torch.autograd.Function):
-    """Copies the value into the caller's tensor; the gradient passes through."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, target: Tensor) -> Tensor:
-        target.copy_(value)
-        return target.detach()
+class _DispatchInto(torch.autograd.Function):
+    """Dispatch into the caller's tensors."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _GradInto(torch.autograd.Function):
-    """Returns the value; its backward copies the gradient into the caller's tensor."""
+    def forward(
+        ctx: Any,
+        tokens: Tensor,
+        weights: Tensor,
+        recv: Tensor,
+        recv_weights: Tensor,
+        slot: Tensor,
+        source: Tensor,
+        received: Tensor | None,
+        position: Tensor | None,
+        name: str,
+        timeout_ms: int,
+    ) -> tuple[Tensor, Tensor]:
+        for_tokens, for_weights, *_ = ctx.needs_input_grad
+        group = (name, timeout_ms, int(for_tokens) + 2 * int(for_weights))
+        ops.dispatch_out(tokens, weights, slot, source, recv, recv_weights, *group, received, position)
+        ctx.save_for_backward(slot, received, position)
+        ctx.set_materialize_grads(False)
+        ctx.sizes, ctx.dtype = tuple(tokens.shape), tokens.dtype
+        ctx.wanted, ctx.group = (for_tokens, for_weights), (name, timeout_ms)
+        return recv.detach(), recv_weights.detach()
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, target: Tensor) -> Tensor:
+    def backward(ctx: Any, grad_recv: Tensor | None, grad_weights: Tensor | None) -> tuple[Any, ...]:
+        slot, received, position = ctx.saved_tensors
+        (for_tokens, for_weights), (name, timeout_ms) = ctx.wanted, ctx.group
+        of_tokens, of_weights = ops.dispatch_backward(
+            grad_recv if for_tokens else None,
+            grad_weights if for_weights else None,
+            slot,
+            ctx.sizes[0],
+            ctx.sizes[1],
+            ctx.dtype,
+            for_tokens,
+            for_weights,
+            name,
+            timeout_ms,
+            received=received,
+            position=position,
+        )
+        return (of_tokens if for_tokens else None, of_weights if for_weights else None, *[None] * 8)
+
+
+class _CombineGradInto(torch.autograd.Function):
+    """Combine, whose backward writes the gradient into the caller's tensor."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        target: Tensor,
+        num_tokens: int,
+        slot: Tensor,
+        source: Tensor,
+        received: Tensor | None,
+        position: Tensor | None,
+        name: str,
+        timeout_ms: int,
+    ) -> Tensor:
+        ctx.save_for_backward(slot, source, received, position)
         # Not a saved tensor: torch checks the versions of those, but a second backward may write to the target again.
         ctx.target = target
-        return value.view_as(value)
+        ctx.group = (name, timeout_ms)
+        wanted = int(ctx.needs_input_grad[0])
+        group = (name, timeout_ms, wanted)
+        return ops.combine(rows, slot, source, num_tokens, *group, received=received, position=position)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.target.copy_(grad)
-        return ctx.target, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        slot, source, received, position = ctx.saved_tensors
+        name, timeout_ms = ctx.group
+        ops.combine_backward_out(grad, slot, source, ctx.target, name, timeout_ms, received, position)
+        return (ctx.target, *[None] * 8)
 
 
 def _check_target(
