@@ -71,6 +71,10 @@ class Exchange:
         """What dispatch wrote, without memory that it left as it was. None: that is not known."""
         return rows
 
+    def experts(self, plan: Any, rows: Tensor) -> Tensor:
+        """What experts that change nothing make of the rows: the argument of combine."""
+        return rows
+
     def close(self) -> None:
         """After the last call."""
 
@@ -107,7 +111,14 @@ class Ours(Exchange):
 
     def received(self, plan: Any, rows: Tensor) -> Tensor | None:
         self.dropped = max(0, int(plan.required.max()) - self.context.capacity)
-        return rows if self.form == "copies" else None
+        return rows if self.form == "copies" else self.experts(plan, rows)
+
+    def experts(self, plan: Any, rows: Tensor) -> Tensor:
+        if self.form == "copies":
+            return rows
+        return rows.masked_fill(
+            (plan.slot < 0).all(1)[:, None], 0
+        )  # experts leave zeros where they have no row
 
     def close(self) -> None:
         self.context.finalize()
@@ -199,7 +210,7 @@ def fault(exchange: Exchange, plan: Any, data: RankData, everything: dict[str, T
     rows = exchange.dispatch(plan, data.tokens.detach())
     received = exchange.received(plan, rows)
     # Both calls, before a rank that found a fault returns.
-    back = exchange.combine(plan, rows).double()
+    back = exchange.combine(plan, exchange.experts(plan, rows)).double()
     dropped = int(largest([exchange.dropped], data.device)[0])
     here = experts == data.index
     copies = here.sum(1) if exchange.form == "copies" else here.any(1)

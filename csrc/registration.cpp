@@ -16,8 +16,7 @@ TORCH_LIBRARY(transformer_plugin, m) {
   // rounding draws from. With "rows", row i of the ragged matrix is row rows[i] of the input, and -1 a row of zeros.
   m.def(
       "quantize(Tensor input, str format, Tensor? group_sizes=None, Tensor? amax=None, Tensor? amax_t=None, "
-      "Tensor? seed=None, bool rowwise=True, bool columnwise=False, Tensor? rows=None, bool zero_tail=True) -> "
-      "Tensor[]");
+      "Tensor? seed=None, bool rowwise=True, bool columnwise=False, Tensor? rows=None, bool zero_tail=True) -> Tensor[]");
   // Into buffers of the caller, in the order of the results; with noop = 1 on the device every byte of them stays.
   m.def(
       "quantize_out(Tensor input, str format, Tensor(a!)[] out, Tensor? group_sizes=None, Tensor? amax=None, "
@@ -30,11 +29,9 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "dequantize(Tensor data, Tensor scale_inv, str format, ScalarType dtype, Tensor? group_sizes=None, "
       "bool transposed=False, Tensor? amax=None, bool zero_tail=True) -> Tensor");
   m.def(
-      "amax(Tensor input, str format, Tensor? group_sizes=None, bool rowwise=True, bool columnwise=False) -> "
-      "Tensor[]");
+      "amax(Tensor input, str format, Tensor? group_sizes=None, bool rowwise=True, bool columnwise=False) -> Tensor[]");
   m.def(
-      "amax_list_out(Tensor[] inputs, str format, Tensor(a!) amax, Tensor(b!)? amax_t=None, Tensor? noop=None) -> "
-      "()");
+      "amax_list_out(Tensor[] inputs, str format, Tensor(a!) amax, Tensor(b!)? amax_t=None, Tensor? noop=None) -> ()");
   m.def(
       "requantize_transposed(Tensor data, Tensor scale_inv, str format, ScalarType dtype, "
       "Tensor? group_sizes=None, Tensor? amax=None, Tensor? amax_t=None, Tensor? seed=None) -> (Tensor, Tensor)");
@@ -60,13 +57,11 @@ TORCH_LIBRARY(transformer_plugin, m) {
   // Always in both directions, then grad_probs.
   m.def(
       "swiglu_backward_quantize(Tensor grad, Tensor input, str format, Tensor? probs=None, "
-      "Tensor? group_sizes=None, Tensor? amax=None, Tensor? amax_t=None, Tensor? seed=None, bool zero_tail=True) -> "
-      "Tensor[]");
+      "Tensor? group_sizes=None, Tensor? amax=None, Tensor? amax_t=None, Tensor? seed=None, bool zero_tail=True) -> Tensor[]");
   // The gradient of a bias, the sums over the rows, is the last result.
   m.def(
       "bias_backward_quantize(Tensor grad, str format, Tensor? group_sizes=None, Tensor? amax=None, "
-      "Tensor? amax_t=None, Tensor? seed=None, bool rowwise=True, bool columnwise=False, bool zero_tail=True) -> "
-      "Tensor[]");
+      "Tensor? amax_t=None, Tensor? seed=None, bool rowwise=True, bool columnwise=False, bool zero_tail=True) -> Tensor[]");
 
   // gemm: products with FP32 sums. linear and grouped_linear are the differentiable ones in low precision. A quantized
   // operand has a format and its scales, [scale_inv], or of nvfp4 [scale_inv, amax]; those of a weight gradient are
@@ -94,8 +89,7 @@ TORCH_LIBRARY(transformer_plugin, m) {
   m.def(
       "grouped_gemm_wgrad(Tensor grad, Tensor input, Tensor group_sizes, ScalarType? dtype=None, "
       "Tensor? alpha=None, Tensor? input_rows=None, Tensor? grad_rows=None, int max_sms=0, int expected_rows=-1, "
-      "Tensor[]? grad_scale=None, Tensor[]? input_scale=None, str grad_format=\"none\", str input_format=\"none\") -> "
-      "Tensor");
+      "Tensor[]? grad_scale=None, Tensor[]? input_scale=None, str grad_format=\"none\", str input_format=\"none\") -> Tensor");
   m.def(
       "grouped_gemm_wgrad_out(Tensor grad, Tensor input, Tensor group_sizes, Tensor(a!)[] out, "
       "bool accumulate=True, Tensor? alpha=None, Tensor? beta=None, Tensor? input_rows=None, "
@@ -294,20 +288,18 @@ TORCH_LIBRARY(transformer_plugin, m) {
   m.def("permute_weights(Tensor weights, Tensor slot, Tensor source) -> Tensor");
   m.def("permute_weights_backward(Tensor grad, Tensor slot) -> Tensor");
 
-  // expert_parallel: sends tokens to the experts on other ranks and back. The tensors of a plan are slot [N, K] and source
-  // [capacity], of the N rows that a rank receives: the tokens of all ranks, or those that received [N] and position
-  // [R * max_tokens] of a compact plan name (expert_parallel/ops/plan.cpp). timeout_ms <= 0: the timeout of the group. group_name "": this process
-  // alone. wanted: the gradients that autograd will compute (1: of the rows, 2: of the weights), which autograd fills in.
+  // expert_parallel: sends tokens to the experts on other ranks and back (expert_parallel/ops/plan.cpp). group_name "": this
+  // process alone. wanted: the gradients that autograd will compute (1: of the rows, 2: of the weights), which it fills in.
   // expand: rows of the experts [capacity, H]; without it the received rows [N, H].
   m.def(
-      "plan(Tensor topk_idx, int num_experts, SymInt max_tokens, SymInt capacity, int alignment=1, int "
-      "num_ranks=1, str group_name=\"\", bool raise_on_overflow=False, int timeout_ms=-1) -> "
+      "plan(Tensor topk_idx, int num_experts, SymInt max_tokens, SymInt capacity, int alignment=1, int num_ranks=1, "
+      "str group_name=\"\", bool raise_on_overflow=False, int timeout_ms=-1) -> "
       "(Tensor slot, Tensor source, Tensor tokens_per_expert, Tensor required, Tensor overflow)");
   m.def(
       "compact_plan(Tensor topk_idx, int num_experts, SymInt max_tokens, SymInt capacity, int alignment=1, int "
-      "num_ranks=1, str group_name=\"\", bool raise_on_overflow=False, int timeout_ms=-1, "
-      "SymInt? max_received_tokens=None) -> (Tensor slot, Tensor source, Tensor tokens_per_expert, "
-      "Tensor required, Tensor overflow, Tensor received, Tensor position, Tensor required_tokens)");
+      "num_ranks=1, str group_name=\"\", bool raise_on_overflow=False, int timeout_ms=-1, SymInt? "
+      "max_received_tokens=None) -> (Tensor slot, Tensor source, Tensor tokens_per_expert, Tensor required, "
+      "Tensor overflow, Tensor received, Tensor position, Tensor required_tokens)");
   m.def(
       "dispatch(Tensor tokens, Tensor? topk_weights, Tensor slot, Tensor source, str group_name=\"\", "
       "int timeout_ms=-1, int wanted=-1, bool expand=True, Tensor? received=None, Tensor? position=None) -> "
@@ -317,29 +309,27 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "Tensor(b!)? recv_weights=None, str group_name=\"\", int timeout_ms=-1, int wanted=-1, "
       "Tensor? received=None, Tensor? position=None) -> ()");
   m.def(
-      "dispatch_backward(Tensor? grad_recv, Tensor? grad_recv_weights, Tensor slot, SymInt num_tokens, "
-      "SymInt hidden_size, ScalarType dtype, bool for_tokens=True, bool for_weights=True, str "
-      "group_name=\"\", int timeout_ms=-1, bool expand=True, Tensor? received=None, Tensor? position=None) -> "
+      "dispatch_backward(Tensor? grad_recv, Tensor? grad_recv_weights, Tensor slot, SymInt num_tokens, SymInt "
+      "hidden_size, ScalarType dtype, bool for_tokens=True, bool for_weights=True, str group_name=\"\", int "
+      "timeout_ms=-1, bool expand=True, Tensor? received=None, Tensor? position=None) -> "
       "(Tensor grad_tokens, Tensor grad_topk_weights)");
   m.def(
-      "combine(Tensor rows, Tensor slot, Tensor source, SymInt num_tokens, str group_name=\"\", "
-      "int timeout_ms=-1, int wanted=-1, bool expand=True, Tensor? received=None, Tensor? position=None) -> "
-      "Tensor");
+      "combine(Tensor rows, Tensor slot, Tensor source, SymInt num_tokens, str group_name=\"\", int timeout_ms=-1, "
+      "int wanted=-1, bool expand=True, Tensor? received=None, Tensor? position=None) -> Tensor");
   m.def(
       "combine_backward(Tensor grad, Tensor slot, Tensor source, str group_name=\"\", int timeout_ms=-1, "
       "bool expand=True, Tensor? received=None, Tensor? position=None) -> Tensor");
   m.def(
       "combine_backward_out(Tensor grad, Tensor slot, Tensor source, Tensor(a!) grad_rows, str group_name=\"\", "
       "int timeout_ms=-1, Tensor? received=None, Tensor? position=None) -> ()");
-  // Which transport moves the tokens of a group of this size, and why.
-  m.def("select_transport(int num_ranks, str device_type) -> (str transport, str reason)");
+  m.def(
+      "select_transport(int num_ranks, str device_type) -> (str transport, str reason)");  // which moves tokens, and why
   // tensor_parallel: collectives along the first dimension, over c10d groups. num_ranks: the size of the group. wanted: 1 if
   // autograd will compute the gradient, which autograd fills in.
   m.def(
       "all_gather(Tensor part, int num_ranks=1, str group_name=\"\", int timeout_ms=-1, int wanted=-1) -> Tensor");
   m.def(
-      "reduce_scatter(Tensor parts, int num_ranks=1, str group_name=\"\", int timeout_ms=-1, int wanted=-1) -> "
-      "Tensor");
+      "reduce_scatter(Tensor parts, int num_ranks=1, str group_name=\"\", int timeout_ms=-1, int wanted=-1) -> Tensor");
   m.def(
       "all_gather_list_out(Tensor[] parts, Tensor(a!)[] out, int num_ranks=1, str group_name=\"\", int "
       "timeout_ms=-1) -> ()");
@@ -349,14 +339,12 @@ TORCH_LIBRARY(transformer_plugin, m) {
   // start_all_gather, start_reduce_scatter: the same begun on a side stream, and a token for finish_all_gather and
   // finish_reduce_scatter, which give the result. after: computed meanwhile, for compilers that order ops by operands.
   m.def(
-      "start_all_gather(Tensor part, int num_ranks=1, str group_name=\"\", int timeout_ms=-1, int wanted=-1) -> "
-      "Tensor");
+      "start_all_gather(Tensor part, int num_ranks=1, str group_name=\"\", int timeout_ms=-1, int wanted=-1) -> Tensor");
   m.def(
       "finish_all_gather(Tensor token, Tensor part, int num_ranks=1, str group_name=\"\", int timeout_ms=-1, "
       "Tensor? after=None) -> Tensor");
   m.def(
-      "start_reduce_scatter(Tensor parts, int num_ranks=1, str group_name=\"\", int timeout_ms=-1, int wanted=-1) "
-      "-> Tensor");
+      "start_reduce_scatter(Tensor parts, int num_ranks=1, str group_name=\"\", int timeout_ms=-1, int wanted=-1) -> Tensor");
   m.def(
       "finish_reduce_scatter(Tensor token, Tensor parts, int num_ranks=1, str group_name=\"\", int timeout_ms=-1, "
       "Tensor? after=None) -> Tensor");

@@ -10,17 +10,22 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from transformer_plugin._arguments import check_strided
 from transformer_plugin.config import settings
 from transformer_plugin.ops import expert_parallel as ops
+from transformer_plugin.parallel._ep_checks import (
+    check_config,
+    check_type,
+    configuration_of,
+    device_named,
+    refuse,
+)
 from transformer_plugin.parallel._group_names import name_with_rank
-from transformer_plugin.tensor._layout import describe, message
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -143,7 +148,7 @@ class EpContext:
         self._name_with_rank = "" if group is None else name_with_rank(self.group_name, self.rank)
         self.device = device_named(device, "EpContext") if device is not None else _device_of(group)
         timeout = settings.peer_timeout if timeout is None else timeout
-        _check_config(self.config, self.num_ranks, timeout)
+        check_config(self.config, self.num_ranks, timeout)
         self.timeout_ms = int(timeout * 1000)
         self.num_local_experts = num_experts // self.num_ranks
         self.capacity = self.capacity_for(alignment)
@@ -159,7 +164,7 @@ class EpContext:
         mine = {**asdict(self.config), "ranks": self.num_ranks, "device": self.device.type}
         mine["transport"] = self.transport
         texts = ops.all_gather_text(json.dumps(mine), self.group_name, self.timeout_ms)
-        all_ranks = [_configuration(text, rank) for rank, text in enumerate(texts)]
+        all_ranks = [configuration_of(text, rank) for rank, text in enumerate(texts)]
         names = dict.fromkeys(name for other in (mine, *all_ranks) for name in other)
         values = {name: [repr(other.get(name, "missing")) for other in all_ranks] for name in names}
         differing = [name for name, each in values.items() if len(set(each)) > 1]
@@ -209,12 +214,12 @@ class EpContext:
             if value is not None:
                 check_type("plan", name, value, _INTEGERS, "an integer or None")
         if topk_idx.shape[-1:] != (self.config.num_topk,):
-            _refuse("topk_idx", f"{self.config.num_topk} columns (num_topk)", tuple(topk_idx.shape), "plan")
+            refuse("topk_idx", f"{self.config.num_topk} columns (num_topk)", tuple(topk_idx.shape), "plan")
         alignment = self.config.alignment if alignment is None else alignment
         limit = self.capacity_for(alignment)
         check_type("plan", "compact", compact, bool, "True or False")
         if capacity is not None and not 0 <= capacity <= limit:
-            _refuse("capacity", f"from 0 to {limit} rows, the capacity of the context", capacity, "plan")
+            refuse("capacity", f"from 0 to {limit} rows, the capacity of the context", capacity, "plan")
         arguments = (
             topk_idx,
             self.config.num_experts,
@@ -306,26 +311,12 @@ class EpContext:
 
     def _check_tokens(self, name: str, tokens: Tensor, rows: int, op: str) -> None:
         if tokens.dim() != 2 or tokens.shape[0] != rows or tokens.shape[1] != self.config.hidden_dim:
-            _refuse(
+            refuse(
                 name,
                 f"[{rows}, {self.config.hidden_dim}], as in the plan and hidden_dim",
                 tuple(tokens.shape),
                 op,
             )
-
-
-def _configuration(text: str, rank: int) -> dict[str, Any]:
-    """What a rank sent. Another rank may run other code, and send anything."""
-    try:
-        configuration = json.loads(text)
-    except (ValueError, RecursionError):
-        configuration = None
-    if not isinstance(configuration, dict):
-        shown = repr(text if len(text) <= 80 else text[:80] + "...")
-        advice = "Make the same calls in the same order on every rank, with one version of the package"
-        expected = "the configuration of an EpContext from every rank"
-        _refuse("group", expected, f"{shown} from rank {rank}", "EpContext", advice)
-    return configuration
 
 
 def _group_exists(group: ProcessGroup) -> bool:
@@ -339,87 +330,12 @@ def _group_exists(group: ProcessGroup) -> bool:
 _INTEGERS = (int, torch.SymInt)
 
 
-def check_type(op: str, name: str, value: Any, kind: Any, expected: str, advice: str = "") -> None:
-    """Refuses a value of another type, and tensors whose sizes torch does not tell."""
-    if not isinstance(value, kind):
-        raise TypeError(message(op, name, expected, describe(value), advice or f"Pass {expected}"))
-    if kind is Tensor:
-        check_strided(op, name, value)
-
-
-def device_named(device: Any, op: str) -> torch.device:
-    """The device of an argument."""
-    try:
-        return torch.device(device)
-    except (TypeError, ValueError, RuntimeError):
-        raise ValueError(message(op, "device", "a device", repr(device), "Pass for example 'cuda'")) from None
-
-
 def _check_columns(topk_weights: Tensor) -> None:
     if topk_weights.dim() == 0 or topk_weights.shape[-1] == 0:
-        _refuse("topk_weights", "[..., K] with at least one column", tuple(topk_weights.shape), "dispatch")
-
-
-def _refuse(
-    argument: str, expected: str, got: Any, op: str, advice: str = "Pass what the context was made for"
-) -> None:
-    raise ValueError(
-        f"transformer_plugin::{op}: argument '{argument}': expected {expected}, got {got}. {advice}."
-    )
+        refuse("topk_weights", "[..., K] with at least one column", tuple(topk_weights.shape), "dispatch")
 
 
 def _device_of(group: ProcessGroup | None) -> torch.device:
     if group is not None and dist.get_backend(group) != "gloo" and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
-
-
-def _check_config(config: EpConfig, ranks: int, timeout: float) -> None:
-    op = "EpContext"
-    for name in ("num_experts", "max_tokens_per_rank", "hidden_dim", "num_topk", "alignment"):
-        check_type(op, name, getattr(config, name), int, "an integer")
-    if config.capacity is not None:
-        check_type(op, "capacity", config.capacity, int, "an integer or None")
-    received = config.max_received_tokens
-    if received is not None:
-        check_type(op, "max_received_tokens", received, int, "an integer or None")
-        if not 1 <= received < 2**31:
-            advice = "Pass None for the tokens of all ranks"
-            _refuse("max_received_tokens", "from 1 to 2^31 - 1, or None", received, op, advice)
-    check_type(op, "timeout", timeout, int | float, "a number of seconds")
-    check_type(op, "overflow", config.overflow, str, "'raise' or 'drop'", "Choose one of them")
-    for name in ("num_experts", "max_tokens_per_rank", "hidden_dim", "num_topk"):
-        if not 1 <= getattr(config, name) < 2**31:
-            _refuse(name, "from 1 to 2^31 - 1", getattr(config, name), op, "Pass a positive size")
-    if config.num_experts < ranks:
-        _refuse(
-            "num_experts",
-            f"at least one expert for each of the {ranks} ranks",
-            config.num_experts,
-            op,
-            "Use more experts or a smaller group",
-        )
-    if config.num_experts % ranks:
-        _refuse(
-            "num_experts",
-            f"a multiple of the {ranks} ranks",
-            config.num_experts,
-            op,
-            "Give every rank the same number of experts",
-        )
-    if not 0 <= config.alignment < 2**31 or config.alignment & (config.alignment - 1):
-        _refuse(
-            "alignment", "0, 1 or a power of two below 2^31", config.alignment, op, "Pass 1 for no padding"
-        )
-    if config.capacity is not None and not 0 <= config.capacity < 2**31:
-        _refuse(
-            "capacity",
-            "from 0 to 2^31 - 1 rows, or None",
-            config.capacity,
-            op,
-            "Pass None for enough rows for any routing",
-        )
-    if config.overflow not in ("raise", "drop"):
-        _refuse("overflow", "'raise' or 'drop'", repr(config.overflow), op, "Choose one of them")
-    if not 0 < timeout < 1e9:
-        _refuse("timeout", "a positive number of seconds below 1e9", timeout, op, "Pass for example 60.0")

@@ -61,12 +61,7 @@ def _plans(
         check_expert_indices(indices, num_experts)
         for t, row in enumerate(indices.reshape(-1, topk).tolist()):
             chosen[r * max_tokens + t] = row
-    required, required_tokens = [], []
-    for r in range(ranks):
-        mine = range(r * local, (r + 1) * local)
-        counts = [sum(row.count(expert) for row in chosen.values()) for expert in mine]
-        required.append(sum(-(-count // align) * align for count in counts))
-        required_tokens.append(sum(any(expert in mine for expert in row) for row in chosen.values()))
+    required, required_tokens = _needs(chosen, ranks, local, align)
     overflow = max(required) > capacity or max(required_tokens) > bound
     shared = (torch.tensor(required), torch.tensor([int(overflow)], dtype=torch.int32))
     plans = []
@@ -103,6 +98,17 @@ def _plans(
             )
         )
     return plans
+
+
+def _needs(chosen: dict[int, list[int]], ranks: int, local: int, align: int) -> tuple[list[int], list[int]]:
+    """The rows, with padding, and the tokens that each rank needs."""
+    required, required_tokens = [], []
+    for r in range(ranks):
+        mine = range(r * local, (r + 1) * local)
+        counts = [sum(row.count(expert) for row in chosen.values()) for expert in mine]
+        required.append(sum(-(-count // align) * align for count in counts))
+        required_tokens.append(sum(any(expert in mine for expert in row) for row in chosen.values()))
+    return required, required_tokens
 
 
 def dispatch(

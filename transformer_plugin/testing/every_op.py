@@ -283,6 +283,13 @@ def _expert_parallel_calls(draw: Draw, indices: Tensor, experts: int, capacity: 
     once = {**slots, "expand": False, **group}
     yield "dispatch", "each token once", {"tokens": draw(tokens, K), "topk_weights": weights, **once}
     yield "combine", "each token once", {"rows": draw(tokens, K), "num_tokens": tokens, **once}
+    yield from _collective_calls(draw, indices, experts)
+
+
+def _collective_calls(draw: Draw, indices: Tensor, experts: int) -> Calls:
+    """Calls of the other ops over ranks, likewise."""
+    K, tokens = draw.TNKG[2], indices.shape[0]
+    group = {"group_name": "", "timeout_ms": 1000}
     yield "all_gather", "", {"part": draw(tokens, K), "num_ranks": 1, **group}
     yield "reduce_scatter", "", {"parts": draw(tokens, K), "num_ranks": 1, **group}
     yield "sum_over_ranks", "", {"input": draw(tokens, K), "num_ranks": 1, **group}

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from transformer_plugin.ops import expert_parallel as ops
-from transformer_plugin.parallel.expert import EpContext, EpPlan, _refuse, check_type, device_named
+from transformer_plugin.parallel._ep_checks import check_type, device_named, refuse
+from transformer_plugin.parallel.compat._caller_buffers import CombineGradInto, DispatchInto
+from transformer_plugin.parallel.expert import EpContext, EpPlan
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -66,10 +67,10 @@ def ep_bootstrap(
     check_type("ep_bootstrap", "drop_on_overflow", drop_on_overflow, bool, "True or False")
     if zero_copy:
         advice = "The symmetric-memory transport is not implemented"
-        _refuse("zero_copy", "False", zero_copy, "ep_bootstrap", advice)
+        refuse("zero_copy", "False", zero_copy, "ep_bootstrap", advice)
     if max_num_sms:
         advice = "The transport here reserves no multiprocessors"
-        _refuse("max_num_sms", "0", max_num_sms, "ep_bootstrap", advice)
+        refuse("max_num_sms", "0", max_num_sms, "ep_bootstrap", advice)
     _context = EpContext(
         ep_group,
         num_experts=num_experts,
@@ -130,7 +131,7 @@ class EpBuffer:
         for name, (got, expected) in given.items():
             check_type("EpBuffer", name, got, int, "an integer")
             if got != expected:
-                _refuse(name, f"{expected}, as in ep_bootstrap", got, "EpBuffer")
+                refuse(name, f"{expected}, as in ep_bootstrap", got, "EpBuffer")
         check_type("EpBuffer", "alignment", alignment, int, "an integer")
         if recv_capacity_per_rank is not None:
             check_type(
@@ -138,9 +139,9 @@ class EpBuffer:
             )
             if recv_capacity_per_rank < 0:
                 advice = "Pass None for the capacity of ep_bootstrap"
-                _refuse("recv_capacity_per_rank", "0 or more", recv_capacity_per_rank, "EpBuffer", advice)
+                refuse("recv_capacity_per_rank", "0 or more", recv_capacity_per_rank, "EpBuffer", advice)
         if not 0 <= alignment < 2**31 or alignment & (alignment - 1):
-            _refuse(
+            refuse(
                 "alignment",
                 "0, 1 or a power of two below 2^31",
                 alignment,
@@ -238,19 +239,7 @@ def ep_dispatch(
     _check_target(
         "recv_topk_weights", recv_topk_weights, (buffer.recv_capacity_per_rank,), topk_weights.dtype, tokens
     )
-    if topk_weights.dtype != torch.float32 and tokens.dtype != torch.float64:
-        raise TypeError(
-            "transformer_plugin::ep_dispatch: argument 'topk_weights': expected float32, got "
-            f"{str(topk_weights.dtype)[6:]}. Convert it with .float() first."
-        )
-    if tokens.shape[:1] != topk_idx.shape[:1] or topk_weights.shape != topk_idx.shape:
-        _refuse(
-            "topk_weights",
-            "tokens [T, H], topk_idx [T, K] and topk_weights [T, K]",
-            f"{tuple(tokens.shape)}, {tuple(topk_idx.shape)} and {tuple(topk_weights.shape)}",
-            "ep_dispatch",
-            "Pass the same tokens in all three",
-        )
+    _check_routing(tokens, topk_idx, topk_weights)
     if recv_tokens is None and recv_topk_weights is None:
         counts = ep_prepare(buffer, topk_idx)
         recv, weights = buffer._context.dispatch(buffer.prepared("ep_dispatch"), tokens, topk_weights)
@@ -262,10 +251,26 @@ def ep_dispatch(
     if recv_topk_weights is None:
         recv_topk_weights = topk_weights.new_empty(rows)
     weights = topk_weights.reshape(-1, topk_weights.shape[-1])
-    recv, weights = _DispatchInto.apply(
+    recv, weights = DispatchInto.apply(
         tokens, weights, recv_tokens, recv_topk_weights, *_arguments(buffer, plan)
     )
     return recv, weights, plan.tokens_per_expert
+
+
+def _check_routing(tokens: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> None:
+    if topk_weights.dtype != torch.float32 and tokens.dtype != torch.float64:
+        raise TypeError(
+            "transformer_plugin::ep_dispatch: argument 'topk_weights': expected float32, got "
+            f"{str(topk_weights.dtype)[6:]}. Convert it with .float() first."
+        )
+    if tokens.shape[:1] != topk_idx.shape[:1] or topk_weights.shape != topk_idx.shape:
+        refuse(
+            "topk_weights",
+            "tokens [T, H], topk_idx [T, K] and topk_weights [T, K]",
+            f"{tuple(tokens.shape)}, {tuple(topk_idx.shape)} and {tuple(topk_weights.shape)}",
+            "ep_dispatch",
+            "Pass the same tokens in all three",
+        )
 
 
 def _arguments(buffer: EpBuffer, plan: EpPlan) -> tuple[Any, ...]:
@@ -300,87 +305,8 @@ def ep_combine(
     if grad_out is None:
         return buffer._context.combine(plan, expert_out, num_local_tokens)
     tokens = plan.num_tokens if num_local_tokens is None else num_local_tokens
-    combined: Tensor = _CombineGradInto.apply(expert_out, grad_out, tokens, *_arguments(buffer, plan))
+    combined: Tensor = CombineGradInto.apply(expert_out, grad_out, tokens, *_arguments(buffer, plan))
     return combined
-
-
-class _DispatchInto(torch.autograd.Function):
-    """Dispatch into the caller's tensors."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        tokens: Tensor,
-        weights: Tensor,
-        recv: Tensor,
-        recv_weights: Tensor,
-        slot: Tensor,
-        source: Tensor,
-        received: Tensor | None,
-        position: Tensor | None,
-        name: str,
-        timeout_ms: int,
-    ) -> tuple[Tensor, Tensor]:
-        for_tokens, for_weights, *_ = ctx.needs_input_grad
-        group = (name, timeout_ms, int(for_tokens) + 2 * int(for_weights))
-        ops.dispatch_out(tokens, weights, slot, source, recv, recv_weights, *group, received, position)
-        ctx.save_for_backward(slot, received, position)
-        ctx.set_materialize_grads(False)
-        ctx.sizes, ctx.dtype = tuple(tokens.shape), tokens.dtype
-        ctx.wanted, ctx.group = (for_tokens, for_weights), (name, timeout_ms)
-        return recv.detach(), recv_weights.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad_recv: Tensor | None, grad_weights: Tensor | None) -> tuple[Any, ...]:
-        slot, received, position = ctx.saved_tensors
-        (for_tokens, for_weights), (name, timeout_ms) = ctx.wanted, ctx.group
-        of_tokens, of_weights = ops.dispatch_backward(
-            grad_recv if for_tokens else None,
-            grad_weights if for_weights else None,
-            slot,
-            ctx.sizes[0],
-            ctx.sizes[1],
-            ctx.dtype,
-            for_tokens,
-            for_weights,
-            name,
-            timeout_ms,
-            received=received,
-            position=position,
-        )
-        return (of_tokens if for_tokens else None, of_weights if for_weights else None, *[None] * 8)
-
-
-class _CombineGradInto(torch.autograd.Function):
-    """Combine, whose backward writes the gradient into the caller's tensor."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        target: Tensor,
-        num_tokens: int,
-        slot: Tensor,
-        source: Tensor,
-        received: Tensor | None,
-        position: Tensor | None,
-        name: str,
-        timeout_ms: int,
-    ) -> Tensor:
-        ctx.save_for_backward(slot, source, received, position)
-        # Not a saved tensor: torch checks the versions of those, but a second backward may write to the target again.
-        ctx.target = target
-        ctx.group = (name, timeout_ms)
-        wanted = int(ctx.needs_input_grad[0])
-        group = (name, timeout_ms, wanted)
-        return ops.combine(rows, slot, source, num_tokens, *group, received=received, position=position)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        slot, source, received, position = ctx.saved_tensors
-        name, timeout_ms = ctx.group
-        ops.combine_backward_out(grad, slot, source, ctx.target, name, timeout_ms, received, position)
-        return (ctx.target, *[None] * 8)
 
 
 def _check_target(
@@ -395,7 +321,7 @@ def _check_target(
         return
     check_type(op, name, target, Tensor, "a tensor or None")
     if tuple(target.shape) != shape or not target.is_contiguous() or target.device != like.device:
-        _refuse(
+        refuse(
             name,
             f"a contiguous tensor {list(shape)} on {like.device}",
             f"{tuple(target.shape)} on {target.device}",
@@ -408,4 +334,4 @@ def _check_target(
             "Allocate it in the dtype of the payload."
         )
     if target.requires_grad:
-        _refuse(name, "a tensor that does not require gradients", "one that does", op, "Pass target.detach()")
+        refuse(name, "a tensor that does not require gradients", "one that does", op, "Pass target.detach()")

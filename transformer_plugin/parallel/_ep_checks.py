@@ -1,0 +1,104 @@
+"""Checks of the arguments of expert parallelism, and of what other ranks send of theirs."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from transformer_plugin._arguments import check_strided
+from transformer_plugin.tensor._layout import describe, message
+
+if TYPE_CHECKING:
+    from transformer_plugin.parallel.expert import EpConfig
+
+
+def check_type(op: str, name: str, value: Any, kind: Any, expected: str, advice: str = "") -> None:
+    """Refuses a value of another type, and tensors whose sizes torch does not tell."""
+    if not isinstance(value, kind):
+        raise TypeError(message(op, name, expected, describe(value), advice or f"Pass {expected}"))
+    if kind is Tensor:
+        check_strided(op, name, value)
+
+
+def device_named(device: Any, op: str) -> torch.device:
+    """The device of an argument."""
+    try:
+        return torch.device(device)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(message(op, "device", "a device", repr(device), "Pass for example 'cuda'")) from None
+
+
+def refuse(
+    argument: str, expected: str, got: Any, op: str, advice: str = "Pass what the context was made for"
+) -> None:
+    raise ValueError(
+        f"transformer_plugin::{op}: argument '{argument}': expected {expected}, got {got}. {advice}."
+    )
+
+
+def configuration_of(text: str, rank: int) -> dict[str, Any]:
+    """What a rank sent. Another rank may run other code, and send anything."""
+    try:
+        configuration = json.loads(text)
+    except (ValueError, RecursionError):
+        configuration = None
+    if not isinstance(configuration, dict):
+        shown = repr(text if len(text) <= 80 else text[:80] + "...")
+        advice = "Make the same calls in the same order on every rank, with one version of the package"
+        expected = "the configuration of an EpContext from every rank"
+        refuse("group", expected, f"{shown} from rank {rank}", "EpContext", advice)
+    return configuration
+
+
+def check_config(config: EpConfig, ranks: int, timeout: float) -> None:
+    op = "EpContext"
+    for name in ("num_experts", "max_tokens_per_rank", "hidden_dim", "num_topk", "alignment"):
+        check_type(op, name, getattr(config, name), int, "an integer")
+    if config.capacity is not None:
+        check_type(op, "capacity", config.capacity, int, "an integer or None")
+    received = config.max_received_tokens
+    if received is not None:
+        check_type(op, "max_received_tokens", received, int, "an integer or None")
+        if not 1 <= received < 2**31:
+            advice = "Pass None for the tokens of all ranks"
+            refuse("max_received_tokens", "from 1 to 2^31 - 1, or None", received, op, advice)
+    check_type(op, "timeout", timeout, int | float, "a number of seconds")
+    check_type(op, "overflow", config.overflow, str, "'raise' or 'drop'", "Choose one of them")
+    for name in ("num_experts", "max_tokens_per_rank", "hidden_dim", "num_topk"):
+        if not 1 <= getattr(config, name) < 2**31:
+            refuse(name, "from 1 to 2^31 - 1", getattr(config, name), op, "Pass a positive size")
+    if config.num_experts < ranks:
+        refuse(
+            "num_experts",
+            f"at least one expert for each of the {ranks} ranks",
+            config.num_experts,
+            op,
+            "Use more experts or a smaller group",
+        )
+    if config.num_experts % ranks:
+        refuse(
+            "num_experts",
+            f"a multiple of the {ranks} ranks",
+            config.num_experts,
+            op,
+            "Give every rank the same number of experts",
+        )
+    if not 0 <= config.alignment < 2**31 or config.alignment & (config.alignment - 1):
+        refuse(
+            "alignment", "0, 1 or a power of two below 2^31", config.alignment, op, "Pass 1 for no padding"
+        )
+    if config.capacity is not None and not 0 <= config.capacity < 2**31:
+        refuse(
+            "capacity",
+            "from 0 to 2^31 - 1 rows, or None",
+            config.capacity,
+            op,
+            "Pass None for enough rows for any routing",
+        )
+    if config.overflow not in ("raise", "drop"):
+        refuse("overflow", "'raise' or 'drop'", repr(config.overflow), op, "Choose one of them")
+    if not 0 < timeout < 1e9:
+        refuse("timeout", "a positive number of seconds below 1e9", timeout, op, "Pass for example 60.0")
