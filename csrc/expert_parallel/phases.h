@@ -22,10 +22,11 @@ inline constexpr Phase kDispatchBackwardRows{103, "dispatch_backward", "rows"};
 inline constexpr Phase kDispatchBackwardWeights{104, "dispatch_backward", "weights"};
 inline constexpr Phase kCombineRows{105, "combine", "rows"};
 inline constexpr Phase kCombineBackwardRows{106, "combine_backward", "gradients"};
+inline constexpr Phase kCompactPlanIndices{107, "compact_plan", "indices"};
 
 inline constexpr Phase kAll[] = {kPlanIndices,          kDispatchTokens,          kDispatchWeights,
                                  kDispatchBackwardRows, kDispatchBackwardWeights, kCombineRows,
-                                 kCombineBackwardRows};
+                                 kCombineBackwardRows,  kCompactPlanIndices};
 
 }  // namespace phases
 
@@ -47,12 +48,10 @@ inline constexpr Field kTokens{13, "tokens", FieldKind::kPerRank};
 // those that this rank's plan was made for
 inline constexpr Field kPlannedTokens{14, "tokens", FieldKind::kPerRank};
 inline constexpr Field kMaxReceived{15, "max_received_tokens", FieldKind::kNumber};
-inline constexpr Field kCompact{16, "compact", FieldKind::kFlag};
 
 inline constexpr Field kAll[] = {kDtype,           kWidth,     kTopk,   kMaxTokens,     kExperts,
                                  kCapacity,        kAlignment, kRaise,  kWeights,       kRowsGradient,
-                                 kWeightsGradient, kPlan,      kTokens, kPlannedTokens, kMaxReceived,
-                                 kCompact};
+                                 kWeightsGradient, kPlan,      kTokens, kPlannedTokens, kMaxReceived};
 static_assert(distributed::is_field_table(kAll), "fields are numbered from 1 and fit into a header");
 
 }  // namespace fields

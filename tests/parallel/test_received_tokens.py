@@ -279,6 +279,72 @@ def test_saved_memory(ranks: RankPool) -> None:
     ranks.run(check_saved_memory)
 
 
+def check_maps(rank: Rank) -> None:
+    """A compact plan without its maps, or with those of another, is refused on a CPU."""
+    case = CASES[0]
+    sizes = (case.experts(rank.size), case.max_tokens, case.capacity)
+    indices, tokens, _ = case.draw(rank.rank, rank.size)
+    plans = [ep.compact_plan(indices, *sizes, 1, rank.size, rank.group_name) for _ in range(2)]
+    plain = ep.plan(indices, *sizes, 1, rank.size, rank.group_name)
+    for plan, given in ((plans[0], (None, None)), (plans[0], maps(plans[1])), (plain, maps(plans[0]))):
+        with pytest.raises(ValueError, match=r"argument '(position|slot|received)': expected"):
+            ep.dispatch(tokens, None, plan.slot, plan.source, rank.group_name, 60_000, -1, True, *given)
+
+
+def test_maps_of_the_plan(make_pool: Any) -> None:
+    make_pool(2, "gloo").run(check_maps)
+
+
+def check_hooks(rank: Rank) -> None:
+    """A hook on the experts changes what they make of a token, once for each rank that has an expert of it."""
+    for config in (
+        DispatchConfig(max_tokens=20),
+        DispatchConfig(max_tokens=20, max_received_tokens=19 * rank.size),
+    ):
+        moe = layer(rank, "none", config, topk=1)
+        bias = torch.full((64,), 0.5, device=rank.device, requires_grad=True)
+        x = torch.randn(20, 64, generator=torch.Generator().manual_seed(rank.rank)).to(rank.device)
+        indices = torch.full((20, 1), -1, device=rank.device)
+        indices[:5, 0] = torch.arange(5, device=rank.device) % 8
+        weights = torch.ones(20, 1, device=rank.device)
+        plain, _ = moe.dispatcher.run(moe.experts, x, indices, weights)
+        moe.experts.register_forward_hook(lambda module, args, output: output + bias)  # noqa: B023
+        hooked, _ = moe.dispatcher.run(moe.experts, x, indices, weights)
+        assert relative_error(hooked[:5].detach(), plain[:5].detach() + 0.5) < 1e-6
+        assert not hooked[5:].any()
+        hooked.sum().backward()
+        of_ranks = bias.grad.clone()
+        torch.distributed.all_reduce(of_ranks)
+        assert of_ranks.tolist() == [5.0 * rank.size] * 64
+
+
+def test_hooks_of_experts(ranks: RankPool) -> None:
+    ranks.run(check_hooks)
+
+
+def test_results_are_contiguous() -> None:
+    """On one rank, where the result of a transport may be the argument."""
+    plan = ep.plan(torch.zeros(6, 1, dtype=torch.int64), 1, 6, 6)
+    rows = torch.randn(8, 6).t()
+    output = ep.combine(rows, plan.slot, plan.source, 6, expand=False)
+    grad, _ = ep.dispatch_backward(rows, None, plan.slot, 6, 8, torch.float32, True, False, expand=False)
+    for got in (output, grad):
+        assert_same_bits(got, rows)
+        assert got.is_contiguous() and got.data_ptr() != rows.data_ptr()
+
+
+def test_buffers_apart_from_the_maps() -> None:
+    plan = ep.compact_plan(torch.zeros(4, 1, dtype=torch.int64), 1, 4, 4)
+    tokens = torch.randn(4, 1)
+    buffer = plan.position.view(torch.float32).view(4, 1)
+    given = {"received": plan.received, "position": plan.position}
+    with pytest.raises(ValueError, match="dispatch_out: argument 'recv'"):
+        ep.dispatch_out(tokens, None, plan.slot, plan.source, buffer, **given)
+    with pytest.raises(ValueError, match="combine_backward_out: argument 'grad_rows'"):
+        ep.combine_backward_out(tokens, plan.slot, plan.source, buffer, **given)
+    assert plan.position.tolist() == [0, 1, 2, 3]
+
+
 def random_case(number: int) -> tuple[EpCase, dict[str, Any] | None]:
     draw = torch.Generator().manual_seed(number)
 

@@ -62,7 +62,7 @@ def check_config(config: EpConfig, ranks: int, timeout: float) -> None:
     received = config.max_received_tokens
     if received is not None:
         check_type(op, "max_received_tokens", received, int, "an integer or None")
-        if not 1 <= received < 2**31:
+        if isinstance(received, bool) or not 1 <= received < 2**31:
             advice = "Pass None for the tokens of all ranks"
             refuse("max_received_tokens", "from 1 to 2^31 - 1, or None", received, op, advice)
     check_type(op, "timeout", timeout, int | float, "a number of seconds")

@@ -46,7 +46,7 @@ class EpConfig:
     #: K, the number of experts of one token.
     num_topk: int
     #: rows that one rank can receive in one call. None: enough for any routing in which the experts of a token differ,
-    #: ``R * max_tokens_per_rank * min(K, E / R)`` rows plus padding.
+    #: ``R * max_tokens_per_rank * min(K, E / R)`` rows plus padding, or ``max_received_tokens * min(K, E / R)``.
     capacity: int | None = None
     #: each expert's rows are padded with zero rows to a multiple of this: 0, 1 or a power of two.
     alignment: int = 1
@@ -293,7 +293,10 @@ class EpContext:
     def _worst_case(self, alignment: int) -> int:
         local = self.num_local_experts
         align = max(1, alignment)
-        rows = self.num_ranks * self.config.max_tokens_per_rank * min(self.config.num_topk, local)
+        tokens = self.num_ranks * self.config.max_tokens_per_rank
+        if self.config.max_received_tokens is not None:
+            tokens = min(tokens, self.config.max_received_tokens)
+        rows = tokens * min(self.config.num_topk, local)
         return -(-(rows + local * (align - 1)) // align) * align
 
     def _check_open(self) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
+from torch.nn.modules import module as of_all_modules
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from transformer_plugin import ops
@@ -38,10 +39,6 @@ class DispatchConfig:
 
     #: rows that this rank can receive; further rows are dropped, the last expert's first. None: enough for all rows.
     capacity: int | None = None
-    #: tokens that this rank can receive, its own included, each counted once; of further tokens, in the order of their
-    #: ranks and numbers, the rows here are dropped, before those past the ``capacity``. None: the tokens of all ranks.
-    #: Unused without a group.
-    max_received_tokens: int | None = None
     #: the largest number of tokens of any rank in one call; required with a group, unused without one.
     max_tokens: int | None = None
     #: the rows of each expert are padded with zero rows to a multiple of this. None: 1 on a CPU, and on a GPU the
@@ -52,6 +49,10 @@ class DispatchConfig:
     alignment: int | None = None
     #: the longest wait for other ranks in seconds. None: the setting TRANSFORMER_PLUGIN_PEER_TIMEOUT, by default 60.
     timeout: float | None = None
+    #: tokens that this rank can receive, its own included, each counted once; of further tokens, in the order of their
+    #: ranks and numbers, the rows here are dropped, before those past the ``capacity``. None: the tokens of all ranks.
+    #: Unused without a group.
+    max_received_tokens: int | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, "transformer_plugin::DispatchConfig")
@@ -245,6 +246,9 @@ class TokenDispatcher:
         received, probs = self.context.dispatch(plan, tokens, weights, expand=expand)
         sizes = plan.tokens_per_expert
         rows = experts(received, sizes if expand else Slots(plan.slot, plan.source, sizes), probs)
+        if not expand and _hooks_may_change(experts):
+            # GroupedMLP leaves zeros for tokens that have no row here, and every rank's rows of them would be summed.
+            rows = rows.masked_fill((plan.slot < 0).all(1)[:, None], 0)
         return self.context.combine(plan, rows, expand=expand), plan.total
 
     def plan(self, indices: Tensor) -> EpPlan:
@@ -290,6 +294,13 @@ class TokenDispatcher:
 
     def __repr__(self) -> str:
         return f"TokenDispatcher(rank {self.context.rank} of {self.context.num_ranks}, config={self.config})"
+
+
+def _hooks_may_change(experts: torch.nn.Module) -> bool:
+    """Whether hooks of the user get the experts' output. Those of FSDP2 return it as it is."""
+    hooks = (*experts._forward_hooks.values(), *of_all_modules._global_forward_hooks.values())
+    owners = (type(getattr(hook, "__self__", None)).__module__ for hook in hooks)
+    return any(not owner.startswith("torch.distributed.fsdp") for owner in owners)
 
 
 def _rows_in_use(plan: EpPlan) -> EpPlan:

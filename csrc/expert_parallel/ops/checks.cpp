@@ -69,8 +69,13 @@ Call exchange_call(const ExpertParallelGroup& group, const Phase& phase, const T
       .set(fields::kWidth, width, argument)
       .set(fields::kTopk, slot.size(1), "slot")
       .set(fields::kMaxTokens, layout.max_tokens, "slot");
-  if (const auto plan = group.find_plan(slot))
+  if (const auto plan = group.find_plan(slot)) {
+    TP_CHECK_VALUE(plan->position == memory_of(layout.position), phase.op, "position",
+                   (plan->position ? "the maps of the compact plan that made 'slot'"
+                                   : "None, as 'slot' is of no compact plan"),
+                   (layout.position ? "another map" : "None"), "Pass all tensors of one plan");
     call.set(fields::kPlan, plan->call, "slot").set(fields::kPlannedTokens, plan->tokens, "tokens");
+  }
   return call;
 }
 
@@ -87,7 +92,7 @@ Tensor pad_rows(const Argument& rows, int64_t max_tokens) {
 }
 
 Tensor not_aliased(const Tensor& result, const Tensor& argument) {
-  return result.is_alias_of(argument) ? result.clone() : result;
+  return result.is_alias_of(argument) ? result.clone(at::MemoryFormat::Contiguous) : result;
 }
 
 void check_buffer(const Argument& buffer, const Tensor& result) {

@@ -100,8 +100,9 @@ void combine_backward_out(const Tensor& grad, const Tensor& slot, const Tensor& 
                           const OptionalTensor& received, const OptionalTensor& position) {
   const ReceivedRows plan{slot, received, position};
   check_combine_backward_out(grad, plan, source, grad_rows, timeout_ms);
-  check_apart(kBackwardOutOp, {{"grad_rows", grad_rows}},
-              {{"grad", grad}, {"slot", slot}, {"source", source}});
+  check_apart(
+      kBackwardOutOp, {{"grad_rows", grad_rows}},
+      {{"grad", grad}, {"slot", slot}, {"source", source}, {"received", received}, {"position", position}});
   routing::gather_rows_out(exchange(kBackwardOutOp, grad, plan, group_name, timeout_ms), source, slot,
                            grad_rows);
   mark_written(grad_rows);

@@ -104,7 +104,12 @@ void dispatch_out(const Tensor& tokens, const OptionalTensor& topk_weights, cons
   const ReceivedRows plan{slot, received, position};
   check_dispatch_out(tokens, topk_weights, plan, source, recv, recv_weights, timeout_ms);
   check_apart(kOutOp, {{"recv", recv}, {"recv_weights", recv_weights}},
-              {{"tokens", tokens}, {"topk_weights", topk_weights}, {"slot", slot}, {"source", source}});
+              {{"tokens", tokens},
+               {"topk_weights", topk_weights},
+               {"slot", slot},
+               {"source", source},
+               {"received", received},
+               {"position", position}});
   const std::vector<Tensor> rows =
       exchange(kOutOp, tokens, topk_weights, plan, group_name, timeout_ms, wanted);
   routing::gather_rows_out(rows[0], source, slot, recv);

@@ -192,14 +192,13 @@ Plan make_plan(const Tensor& topk_idx, Sizes sizes, const std::string& group_nam
       sizes.max_received_tokens ? std::optional(sizes.max_received_tokens->expect_int()) : std::nullopt;
   sizes.alignment = std::max<int64_t>(1, sizes.alignment);
   const Tensor packed = pack_indices(topk_idx, sizes, max_tokens);
-  group.begin_call(make_call(phases::kPlanIndices)
+  group.begin_call(make_call(sizes.compact ? phases::kCompactPlanIndices : phases::kPlanIndices)
                        .set(fields::kTopk, topk_idx.size(-1), "topk_idx")
                        .set(fields::kMaxTokens, max_tokens, "max_tokens")
                        .set(fields::kExperts, sizes.experts, "num_experts")
                        .set(fields::kCapacity, capacity, "capacity")
                        .set(fields::kAlignment, sizes.alignment, "alignment")
                        .set(fields::kRaise, raise_on_overflow, "raise_on_overflow")
-                       .set(fields::kCompact, sizes.compact, "compact")
                        .set(fields::kMaxReceived, bound.value_or(0), "max_received_tokens"),
                    1);
   Tensor indices = group.all_gather(packed, phases::kPlanIndices);
@@ -220,14 +219,16 @@ Plan make_plan(const Tensor& topk_idx, Sizes sizes, const std::string& group_nam
                                                      sizes.alignment, false, std::nullopt);
   slot = slots.slot;
   source = slots.source;
+  OptionalTensor position;
   if (sizes.compact) {
     CompactRows rows = compact_rows(slot, source, sizes.received_rows().expect_int());
     slot = rows.slot;
     source = rows.source;
+    position = rows.position;
     *compact = {slot,     source,        slots.group_sizes, required,
                 overflow, rows.received, rows.position,     required_tokens};
   }
-  group.remember_plan(slot, topk_idx.numel() / topk_idx.size(-1));
+  group.remember_plan(slot, topk_idx.numel() / topk_idx.size(-1), position);
   return {slot, source, slots.group_sizes, required, overflow};
 }
 

@@ -295,6 +295,7 @@ def ep_combine(
             zero.
         grad_out: ``[capacity, H]``, contiguous, without gradients: the backward writes the gradient of ``expert_out``
             there.
+            A buffer belongs to one combine of a backward: autograd may hold it until the backward ends.
     """
     check_type("ep_combine", "buffer", buffer, EpBuffer, "an EpBuffer")
     check_type("ep_combine", "expert_out", expert_out, Tensor, "a tensor")
@@ -304,6 +305,7 @@ def ep_combine(
     )
     if grad_out is None:
         return buffer._context.combine(plan, expert_out, num_local_tokens)
+    buffer._context._check_open()
     tokens = plan.num_tokens if num_local_tokens is None else num_local_tokens
     combined: Tensor = CombineGradInto.apply(expert_out, grad_out, tokens, *_arguments(buffer, plan))
     return combined
