@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -95,19 +94,17 @@ class Ours(Exchange):
             capacity=tight_capacity(data, 1) if tight else None,
             overflow="drop",
         )
-        # The keyword exists where experts can read tokens by index.
-        self.options: dict[str, Any] = {} if expand else {"expand": False}
+        self.expand = expand
 
     def plan(self, indices: Tensor, weights: Tensor) -> Any:
         return self.context.plan(indices)
 
     def dispatch(self, plan: Any, tokens: Tensor) -> Tensor:
-        output: Any = self.context.dispatch(plan, tokens, None, **self.options)
-        rows: Tensor = output[0] if isinstance(output, tuple) else output
+        rows, _ = self.context.dispatch(plan, tokens, None, expand=self.expand)
         return rows
 
     def combine(self, plan: Any, rows: Tensor) -> Tensor:
-        return self.context.combine(plan, rows, **self.options)
+        return self.context.combine(plan, rows, expand=self.expand)
 
     def received(self, plan: Any, rows: Tensor) -> Tensor | None:
         self.dropped = max(0, int(plan.required.max()) - self.context.capacity)
@@ -146,7 +143,7 @@ class OfPeer(Exchange):
 
 class DeepEP(Exchange):
     """``deep_ep.Buffer`` within a host: a dispatch with a known layout, and combine. Its plan ends with a dispatch that
-    tells the host how many rows came."""
+    returns the number of received rows to the host."""
 
     form = sends = "tokens"
     static_plan = False
@@ -192,10 +189,7 @@ def of_peer(peer: type[Peer], data: RankData) -> OfPeer:
 
 def makers(data: RankData) -> dict[str, Callable[[], Exchange]]:
     """All exchanges by name, ours first; those whose library is not installed are left out."""
-    forms = [True]
-    if "expand" in inspect.signature(EpContext.dispatch).parameters:
-        forms.append(False)
-    ours = [partial(Ours, data, expand, tight) for expand in forms for tight in (False, True)]
+    ours = [partial(Ours, data, expand, tight) for expand in (True, False) for tight in (False, True)]
     found: dict[str, Callable[[], Exchange]] = {f"ours {i}": make for i, make in enumerate(ours)}
     found |= {name: partial(of_peer, peer, data) for name, (peer, fuses) in PEERS.items() if fuses}
     if data.device.type == "cuda" and importlib.util.find_spec("deep_ep"):
