@@ -1,4 +1,4 @@
-// Collectives on CUDA, with the kernels around them that tell the watchdog how far the stream has come.
+// Collectives on CUDA, between kernels that report the stream's progress to the watchdog.
 #ifdef TRANSFORMER_PLUGIN_CUDA
 #include "distributed/nccl_collectives.h"
 

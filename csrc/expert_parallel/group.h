@@ -33,6 +33,8 @@ class ExpertParallelGroup : public RankGroup {
  public:
   ExpertParallelGroup(const char* op, const std::string& name, int64_t timeout_ms, const at::Tensor& like);
 
+  bool on_cuda() const { return like_.is_cuda(); }
+
   // Records that this call has made `plan` for `tokens` tokens of this rank, and finds the record in later
   // calls. Only on a CPU; on CUDA no plan is found.
   void remember_plan(const at::Tensor& plan, int64_t tokens, const std::optional<at::Tensor>& position) const;

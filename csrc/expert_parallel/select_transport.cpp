@@ -22,8 +22,11 @@ const char* transport_name(Transport transport) {
 }
 
 std::unique_ptr<TokenTransport> make_transport(ExpertParallelGroup& group) {
-  // All transports of today are this one: with one rank its collectives return their input.
-  return std::make_unique<AllGatherTransport>(group);
+  switch (select_transport({group.size(), group.on_cuda()}).transport) {
+    case Transport::kNone:  // with one rank the collectives return their input
+    case Transport::kAllGather: return std::make_unique<AllGatherTransport>(group);
+  }
+  TORCH_INTERNAL_ASSERT(false);
 }
 
 namespace {
