@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "common/tensor.h"
+
 namespace transformer_plugin::distributed {
 
 PendingCollective::PendingCollective(at::Tensor output, std::function<void()> wait)
@@ -10,6 +12,22 @@ PendingCollective::PendingCollective(at::Tensor output, std::function<void()> wa
 at::Tensor PendingCollective::wait() {
   if (wait_) std::exchange(wait_, nullptr)();
   return output_;
+}
+
+at::Tensor empty_rows(const at::Tensor& like, const c10::SymInt& rows) {
+  std::vector<c10::SymInt> sizes(like.sym_sizes().begin(), like.sym_sizes().end());
+  sizes[0] = rows;
+  return empty(like, sizes, like.scalar_type());
+}
+
+GatheredTensors with_elements(at::TensorList parts, at::TensorList out) {
+  GatheredTensors found;
+  for (size_t i = 0; i < parts.size(); ++i) {
+    if (parts[i].numel() == 0) continue;
+    found.parts.push_back(parts[i].contiguous());
+    found.out.push_back(out[i]);
+  }
+  return found;
 }
 
 at::Tensor as_bytes(const at::Tensor& tensor) {

@@ -1,5 +1,5 @@
-// The collectives of a group as one call of an op makes them, for one kind of device: Gloo on a CPU, NCCL on CUDA. Ops call
-// RankGroup, which checks sizes and allocates the outputs.
+// The collectives of a group as one call of an op makes them: Gloo on a CPU, NCCL on CUDA, copies where the group has one rank.
+// Payload travels as bytes. Several collectives may be in flight; every rank starts them, and waits for them, in the same order.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,6 +7,7 @@
 #include <functional>
 #include <memory>
 #include <utility>
+#include <vector>
 
 #include "distributed/call.h"
 #include "distributed/process_group_state.h"
@@ -36,7 +37,7 @@ struct CallContext {
   Milliseconds timeout;
 };
 
-// Made for each call. Tensors are contiguous and on the device of `like`. Those of collectives have elements.
+// Made for each call. Tensors are on the device of `like`. A collective of tensors without elements is not started, on any rank.
 class Collectives {
  public:
   virtual ~Collectives() = default;
@@ -45,22 +46,18 @@ class Collectives {
 
   // Compares the ranks' headers; raises ValueError on every rank where they differ. `collectives`: those that follow.
   virtual void begin_call(const Call& call, int64_t collectives) = 0;
-  // One of those that follow moves nothing between any ranks, so no rank starts it.
-  virtual void skip_collective() = 0;
   // The op returns, or has raised an error.
   virtual void end_call() = 0;
 
   // [n, ...] of each rank -> [size * n, ...], in ascending order of ranks.
-  virtual PendingCollective all_gather(const at::Tensor& part, const at::Tensor& out, const Phase& phase) = 0;
-  // The same for several tensors in one collective.
+  virtual PendingCollective all_gather(const at::Tensor& part, const Phase& phase) = 0;
+  // The same for several tensors in one collective, each into a contiguous tensor of `out`. Neither list is empty.
   virtual PendingCollective all_gather_list(at::TensorList parts, at::TensorList out, const Phase& phase) = 0;
   // [size * n, ...], of which the r-th n rows go to rank r -> [size * n, ...], of which the r-th n rows come
   // from rank r.
-  virtual PendingCollective all_to_all(const at::Tensor& parts, const at::Tensor& out,
-                                       const Phase& phase) = 0;
-  // The same without this rank's part: `out` is [(size - 1) * n, ...].
-  virtual PendingCollective exchange_with_others(const at::Tensor& parts, const at::Tensor& out,
-                                                 const Phase& phase) = 0;
+  virtual PendingCollective all_to_all(const at::Tensor& parts, const Phase& phase) = 0;
+  // The same without this rank's part, which does not move: [(size - 1) * n, ...]. On CUDA only.
+  virtual PendingCollective exchange_with_others(const at::Tensor& parts, const Phase& phase) = 0;
 
  protected:
   explicit Collectives(CallContext to) : to_(std::move(to)) {}
@@ -75,6 +72,15 @@ class Collectives {
 
   const CallContext to_;
 };
+
+// A new tensor of this many rows, each as those of `like`.
+at::Tensor empty_rows(const at::Tensor& like, const c10::SymInt& rows);
+
+// Those of the tensors that have elements, contiguous, with their outputs.
+struct GatheredTensors {
+  std::vector<at::Tensor> parts, out;
+};
+GatheredTensors with_elements(at::TensorList parts, at::TensorList out);
 
 // Of a contiguous tensor. Where a dimension has one element, its stride may be any.
 at::Tensor as_bytes(const at::Tensor& tensor);

@@ -92,6 +92,10 @@ c10::intrusive_ptr<c10d::Work> GlooCollectives::start_work(const Phase& phase, S
 
 template <typename Start>
 PendingCollective GlooCollectives::run(const Tensor& out, const Phase& phase, Start&& start) {
+  if (out.numel() == 0) {
+    --remaining_;
+    return PendingCollective(out);
+  }
   const auto work = start_work(phase, std::forward<Start>(start));
   return PendingCollective(out, [self = shared_from_this(), work, phase] {
     wait_for_work(*self->to_.state, work, phase, self->to_.timeout);
@@ -99,34 +103,37 @@ PendingCollective GlooCollectives::run(const Tensor& out, const Phase& phase, St
   });
 }
 
-PendingCollective GlooCollectives::all_gather(const Tensor& part, const Tensor& out, const Phase& phase) {
+PendingCollective GlooCollectives::all_gather(const Tensor& part, const Phase& phase) {
+  const Tensor input = part.contiguous(), out = empty_rows(input, input.sym_size(0) * to_.state->size);
   return run(out, phase, [&] {
-    Tensor from = as_bytes(part), to = as_bytes(out);
+    Tensor from = as_bytes(input), to = as_bytes(out);
     return to_.state->cpu_backend->_allgather_base(to, from, options<c10d::AllgatherOptions>(true));
   });
 }
 
 PendingCollective GlooCollectives::all_gather_list(at::TensorList parts, at::TensorList out,
                                                    const Phase& phase) {
-  return run(out[0], phase, [&] {
+  const GatheredTensors gathered = with_elements(parts, out);
+  return run(gathered.out.empty() ? out[0] : gathered.out[0], phase, [&] {
     std::vector<Tensor> from, to;
-    for (const Tensor& part : parts) from.push_back(as_bytes(part));
-    for (const Tensor& each : out) to.push_back(as_bytes(each));
+    for (const Tensor& part : gathered.parts) from.push_back(as_bytes(part));
+    for (const Tensor& each : gathered.out) to.push_back(as_bytes(each));
     return to_.state->cpu_backend->allgather_into_tensor_coalesced(to, from,
                                                                    options<c10d::AllgatherOptions>(true));
   });
 }
 
-PendingCollective GlooCollectives::all_to_all(const Tensor& parts, const Tensor& out, const Phase& phase) {
+PendingCollective GlooCollectives::all_to_all(const Tensor& parts, const Phase& phase) {
+  const Tensor input = parts.contiguous(), out = empty_rows(input, input.sym_size(0));
   return run(out, phase, [&] {
-    Tensor from = as_bytes(parts), to = as_bytes(out);
+    Tensor from = as_bytes(input), to = as_bytes(out);
     std::vector<int64_t> equal_splits;
     return to_.state->cpu_backend->alltoall_base(to, from, equal_splits, equal_splits,
                                                  options<c10d::AllToAllOptions>(true));
   });
 }
 
-PendingCollective GlooCollectives::exchange_with_others(const Tensor&, const Tensor&, const Phase&) {
+PendingCollective GlooCollectives::exchange_with_others(const Tensor&, const Phase&) {
   TORCH_INTERNAL_ASSERT(false, "only on CUDA");
 }
 

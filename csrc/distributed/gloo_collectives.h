@@ -14,17 +14,15 @@ class GlooCollectives : public Collectives, public std::enable_shared_from_this<
   explicit GlooCollectives(CallContext to) : Collectives(std::move(to)) {}
 
   void begin_call(const Call& call, int64_t collectives) override;
-  void skip_collective() override { --remaining_; }
   // If a call ends before its collectives, for example because an allocation failed, the other ranks would take
   // this rank's next message for the missing one. So the group is marked as failed.
   void end_call() override;
 
-  PendingCollective all_gather(const at::Tensor& part, const at::Tensor& out, const Phase& phase) override;
+  PendingCollective all_gather(const at::Tensor& part, const Phase& phase) override;
   PendingCollective all_gather_list(at::TensorList parts, at::TensorList out, const Phase& phase) override;
-  PendingCollective all_to_all(const at::Tensor& parts, const at::Tensor& out, const Phase& phase) override;
+  PendingCollective all_to_all(const at::Tensor& parts, const Phase& phase) override;
   // Gloo has no exchange of lists.
-  PendingCollective exchange_with_others(const at::Tensor& parts, const at::Tensor& out,
-                                         const Phase& phase) override;
+  PendingCollective exchange_with_others(const at::Tensor& parts, const Phase& phase) override;
 
  private:
   void compare_headers(const Call& call);

@@ -55,6 +55,7 @@ c10d::Backend& NcclCollectives::backend() const { return *to_.group->getBackend(
 
 template <typename Start>
 PendingCollective NcclCollectives::run(const Tensor& out, const Phase& phase, Start&& start) {
+  if (out.numel() == 0) return PendingCollective(out);
   ProcessGroupState& state = *to_.state;
   const CudaScope scope(out);
   const StreamProgress& progress = group_progress(state);
@@ -77,37 +78,42 @@ PendingCollective NcclCollectives::run(const Tensor& out, const Phase& phase, St
   return PendingCollective(out);
 }
 
-PendingCollective NcclCollectives::all_gather(const Tensor& part, const Tensor& out, const Phase& phase) {
+PendingCollective NcclCollectives::all_gather(const Tensor& part, const Phase& phase) {
+  const Tensor input = part.contiguous(), out = empty_rows(input, input.sym_size(0) * to_.state->size);
   return run(out, phase, [&] {
-    Tensor from = as_payload(part), to = as_payload(out);
+    Tensor from = as_payload(input), to = as_payload(out);
     return backend()._allgather_base(to, from, options<c10d::AllgatherOptions>(false));
   });
 }
 
 PendingCollective NcclCollectives::all_gather_list(at::TensorList parts, at::TensorList out,
                                                    const Phase& phase) {
-  if (parts.size() == 1) return all_gather(parts[0], out[0], phase);  // takes the host less time
-  return run(out[0], phase, [&] {
+  const GatheredTensors gathered = with_elements(parts, out);
+  return run(gathered.out.empty() ? out[0] : gathered.out[0], phase, [&] {
     std::vector<Tensor> from, to;
-    for (const Tensor& part : parts) from.push_back(as_payload(part));
-    for (const Tensor& each : out) to.push_back(as_payload(each));
-    return backend().allgather_into_tensor_coalesced(to, from, options<c10d::AllgatherOptions>(false));
+    for (const Tensor& part : gathered.parts) from.push_back(as_payload(part));
+    for (const Tensor& each : gathered.out) to.push_back(as_payload(each));
+    const auto how = options<c10d::AllgatherOptions>(false);
+    // That of one tensor takes the host less time.
+    return to.size() == 1 ? backend()._allgather_base(to[0], from[0], how)
+                          : backend().allgather_into_tensor_coalesced(to, from, how);
   });
 }
 
-PendingCollective NcclCollectives::all_to_all(const Tensor& parts, const Tensor& out, const Phase& phase) {
+PendingCollective NcclCollectives::all_to_all(const Tensor& parts, const Phase& phase) {
+  const Tensor input = parts.contiguous(), out = empty_rows(input, input.sym_size(0));
   return run(out, phase, [&] {
-    Tensor from = as_bytes(parts), to = as_bytes(out);
+    Tensor from = as_bytes(input), to = as_bytes(out);
     std::vector<int64_t> equal_splits;
     return backend().alltoall_base(to, from, equal_splits, equal_splits,
                                    options<c10d::AllToAllOptions>(false));
   });
 }
 
-PendingCollective NcclCollectives::exchange_with_others(const Tensor& parts, const Tensor& out,
-                                                        const Phase& phase) {
+PendingCollective NcclCollectives::exchange_with_others(const Tensor& parts, const Phase& phase) {
+  const int64_t size = to_.state->size, rank = to_.state->rank;
+  const Tensor out = empty_rows(parts, parts.size(0) / size * (size - 1));
   return run(out, phase, [&] {
-    const int64_t size = to_.state->size, rank = to_.state->rank;
     const Tensor from = as_bytes(parts), to = as_bytes(out);
     const int64_t bytes = from.size(0) / size;
     std::vector<Tensor> sent, received;

@@ -13,14 +13,12 @@ class NcclCollectives : public Collectives {
   explicit NcclCollectives(CallContext to) : Collectives(std::move(to)) {}
 
   void begin_call(const Call& call, int64_t collectives) override;
-  void skip_collective() override {}
   void end_call() override {}
 
-  PendingCollective all_gather(const at::Tensor& part, const at::Tensor& out, const Phase& phase) override;
+  PendingCollective all_gather(const at::Tensor& part, const Phase& phase) override;
   PendingCollective all_gather_list(at::TensorList parts, at::TensorList out, const Phase& phase) override;
-  PendingCollective all_to_all(const at::Tensor& parts, const at::Tensor& out, const Phase& phase) override;
-  PendingCollective exchange_with_others(const at::Tensor& parts, const at::Tensor& out,
-                                         const Phase& phase) override;
+  PendingCollective all_to_all(const at::Tensor& parts, const Phase& phase) override;
+  PendingCollective exchange_with_others(const at::Tensor& parts, const Phase& phase) override;
 
  private:
   template <typename Start>

@@ -1,4 +1,4 @@
-// A group as one call uses it: its name and timeout, and the outputs of its collectives.
+// A group as one call uses it: its name, its timeout and the collectives of its device.
 #include "distributed/rank_group.h"
 
 #include <algorithm>
@@ -10,6 +10,7 @@
 #include "common/check.h"
 #include "common/tensor.h"
 #include "distributed/gloo_collectives.h"
+#include "distributed/local_collectives.h"
 #include "distributed/nccl_collectives.h"
 
 namespace transformer_plugin::distributed {
@@ -61,6 +62,7 @@ Milliseconds group_timeout(c10d::ProcessGroup& group, at::DeviceType device) {
 bool is_on_cuda(const Tensor& like) { return like.defined() && like.is_cuda(); }
 
 std::shared_ptr<Collectives> make_collectives(CallContext to) {
+  if (to.state->size == 1) return std::make_shared<LocalCollectives>(std::move(to));
 #ifdef TRANSFORMER_PLUGIN_CUDA
   if (is_on_cuda(to.like)) return std::make_shared<NcclCollectives>(std::move(to));
 #endif
@@ -87,53 +89,6 @@ RankGroup::RankGroup(const char* op, const std::string& given, int64_t timeout_m
 }
 
 RankGroup::~RankGroup() { collectives_->end_call(); }
-
-void RankGroup::begin_call(const Call& call, int64_t collectives) {
-  if (size() > 1) collectives_->begin_call(call, collectives);
-}
-
-PendingCollective RankGroup::start_all_gather(const Tensor& part, const Phase& phase) const {
-  if (size() == 1) return PendingCollective(part);
-  const Tensor input = part.contiguous();
-  std::vector<c10::SymInt> sizes(input.sym_sizes().begin(), input.sym_sizes().end());
-  sizes[0] = sizes[0] * size();
-  const Tensor output = empty(input, sizes, input.scalar_type());
-  if (input.numel() > 0) return collectives_->all_gather(input, output, phase);
-  collectives_->skip_collective();
-  return PendingCollective(output);
-}
-
-void RankGroup::all_gather_list(at::TensorList parts, at::TensorList out, const Phase& phase) const {
-  std::vector<Tensor> from, to;
-  for (size_t i = 0; i < parts.size(); ++i) {
-    if (parts[i].numel() == 0) continue;
-    from.push_back(parts[i].contiguous());
-    to.push_back(out[i]);
-  }
-  if (from.empty()) {
-    collectives_->skip_collective();
-  } else {
-    collectives_->all_gather_list(from, to, phase).wait();
-  }
-}
-
-PendingCollective RankGroup::start_all_to_all(const Tensor& parts, const Phase& phase) const {
-  if (size() == 1) return PendingCollective(parts);
-  const Tensor input = parts.contiguous();
-  const Tensor output = empty(input, input.sym_sizes(), input.scalar_type());
-  if (input.numel() > 0) return collectives_->all_to_all(input, output, phase);
-  collectives_->skip_collective();
-  return PendingCollective(output);
-}
-
-Tensor RankGroup::exchange_with_others(const Tensor& parts, const Phase& phase) const {
-  std::vector<c10::SymInt> sizes(parts.sym_sizes().begin(), parts.sym_sizes().end());
-  sizes[0] = parts.size(0) / size() * (size() - 1);
-  const Tensor output = empty(parts, sizes, parts.scalar_type());
-  if (output.numel() > 0) return collectives_->exchange_with_others(parts, output, phase).wait();
-  collectives_->skip_collective();
-  return output;
-}
 
 std::vector<std::string> RankGroup::all_gather_text(const std::string& text) const {
   if (size() == 1) return {text};

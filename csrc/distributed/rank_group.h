@@ -1,5 +1,4 @@
-// Collectives among the ranks of a c10d group, bounded in time (collectives.h). Payload travels as bytes. Several collectives
-// may be in flight; every rank starts them, and waits for them, in the same order.
+// A c10d group, with its collectives, which are bounded in time.
 //
 // Before payload moves, each rank describes its call in a header (call.h); if the headers differ, all ranks
 // raise an error.
@@ -31,21 +30,9 @@ class RankGroup {
 
   // Compares the ranks' headers; raises ValueError on every rank where they differ. To be called once, after
   // all checks that need no other rank and before the first of the call's `collectives` collectives.
-  void begin_call(const Call& call, int64_t collectives);
-
-  // [n, ...] of each rank -> [size * n, ...], in ascending order of ranks.
-  at::Tensor all_gather(const at::Tensor& part, const Phase& phase) const {
-    return start_all_gather(part, phase).wait();
-  }
-  PendingCollective start_all_gather(const at::Tensor& part, const Phase& phase) const;
-  // The same for several tensors in one collective, each into a contiguous tensor of `out`.
-  void all_gather_list(at::TensorList parts, at::TensorList out, const Phase& phase) const;
-  // [size * n, ...], of which the r-th n rows go to rank r -> [(size - 1) * n, ...], those that come from the other ranks, in
-  // ascending order. This rank's part does not move. Of contiguous parts; on CUDA only.
-  at::Tensor exchange_with_others(const at::Tensor& parts, const Phase& phase) const;
-  // [size * n, ...], of which the r-th n rows go to rank r -> [size * n, ...], of which the r-th n rows come
-  // from rank r.
-  PendingCollective start_all_to_all(const at::Tensor& parts, const Phase& phase) const;
+  void begin_call(const Call& call, int64_t collectives) { collectives_->begin_call(call, collectives); }
+  // Those of this call.
+  Collectives& collectives() const { return *collectives_; }
 
   // Every rank's text in ascending order of ranks, through the group's store.
   std::vector<std::string> all_gather_text(const std::string& text) const;

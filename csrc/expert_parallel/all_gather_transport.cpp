@@ -8,30 +8,31 @@ namespace transformer_plugin::expert_parallel {
 using at::Tensor;
 using distributed::PendingCollective;
 
-std::vector<Tensor> AllGatherTransport::dispatch(const TokenLayout& layout, const Call& call,
-                                                 std::span<const Payload> payloads) const {
-  group_.begin_call(call, static_cast<int64_t>(payloads.size()));
+std::vector<Tensor> AllGatherTransport::dispatch(const TokenExchange& exchange) const {
+  group_.begin_call(exchange.call, static_cast<int64_t>(exchange.payloads.size()));
   std::vector<PendingCollective> pending;
-  for (const Payload& payload : payloads)
-    pending.push_back(group_.start_all_gather(payload.rows, payload.phase));
-  std::vector<Tensor> received;
+  for (const Payload& payload : exchange.payloads)
+    pending.push_back(group_.collectives().all_gather(payload.rows, payload.phase));
+  const std::optional<Tensor>& received = exchange.layout.received;
+  std::vector<Tensor> result;
   for (PendingCollective& collective : pending) {
     const Tensor tokens = collective.wait();
-    received.push_back(layout.received ? routing::gather_rows(tokens, *layout.received) : tokens);
+    result.push_back(received ? routing::gather_rows(tokens, *received) : tokens);
   }
-  return received;
+  return result;
 }
 
-std::vector<Tensor> AllGatherTransport::combine(const TokenLayout& layout, const Call& call,
-                                                std::span<const Payload> payloads, int64_t tokens) const {
-  std::vector<Tensor> sums;
-  for (const Payload& payload : payloads)
-    sums.push_back(layout.position ? routing::gather_rows(payload.rows, *layout.position) : payload.rows);
-  group_.begin_call(call, static_cast<int64_t>(payloads.size()));
+std::vector<Tensor> AllGatherTransport::combine(const TokenExchange& exchange, int64_t tokens) const {
+  const std::optional<Tensor>& position = exchange.layout.position;
+  std::vector<Tensor> of_tokens;
+  for (const Payload& payload : exchange.payloads)
+    of_tokens.push_back(position ? routing::gather_rows(payload.rows, *position) : payload.rows);
+  group_.begin_call(exchange.call, static_cast<int64_t>(exchange.payloads.size()));
   std::vector<PendingCollective> pending;
-  for (size_t i = 0; i < payloads.size(); ++i)
-    pending.push_back(group_.start_all_to_all(sums[i], payloads[i].phase));
-  sums.clear();
+  for (size_t i = 0; i < of_tokens.size(); ++i)
+    pending.push_back(group_.collectives().all_to_all(of_tokens[i], exchange.payloads[i].phase));
+  of_tokens.clear();
+  std::vector<Tensor> sums;
   for (PendingCollective& collective : pending) {
     const Tensor of_ranks = collective.wait();
     sums.push_back(group_.size() == 1 ? of_ranks.narrow(0, 0, tokens)

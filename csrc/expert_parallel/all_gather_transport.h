@@ -9,10 +9,8 @@ namespace transformer_plugin::expert_parallel {
 class AllGatherTransport : public TokenTransport {
  public:
   explicit AllGatherTransport(ExpertParallelGroup& group) : group_(group) {}
-  std::vector<at::Tensor> dispatch(const TokenLayout& layout, const Call& call,
-                                   std::span<const Payload> payloads) const override;
-  std::vector<at::Tensor> combine(const TokenLayout& layout, const Call& call,
-                                  std::span<const Payload> payloads, int64_t tokens) const override;
+  std::vector<at::Tensor> dispatch(const TokenExchange& exchange) const override;
+  std::vector<at::Tensor> combine(const TokenExchange& exchange, int64_t tokens) const override;
 
  private:
   ExpertParallelGroup& group_;

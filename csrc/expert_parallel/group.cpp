@@ -41,13 +41,13 @@ const void* memory_of(const std::optional<Tensor>& tensor) {
   return tensor ? tensor->storage().unsafeGetStorageImpl() : nullptr;
 }
 
-void ExpertParallelGroup::remember_plan(const Tensor& plan, int64_t tokens,
+void ExpertParallelGroup::remember_plan(const Tensor& plan, int64_t tokens, const Tensor& source,
                                         const std::optional<Tensor>& position) const {
   if (size() == 1 || like_.is_cuda()) return;
   const std::lock_guard<std::mutex> lock(plans_.mutex);
   std::erase_if(plans_.records, [](const PlanRecord& record) { return record.storage.expired(); });
-  plans_.records.push_back(
-      {plan.storage().getWeakStorageImpl(), state().call_count, tokens, memory_of(position)});
+  plans_.records.push_back({plan.storage().getWeakStorageImpl(), state().call_count, tokens,
+                            memory_of(source), memory_of(position)});
 }
 
 std::optional<PlanRecord> ExpertParallelGroup::find_plan(const Tensor& plan) const {

@@ -17,9 +17,10 @@ using distributed::RankGroup;
 // they use the same one.
 struct PlanRecord {
   c10::weak_intrusive_ptr<c10::StorageImpl> storage;
-  int64_t call;          // number of the call in the group that made it
-  int64_t tokens;        // of this rank, that it was made for
-  const void* position;  // memory_of() the map of a compact plan
+  int64_t call;        // number of the call in the group that made it
+  int64_t tokens;      // of this rank, that it was made for
+  const void* source;  // memory_of() its other tensors; of `position` null where the plan is not compact
+  const void* position;
 };
 
 // Identifies the memory of a tensor; null without one. Only compared.
@@ -37,7 +38,8 @@ class ExpertParallelGroup : public RankGroup {
 
   // Records that this call has made `plan` for `tokens` tokens of this rank, and finds the record in later
   // calls. Only on a CPU; on CUDA no plan is found.
-  void remember_plan(const at::Tensor& plan, int64_t tokens, const std::optional<at::Tensor>& position) const;
+  void remember_plan(const at::Tensor& plan, int64_t tokens, const at::Tensor& source,
+                     const std::optional<at::Tensor>& position) const;
   std::optional<PlanRecord> find_plan(const at::Tensor& plan) const;
 
   // Where the kernels of a plan store how many rows it needs, if they do not fit, or the negative of how many received tokens, for

@@ -7,7 +7,6 @@
 
 #include <memory>
 #include <optional>
-#include <span>
 #include <vector>
 
 #include "expert_parallel/group.h"
@@ -31,17 +30,21 @@ struct Payload {
   Phase phase;
 };
 
+// What one call sends, and its description, which the ranks compare before.
+struct TokenExchange {
+  TokenLayout layout;
+  Call call;
+  std::vector<Payload> payloads;
+};
+
 class TokenTransport {
  public:
   virtual ~TokenTransport() = default;
-  // For each payload, of which this rank's `rows` are [max_tokens, W]: the received rows [N, W]. `call` describes what the op
-  // does, for the comparison with other ranks, which comes first.
-  virtual std::vector<at::Tensor> dispatch(const TokenLayout& layout, const Call& call,
-                                           std::span<const Payload> payloads) const = 0;
+  // For each payload, of which this rank's `rows` are [max_tokens, W]: the received rows [N, W].
+  virtual std::vector<at::Tensor> dispatch(const TokenExchange& exchange) const = 0;
   // The reverse, of [N, W]: for each of this rank's first `tokens` tokens the sum of its rows on all ranks, [tokens, W]. Ranks are
   // added in ascending order in FP32 (FP64 of float64), from zero, and rounded once.
-  virtual std::vector<at::Tensor> combine(const TokenLayout& layout, const Call& call,
-                                          std::span<const Payload> payloads, int64_t tokens) const = 0;
+  virtual std::vector<at::Tensor> combine(const TokenExchange& exchange, int64_t tokens) const = 0;
 };
 
 // The transport of select_transport() for this group. It lives for one call.

@@ -206,7 +206,7 @@ void GatherCache::collect(const Gather& gather, const std::vector<Plane>& planes
     distributed::RankGroup group(kOp, shard.group, shard.timeout_ms, parts[0]);
     tensor_parallel::check_ranks(kOp, group, shard.ranks);
     group.begin_call(call_of(gather, parts), 1);
-    group.all_gather_list(parts, received, phases::kGatherWeight);
+    group.collectives().all_gather_list(parts, received, phases::kGatherWeight).wait();
   });
   if (gather.is_list && into.whole[0].size(1) != into.stack.size(1)) {
     into.whole[0].copy_(into.stack.narrow(1, 0, shard.rows));

@@ -15,7 +15,7 @@ Tensor all_gather(const Tensor& part, int64_t num_ranks, std::string group_name,
   check_ranks("all_gather", group, num_ranks);
   if (num_ranks == 1) return part.clone(at::MemoryFormat::Contiguous);
   group.begin_call(exchange_call(phases::kAllGather, "part", part, wanted > 0), 1);
-  return group.all_gather(part, phases::kAllGather);
+  return group.collectives().all_gather(part, phases::kAllGather).wait();
 }
 
 Tensor all_gather_meta(const Tensor& part, int64_t num_ranks, std::string, int64_t timeout_ms, int64_t) {

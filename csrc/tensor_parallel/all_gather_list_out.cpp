@@ -49,12 +49,8 @@ void all_gather_list_out(TensorList parts, TensorList out, int64_t num_ranks, st
   RankGroup group(kOp, group_name, timeout_ms, parts[0]);
   check_ranks(kOp, group, num_ranks);
   const BelowAutograd guard;  // the version of a buffer is bumped once, below
-  if (num_ranks == 1) {
-    for (size_t i = 0; i < parts.size(); ++i) out[i].copy_(parts[i]);
-  } else {
-    group.begin_call(list_call(phases::kAllGatherList, "parts", parts), 1);
-    group.all_gather_list(parts, out, phases::kAllGatherList);
-  }
+  group.begin_call(list_call(phases::kAllGatherList, "parts", parts), 1);
+  group.collectives().all_gather_list(parts, out, phases::kAllGatherList).wait();
   for (const Tensor& buffer : out) mark_written(buffer);
 }
 

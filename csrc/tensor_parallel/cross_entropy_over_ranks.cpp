@@ -124,7 +124,7 @@ Losses run_loss(const LossCall& call) {
                             parts.mutable_data_ptr<float>(), width};
   run_on(logits, of_rank, row_parts_cpu, launch_row_parts);
   group.begin_call(loss_call(logits, rows, options), 1);
-  if (options.num_ranks > 1) parts = group.all_gather(parts, phases::kCrossEntropy);
+  parts = group.collectives().all_gather(parts, phases::kCrossEntropy).wait();
   const CombineArgs of_all{targets,
                            parts.const_data_ptr<float>(),
                            result.losses.mutable_data_ptr<float>(),

@@ -49,7 +49,7 @@ std::vector<c10::SymInt> reduced_sizes(const Argument& argument, int64_t num_ran
 }
 
 Tensor exchanged_parts(const RankGroup& group, const Tensor& parts, const Phase& phase) {
-  return group.start_all_to_all(parts.contiguous(), phase).wait().view({parts.size(0), width_of(parts)});
+  return group.collectives().all_to_all(parts, phase).wait().view({parts.size(0), width_of(parts)});
 }
 
 void check_ranks(const char* op, const RankGroup& group, int64_t num_ranks) {

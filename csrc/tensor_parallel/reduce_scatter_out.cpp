@@ -50,7 +50,7 @@ void sum_parts_into(const RankGroup& group, const Tensor& parts, const Phase& ph
   const int64_t ranks = group.size();
   if (parts.is_cuda() && ranks > 1) {  // this rank's part stays where it is
     const Tensor all = parts.contiguous().view({parts.size(0), width_of(parts)});
-    const Tensor received = group.exchange_with_others(all, phase);
+    const Tensor received = group.collectives().exchange_with_others(all, phase).wait();
     const int64_t rows = all.size(0) / ranks;
     const Tensor own = all.narrow(0, group.rank() * rows, rows);
     distributed::sum_ranks_out(received, own, group.rank(), ranks, out, accumulate, factor);

@@ -75,7 +75,7 @@ struct AllGather {
     return result;
   }
   static void run(const RankGroup& group, const Tensor& part, const Tensor& out) {
-    group.all_gather_list({part}, {out}, kPhase);
+    group.collectives().all_gather_list({part}, {out}, kPhase).wait();
   }
 };
 

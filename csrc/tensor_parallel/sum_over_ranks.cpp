@@ -30,7 +30,8 @@ void check_input(const char* op, const Tensor& input, int64_t num_ranks, int64_t
 
 // [1, n] of each rank -> [1, n]: every rank adds all parts.
 Tensor gathered_sum(const RankGroup& group, const Tensor& flat) {
-  return distributed::sum_ranks(group.all_gather(flat, phases::kSumOverRanks), group.size(), 1);
+  return distributed::sum_ranks(group.collectives().all_gather(flat, phases::kSumOverRanks).wait(),
+                                group.size(), 1);
 }
 
 // The same: each rank adds its share of the columns, and all gather the shares.
@@ -42,9 +43,14 @@ Tensor shared_sum(const RankGroup& group, const Tensor& flat) {
     padded.narrow(1, 0, elements).copy_(flat);
     padded.narrow(1, elements, share * ranks - elements).zero_();
   }
-  const Tensor received = group.start_all_to_all(padded.view({ranks, share}), phases::kSumOverRanks).wait();
+  const Tensor received =
+      group.collectives().all_to_all(padded.view({ranks, share}), phases::kSumOverRanks).wait();
   const Tensor sums = distributed::sum_ranks(received, ranks, 1);
-  return group.all_gather(sums, phases::kSumOverRanks).view({1, share * ranks}).narrow(1, 0, elements);
+  return group.collectives()
+      .all_gather(sums, phases::kSumOverRanks)
+      .wait()
+      .view({1, share * ranks})
+      .narrow(1, 0, elements);
 }
 
 Tensor sum_over_ranks(const Tensor& input, int64_t num_ranks, std::string group_name, int64_t timeout_ms) {

@@ -62,6 +62,13 @@ TokenLayout layout_of(const char* op, const RankGroup& group, const ReceivedRows
   return {of_tokens.size(0) / group.size(), rows.slot.size(0), rows.received, rows.position};
 }
 
+void check_source(const char* op, const ExpertParallelGroup& group, const Tensor& slot,
+                  const Tensor& source) {
+  const auto plan = group.find_plan(slot);
+  TP_CHECK_VALUE(!plan || plan->source == memory_of(source), op, "source",
+                 "that of the plan that made 'slot'", "another tensor", "Pass all tensors of one plan");
+}
+
 Call exchange_call(const ExpertParallelGroup& group, const Phase& phase, const TokenLayout& layout,
                    const Tensor& slot, const char* argument, at::ScalarType dtype, int64_t width) {
   Call call = make_call(phase);

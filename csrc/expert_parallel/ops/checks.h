@@ -42,6 +42,10 @@ void check_count(const char* op, const char* argument, const c10::SymInt& count,
 // What a transport needs of a plan. ValueError if it is not one of this group.
 TokenLayout layout_of(const char* op, const RankGroup& group, const ReceivedRows& rows);
 
+// Checks, where the plan that made `slot` is known, that it made `source` too.
+void check_source(const char* op, const ExpertParallelGroup& group, const at::Tensor& slot,
+                  const at::Tensor& source);
+
 // The header of a call of dispatch, combine or their gradients. `argument`: the one that holds the rows.
 Call exchange_call(const ExpertParallelGroup& group, const Phase& phase, const TokenLayout& layout,
                    const at::Tensor& slot, const char* argument, at::ScalarType dtype, int64_t width);

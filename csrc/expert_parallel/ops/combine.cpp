@@ -47,11 +47,12 @@ Tensor combine(const Tensor& rows, const Tensor& slot, const Tensor& source, int
   TP_CHECK_VALUE(num_tokens <= layout.max_tokens, op, "num_tokens",
                  "from 0 to " << layout.max_tokens << " (max_tokens of the plan)", num_tokens,
                  "Pass the number of tokens of this rank");
+  check_source(op, group, slot, source);
   const Payload sums{expand ? routing::sum_slots(rows, slot, std::nullopt) : rows, phases::kCombineRows};
   const Call call =
       exchange_call(group, phases::kCombineRows, layout, slot, "rows", rows.scalar_type(), rows.size(1))
           .set(fields::kRowsGradient, wanted > 0, "rows");
-  return not_aliased(make_transport(group)->combine(layout, call, {&sums, 1}, num_tokens)[0], rows);
+  return not_aliased(make_transport(group)->combine({layout, call, {sums}}, num_tokens)[0], rows);
 }
 
 constexpr const char *kBackwardOp = "combine_backward", *kBackwardOutOp = "combine_backward_out";
@@ -67,15 +68,15 @@ Tensor combine_backward_output(const char* op, const Tensor& grad, const Receive
                grad.scalar_type());
 }
 
-// The gradients of the received rows.
-Tensor exchange(const char* op, const Tensor& grad, const ReceivedRows& plan, const std::string& group_name,
-                int64_t timeout_ms) {
-  ExpertParallelGroup group(op, group_name, timeout_ms, grad);
+// The gradients of the tokens.
+TokenExchange exchange_of(const char* op, const ExpertParallelGroup& group, const Tensor& grad,
+                          const ReceivedRows& plan, const Tensor& source) {
   const TokenLayout layout = layout_of(op, group, plan);
+  check_source(op, group, plan.slot, source);
   const Payload of_tokens{pad_rows({op, "grad", grad}, layout.max_tokens), phases::kCombineBackwardRows};
   const Call call = exchange_call(group, phases::kCombineBackwardRows, layout, plan.slot, "grad",
                                   grad.scalar_type(), grad.size(1));
-  return make_transport(group)->dispatch(layout, call, {&of_tokens, 1})[0];
+  return {layout, call, {of_tokens}};
 }
 
 Tensor combine_backward(const Tensor& grad, const Tensor& slot, const Tensor& source, std::string group_name,
@@ -83,7 +84,8 @@ Tensor combine_backward(const Tensor& grad, const Tensor& slot, const Tensor& so
                         const OptionalTensor& position) {
   const ReceivedRows plan{slot, received, position};
   combine_backward_output(kBackwardOp, grad, plan, source, timeout_ms, expand);
-  const Tensor rows = exchange(kBackwardOp, grad, plan, group_name, timeout_ms);
+  ExpertParallelGroup group(kBackwardOp, group_name, timeout_ms, grad);
+  const Tensor rows = make_transport(group)->dispatch(exchange_of(kBackwardOp, group, grad, plan, source))[0];
   return expand ? routing::gather_rows(rows, source, slot) : not_aliased(rows, grad);
 }
 
@@ -103,8 +105,10 @@ void combine_backward_out(const Tensor& grad, const Tensor& slot, const Tensor& 
   check_apart(
       kBackwardOutOp, {{"grad_rows", grad_rows}},
       {{"grad", grad}, {"slot", slot}, {"source", source}, {"received", received}, {"position", position}});
-  routing::gather_rows_out(exchange(kBackwardOutOp, grad, plan, group_name, timeout_ms), source, slot,
-                           grad_rows);
+  ExpertParallelGroup group(kBackwardOutOp, group_name, timeout_ms, grad);
+  const Tensor rows =
+      make_transport(group)->dispatch(exchange_of(kBackwardOutOp, group, grad, plan, source))[0];
+  routing::gather_rows_out(rows, source, slot, grad_rows);
   mark_written(grad_rows);
 }
 
@@ -114,20 +118,18 @@ void combine_backward_out_meta(const Tensor& grad, const Tensor& slot, const Ten
   check_combine_backward_out(grad, {slot, received, position}, source, grad_rows, timeout_ms);
 }
 
+using CombineSignature = Tensor(const Tensor&, const Tensor&, const Tensor&, SymInt, std::string, int64_t,
+                                int64_t, bool, const OptionalTensor&, const OptionalTensor&);
+
+const auto& combine_op() {
+  static const auto op = find_op<CombineSignature>("combine");
+  return op;
+}
+
 class CombineFunction : public CheckedFunction<CombineFunction> {
  public:
   static constexpr const char* kName = "combine";
   static constexpr bool is_traceable = true;
-
-  static Tensor call(const Tensor& rows, const Tensor& slot, const Tensor& source, const SymInt& num_tokens,
-                     const std::string& group_name, int64_t timeout_ms, int64_t wanted, bool expand,
-                     const OptionalTensor& received, const OptionalTensor& position) {
-    using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, SymInt, std::string, int64_t,
-                             int64_t, bool, const OptionalTensor&, const OptionalTensor&);
-    static const auto op = find_op<Signature>("combine");
-    return op.call(rows, slot, source, num_tokens, group_name, timeout_ms, wanted, expand, received,
-                   position);
-  }
 
   static Tensor call_backward(const Tensor& grad, const Tensor& slot, const Tensor& source,
                               const std::string& group_name, int64_t timeout_ms, bool expand,
@@ -150,7 +152,8 @@ class CombineFunction : public CheckedFunction<CombineFunction> {
     ctx->saved_data["timeout_ms"] = timeout_ms;
     ctx->saved_data["expand"] = expand;
     const BelowAutograd guard;
-    return call(rows, slot, source, num_tokens, group_name, timeout_ms, 1, expand, received, position);
+    return combine_op().call(rows, slot, source, num_tokens, group_name, timeout_ms, 1, expand, received,
+                             position);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -178,8 +181,8 @@ Tensor combine_autograd(const Tensor& rows, const Tensor& slot, const Tensor& so
   }
   const BelowAutograd guard;
   // In a compiled graph `wanted` holds the value from the time of tracing.
-  return CombineFunction::call(rows, slot, source, num_tokens, group_name, timeout_ms, wanted, expand,
-                               received, position);
+  return combine_op().call(rows, slot, source, num_tokens, group_name, timeout_ms, wanted, expand, received,
+                           position);
 }
 
 Tensor combine_backward_autograd(const Tensor& grad, const Tensor& slot, const Tensor& source,

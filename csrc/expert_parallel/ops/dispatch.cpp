@@ -1,6 +1,6 @@
 // dispatch: each token goes once to every rank that has an expert of it. What a rank receives are these rows, or, with `expand`,
-// their copies in the slots of its experts; dispatch_out writes the copies to a buffer of the caller. The gradient of the tokens is combine; the gradient of a slot's weight goes back to
-// its (token, k).
+// their copies in the slots of its experts; dispatch_out writes the copies to a buffer of the caller. The gradient of the tokens is
+// combine; the gradient of a slot's weight goes back to its (token, k).
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
@@ -49,11 +49,10 @@ Pair dispatch_outputs(const char* op, const Tensor& tokens, const OptionalTensor
 constexpr int64_t kTokensWanted = 1;
 constexpr int64_t kWeightsWanted = 2;
 
-// The received rows, and with weights those of the received rows.
-std::vector<Tensor> exchange(const char* op, const Tensor& tokens, const OptionalTensor& topk_weights,
-                             const ReceivedRows& plan, const std::string& group_name, int64_t timeout_ms,
-                             int64_t wanted) {
-  ExpertParallelGroup group(op, group_name, timeout_ms, tokens);
+// The tokens, and with weights those.
+TokenExchange exchange_of(const char* op, const ExpertParallelGroup& group, const Tensor& tokens,
+                          const OptionalTensor& topk_weights, const ReceivedRows& plan, const Tensor& source,
+                          int64_t wanted) {
   const TokenLayout layout = layout_of(op, group, plan);
   std::vector<Payload> payloads{
       {pad_rows({op, "tokens", tokens}, layout.max_tokens), phases::kDispatchTokens}};
@@ -62,13 +61,14 @@ std::vector<Tensor> exchange(const char* op, const Tensor& tokens, const Optiona
         {pad_rows({op, "topk_weights", *topk_weights}, layout.max_tokens), phases::kDispatchWeights});
   }
   wanted = std::max<int64_t>(0, wanted);
+  check_source(op, group, plan.slot, source);
   const Call call = exchange_call(group, phases::kDispatchTokens, layout, plan.slot, "tokens",
                                   tokens.scalar_type(), tokens.size(1))
                         .set(fields::kWeights, topk_weights.has_value(), "topk_weights")
                         .set(fields::kRowsGradient, (wanted & kTokensWanted) != 0, "tokens")
                         .set(fields::kWeightsGradient, (wanted & kWeightsWanted) != 0, "topk_weights")
                         .set(fields::kTokens, tokens.size(0), "tokens");
-  return make_transport(group)->dispatch(layout, call, payloads);
+  return {layout, call, payloads};
 }
 
 Pair dispatch(const Tensor& tokens, const OptionalTensor& topk_weights, const Tensor& slot,
@@ -76,7 +76,9 @@ Pair dispatch(const Tensor& tokens, const OptionalTensor& topk_weights, const Te
               const OptionalTensor& received, const OptionalTensor& position) {
   const ReceivedRows plan{slot, received, position};
   auto [recv, recv_weights] = dispatch_outputs(kOp, tokens, topk_weights, plan, source, timeout_ms, expand);
-  const std::vector<Tensor> rows = exchange(kOp, tokens, topk_weights, plan, group_name, timeout_ms, wanted);
+  ExpertParallelGroup group(kOp, group_name, timeout_ms, tokens);
+  const std::vector<Tensor> rows =
+      make_transport(group)->dispatch(exchange_of(kOp, group, tokens, topk_weights, plan, source, wanted));
   recv = expand ? routing::gather_rows(rows[0], source, slot) : not_aliased(rows[0], tokens);
   if (topk_weights) recv_weights = routing::weights_to_slots(rows[1], slot, source);
   return {recv, recv_weights};
@@ -110,8 +112,9 @@ void dispatch_out(const Tensor& tokens, const OptionalTensor& topk_weights, cons
                {"source", source},
                {"received", received},
                {"position", position}});
+  ExpertParallelGroup group(kOutOp, group_name, timeout_ms, tokens);
   const std::vector<Tensor> rows =
-      exchange(kOutOp, tokens, topk_weights, plan, group_name, timeout_ms, wanted);
+      make_transport(group)->dispatch(exchange_of(kOutOp, group, tokens, topk_weights, plan, source, wanted));
   routing::gather_rows_out(rows[0], source, slot, recv);
   mark_written(recv);
   if (!recv_weights) return;
@@ -188,26 +191,25 @@ Pair dispatch_backward(const OptionalTensor& grad_recv, const OptionalTensor& gr
       exchange_call(group, phases::kDispatchBackwardRows, layout, slot, "grad_recv", dtype, hidden_size)
           .set(fields::kRowsGradient, for_tokens, "for_tokens")
           .set(fields::kWeightsGradient, for_weights, "for_weights");
-  const std::vector<Tensor> sums = make_transport(group)->combine(layout, call, payloads, num_tokens);
+  const std::vector<Tensor> sums = make_transport(group)->combine({layout, call, payloads}, num_tokens);
   if (for_tokens) grad_tokens = grad_recv ? not_aliased(sums.front(), *grad_recv) : sums.front();
   if (for_weights) grad_weights = sums.back();
   return {grad_tokens, grad_weights};
+}
+
+using DispatchSignature = Pair(const Tensor&, const OptionalTensor&, const Tensor&, const Tensor&,
+                               std::string, int64_t, int64_t, bool, const OptionalTensor&,
+                               const OptionalTensor&);
+
+const auto& dispatch_op() {
+  static const auto op = find_op<DispatchSignature>(kOp);
+  return op;
 }
 
 class DispatchFunction : public CheckedFunction<DispatchFunction> {
  public:
   static constexpr const char* kName = "dispatch";
   static constexpr bool is_traceable = true;
-
-  static Pair call(const Tensor& tokens, const OptionalTensor& topk_weights, const Tensor& slot,
-                   const Tensor& source, const std::string& group_name, int64_t timeout_ms, int64_t wanted,
-                   bool expand, const OptionalTensor& received, const OptionalTensor& position) {
-    using Signature = Pair(const Tensor&, const OptionalTensor&, const Tensor&, const Tensor&, std::string,
-                           int64_t, int64_t, bool, const OptionalTensor&, const OptionalTensor&);
-    static const auto op = find_op<Signature>(kOp);
-    return op.call(tokens, topk_weights, slot, source, group_name, timeout_ms, wanted, expand, received,
-                   position);
-  }
 
   static Pair call_backward(const OptionalTensor& grad_recv, const OptionalTensor& grad_recv_weights,
                             const Tensor& slot, const SymInt& num_tokens, const SymInt& hidden_size,
@@ -239,8 +241,8 @@ class DispatchFunction : public CheckedFunction<DispatchFunction> {
     ctx->saved_data["expand"] = expand;
     const BelowAutograd guard;
     const int64_t wanted = (wants_grad(tokens) ? kTokensWanted : 0) + (for_weights ? kWeightsWanted : 0);
-    const auto [recv, recv_weights] =
-        call(tokens, topk_weights, slot, source, group_name, timeout_ms, wanted, expand, received, position);
+    const auto [recv, recv_weights] = dispatch_op().call(tokens, topk_weights, slot, source, group_name,
+                                                         timeout_ms, wanted, expand, received, position);
     variable_list constant;
     if (!wants_grad(tokens)) constant.push_back(recv);
     if (!for_weights) constant.push_back(recv_weights);
@@ -276,8 +278,8 @@ Pair dispatch_autograd(const Tensor& tokens, const OptionalTensor& topk_weights,
   }
   const BelowAutograd guard;
   // In a compiled graph `wanted` holds the value from the time of tracing.
-  return DispatchFunction::call(tokens, topk_weights, slot, source, group_name, timeout_ms, wanted, expand,
-                                received, position);
+  return dispatch_op().call(tokens, topk_weights, slot, source, group_name, timeout_ms, wanted, expand,
+                            received, position);
 }
 
 Pair dispatch_backward_autograd(const OptionalTensor& grad_recv, const OptionalTensor& grad_recv_weights,

@@ -201,7 +201,7 @@ Plan make_plan(const Tensor& topk_idx, Sizes sizes, const std::string& group_nam
                        .set(fields::kRaise, raise_on_overflow, "raise_on_overflow")
                        .set(fields::kMaxReceived, bound.value_or(0), "max_received_tokens"),
                    1);
-  Tensor indices = group.all_gather(packed, phases::kPlanIndices);
+  Tensor indices = group.collectives().all_gather(packed, phases::kPlanIndices).wait();
   int64_t* report = raise_on_overflow ? group.overflow_report() : nullptr;
   count_rows(indices, sizes, capacity, report, required, overflow);
   const int64_t local = sizes.experts / sizes.ranks, first = group.rank() * local;
@@ -228,7 +228,7 @@ Plan make_plan(const Tensor& topk_idx, Sizes sizes, const std::string& group_nam
     *compact = {slot,     source,        slots.group_sizes, required,
                 overflow, rows.received, rows.position,     required_tokens};
   }
-  group.remember_plan(slot, topk_idx.numel() / topk_idx.size(-1), position);
+  group.remember_plan(slot, topk_idx.numel() / topk_idx.size(-1), source, position);
   return {slot, source, slots.group_sizes, required, overflow};
 }
 

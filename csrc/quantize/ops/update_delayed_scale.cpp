@@ -93,7 +93,7 @@ void reduce_amax(const char* op, const Tensor& amax, const std::string& name) {
   if (group.size() == 1) return;
   group.begin_call(distributed::Call(kPhases[0], kFields).set(kFields[0], amax.numel(), "amax"), 1);
   const BelowAutograd guard;
-  amax.copy_(group.all_gather(amax.view({1, amax.numel()}), kPhases[0]).amax(0));
+  amax.copy_(group.collectives().all_gather(amax.view({1, amax.numel()}), kPhases[0]).wait().amax(0));
 }
 
 Tensor run(const DelayedScaleCall& call, bool write) {
