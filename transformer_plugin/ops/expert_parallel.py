@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from transformer_plugin.errors import with_peers
+from transformer_plugin.errors import peer_errors
 
 __all__ = [
     "all_gather_text",
@@ -127,8 +127,8 @@ def plan(
     wrong indices are defined here.
     """
     arguments = (topk_idx, num_experts, max_tokens, capacity, alignment, num_ranks, group_name)
-    out = with_peers(_ops.plan.default, *arguments, raise_on_overflow, timeout_ms)
-    return Plan(*out)
+    with peer_errors():
+        return Plan(*_ops.plan.default(*arguments, raise_on_overflow, timeout_ms))
 
 
 def compact_plan(
@@ -164,10 +164,9 @@ def compact_plan(
         TypeError, ValueError, PeerTimeoutError: as :func:`plan`, and tokens that do not fit.
     """
     arguments = (topk_idx, num_experts, max_tokens, capacity, alignment, num_ranks, group_name)
-    out = with_peers(
-        _ops.compact_plan.default, *arguments, raise_on_overflow, timeout_ms, max_received_tokens
-    )
-    return CompactPlan(*out)
+    options = (raise_on_overflow, timeout_ms, max_received_tokens)
+    with peer_errors():
+        return CompactPlan(*_ops.compact_plan.default(*arguments, *options))
 
 
 def dispatch(
@@ -209,7 +208,9 @@ def dispatch(
         PeerTimeoutError: a rank did not take part in time.
     """
     rest = (group_name, timeout_ms, wanted, expand, received, position)
-    return with_peers(_ops.dispatch.default, tokens, topk_weights, slot, source, *rest)
+    with peer_errors():
+        out: tuple[Tensor, Tensor] = _ops.dispatch.default(tokens, topk_weights, slot, source, *rest)
+        return out
 
 
 def dispatch_out(
@@ -236,7 +237,8 @@ def dispatch_out(
     The others, and the errors, are those of :func:`dispatch` with ``expand``.
     """
     rest = (group_name, timeout_ms, wanted, received, position)
-    with_peers(_ops.dispatch_out.default, tokens, topk_weights, slot, source, recv, recv_weights, *rest)
+    with peer_errors():
+        _ops.dispatch_out.default(tokens, topk_weights, slot, source, recv, recv_weights, *rest)
 
 
 def dispatch_backward(
@@ -259,22 +261,13 @@ def dispatch_backward(
     None counts as zero. With ``expand`` padding and unused rows are not read. Without it the gradient is that of the
     received rows, ``[N, H]``, zero in those without a slot.
     """
-    return with_peers(
-        _ops.dispatch_backward.default,
-        grad_recv,
-        grad_recv_weights,
-        slot,
-        num_tokens,
-        hidden_size,
-        dtype,
-        for_tokens,
-        for_weights,
-        group_name,
-        timeout_ms,
-        expand,
-        received,
-        position,
-    )
+    sizes = (num_tokens, hidden_size, dtype, for_tokens, for_weights)
+    rest = (group_name, timeout_ms, expand, received, position)
+    with peer_errors():
+        out: tuple[Tensor, Tensor] = _ops.dispatch_backward.default(
+            grad_recv, grad_recv_weights, slot, *sizes, *rest
+        )
+        return out
 
 
 def combine(
@@ -314,7 +307,9 @@ def combine(
         PeerTimeoutError: a rank did not take part in time.
     """
     rest = (group_name, timeout_ms, wanted, expand, received, position)
-    return with_peers(_ops.combine.default, rows, slot, source, num_tokens, *rest)
+    with peer_errors():
+        out: Tensor = _ops.combine.default(rows, slot, source, num_tokens, *rest)
+        return out
 
 
 def combine_backward(
@@ -329,7 +324,9 @@ def combine_backward(
 ) -> Tensor:
     """The gradient of :func:`combine`: ``[num_tokens, H]`` to ``[capacity, H]``, zero in padding; or to ``[N, H]``."""
     rest = (group_name, timeout_ms, expand, received, position)
-    return with_peers(_ops.combine_backward.default, grad, slot, source, *rest)
+    with peer_errors():
+        out: Tensor = _ops.combine_backward.default(grad, slot, source, *rest)
+        return out
 
 
 def combine_backward_out(
@@ -344,7 +341,8 @@ def combine_backward_out(
 ) -> None:
     """:func:`combine_backward` with ``expand`` into the caller's contiguous ``[capacity, H]``."""
     rest = (group_name, timeout_ms, received, position)
-    with_peers(_ops.combine_backward_out.default, grad, slot, source, grad_rows, *rest)
+    with peer_errors():
+        _ops.combine_backward_out.default(grad, slot, source, grad_rows, *rest)
 
 
 class TransportSelection(NamedTuple):
@@ -375,7 +373,8 @@ def all_gather_text(text: str, group_name: str, timeout_ms: int = -1) -> list[st
     Raises:
         PeerTimeoutError: a rank did not take part in time.
     """
-    return list(with_peers(_ops.all_gather_text.default, group_name, text, timeout_ms))
+    with peer_errors():
+        return list(_ops.all_gather_text.default(group_name, text, timeout_ms))
 
 
 def compare_call(group_name: str, dtype: torch.dtype, width: int, timeout_ms: int = -1) -> None:
@@ -386,4 +385,5 @@ def compare_call(group_name: str, dtype: torch.dtype, width: int, timeout_ms: in
     Raises:
         ValueError: the ranks announced different calls. PeerTimeoutError: a rank announced no call in time.
     """
-    with_peers(_ops.compare_call.default, group_name, dtype, width, timeout_ms)
+    with peer_errors():
+        _ops.compare_call.default(group_name, dtype, width, timeout_ms)

@@ -51,7 +51,7 @@ class DispatchConfig:
     timeout: float | None = None
     #: tokens that this rank can receive, its own included, each counted once; of further tokens, in the order of their
     #: ranks and numbers, the rows here are dropped, before those past the ``capacity``. None: the tokens of all ranks.
-    #: Unused without a group.
+    #: Unused without a group, and with a group of one rank, where no token is received.
     max_received_tokens: int | None = None
 
     def __post_init__(self) -> None:

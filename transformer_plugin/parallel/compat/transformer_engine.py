@@ -233,6 +233,10 @@ def ep_dispatch(
     given = {"tokens": tokens, "topk_idx": topk_idx, "topk_weights": topk_weights}
     for name, value in given.items():
         check_type("ep_dispatch", name, value, Tensor, "a tensor")
+    if tokens.dim() != 2 or tokens.shape[1] != buffer.hidden_dim:
+        refuse(
+            "tokens", f"[T, {buffer.hidden_dim}], of hidden_dim columns", tuple(tokens.shape), "ep_dispatch"
+        )
     _check_target(
         "recv_tokens", recv_tokens, (buffer.recv_capacity_per_rank, buffer.hidden_dim), tokens.dtype, tokens
     )
