@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.examples import fork_server
@@ -75,6 +76,30 @@ def run_forked(
         status = process.wait(240)
         texts = [file.seek(0) or file.read() for file in (stdout, stderr)]
     return subprocess.CompletedProcess(command, status, *texts)
+
+
+def run_on_ranks(program: Path, ranks: int) -> tuple[list[int], str]:
+    """Runs on forked ranks with the environment of torchrun. Returns their statuses and what they printed."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), **environment(), **forking()}
+    with tempfile.TemporaryFile("w+") as output:
+        runs = [
+            fork_server.ForkedRun(
+                [sys.executable, str(program)],
+                {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                output.fileno(),
+                output.fileno(),
+            )
+            for rank in range(ranks)
+        ]
+        statuses = [run.wait(240) for run in runs]
+        output.seek(0)
+        return statuses, output.read()
 
 
 def train(out: Path, *more: str, status: int = 0, gpu: bool = False) -> subprocess.CompletedProcess[str]:

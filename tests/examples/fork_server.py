@@ -104,6 +104,8 @@ def _run(request: dict[str, Any], output: list[int]) -> NoReturn:
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 1
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)  # as Python does
     except BaseException:
         traceback.print_exc()
     sys.stdout.flush()

@@ -5,14 +5,11 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
-from torch.distributed import TCPStore
 
-from tests.examples import fork_server
-from tests.examples.conftest import EXAMPLES, environment, forking, run_forked
+from tests.examples.conftest import EXAMPLES, environment, run_forked, run_on_ranks
 
 PROGRAMS = sorted((EXAMPLES / "ep").glob("[0-9]*.py"))
 LAYER, BY_HAND = PROGRAMS
@@ -38,27 +35,7 @@ def test_two_gpus(program: Path) -> None:
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
 def test_four_ranks_of_torchrun(program: Path) -> None:
-    """The launcher's environment; its processes are forked."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    shared = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-    shared |= {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", **environment(), **forking()}
-    with tempfile.TemporaryFile("w+") as output:
-        runs = [
-            fork_server.ForkedRun(
-                [sys.executable, str(program)],
-                {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                output.fileno(),
-                output.fileno(),
-            )
-            for rank in range(4)
-        ]
-        statuses = [run.wait(120) for run in runs]
-        output.seek(0)
-        text = output.read()
+    statuses, text = run_on_ranks(program, 4)
     assert statuses == [0] * 4, text
     assert text.count("the same") == 1  # the first rank prints
 
