@@ -116,7 +116,7 @@ TORCH_LIBRARY(transformer_plugin, m) {
   m.def(
       "grouped_bias_backward(Tensor grad, Tensor group_sizes, Tensor? bias=None, Tensor? bias_scale=None) -> "
       "(Tensor, Tensor)");
-  // Layers. The weight of a grouped one is one tensor [G, N, K] or G matrices [N, K] at any addresses. A "main_grad",
+  // linear: layers. The weight of a grouped one is one tensor [G, N, K] or G matrices [N, K] at any addresses. A "main_grad",
   // like it one tensor or G matrices, is where the backward adds ("accumulate") or writes the gradient of the weight;
   // autograd then gets "weight_grad": none, an empty tensor or zeros. "dgrad_out" is where the backward writes the
   // gradient of the input. The forward writes no argument but the "out" of the forms of that name, which then is the
@@ -205,13 +205,13 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "str weight_format=\"fp8_tensor:e4m3\", str grad_format=\"fp8_tensor:e5m2\", int max_sms=0, "
       "int expected_rows=-1, str weight_shard=\"\") -> Tensor");
 
-  // Autograd passes the gradient of "value", a new tensor, on to "source", which stands for the same numbers.
+  // common: autograd passes the gradient of "value", a new tensor, on to "source", which stands for the same numbers.
   m.def("connect_gradient(Tensor value, Tensor source) -> ()");
 
   // Raises what a GPU noticed about group sizes, row and expert indices of earlier calls; calls with these do so too.
   m.def("check_group_sizes() -> ()");
 
-  // activation. With "group_sizes" rows past the last group are neither read nor written; their gradients of probs are 0.
+  // activation: with "group_sizes" rows past the last group are neither read nor written; their gradients of probs are 0.
   m.def("swiglu(Tensor input, Tensor? probs=None, Tensor? group_sizes=None) -> Tensor");
   m.def(
       "swiglu_backward(Tensor grad, Tensor input, Tensor? probs=None, Tensor? group_sizes=None) -> (Tensor, Tensor)");
@@ -386,7 +386,7 @@ TORCH_LIBRARY(transformer_plugin, m) {
   m.def("enter_gather_region(Tensor input, str group_name) -> Tensor");
   m.def("leave_gather_region(Tensor output, str group_name) -> Tensor");
 
-  // all_gather_text: every rank's text, through the group's store, to compare configurations. compare_call raises if ranks
+  // distributed: all_gather_text returns every rank's text, through the group's store, to compare configurations. compare_call raises if ranks
   // announce different calls. release_group frees the state of groups that have been destroyed.
   m.def("all_gather_text(str group_name, str text, int timeout_ms=-1) -> str[]");
   m.def("compare_call(str group_name, ScalarType dtype, int width, int timeout_ms=-1) -> ()");

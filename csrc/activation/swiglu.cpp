@@ -3,11 +3,11 @@
 
 #include <ATen/ops/arange.h>
 
-#include "activation/calls.h"
 #include "activation/swiglu_checks.h"
 #include "common/autograd.h"
 #include "common/check.h"
 #include "common/group_offsets.h"
+#include "common/ops/activation.h"
 #include "common/register.h"
 #include "common/tensor.h"
 
@@ -123,13 +123,13 @@ class SwigluFunction : public DifferentiableOnce<SwigluFunction> {
                         const OptionalTensor& group_sizes) {
     ctx->save_for_backward({input, or_undefined(probs), or_undefined(group_sizes)});
     const BelowAutograd guard;
-    return call_swiglu(input, probs, group_sizes);
+    return ops::swiglu(input, probs, group_sizes);
   }
 
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
     const OptionalTensor probs = as_optional(saved[1]), group_sizes = as_optional(saved[2]);
-    const auto [grad_input, grad_probs] = call_swiglu_backward(grads[0], saved[0], probs, group_sizes);
+    const auto [grad_input, grad_probs] = ops::swiglu_backward(grads[0], saved[0], probs, group_sizes);
     return {group_sizes ? before_tail(grad_input, *group_sizes) : grad_input, probs ? grad_probs : Tensor(),
             Tensor()};
   }
@@ -138,7 +138,7 @@ class SwigluFunction : public DifferentiableOnce<SwigluFunction> {
 Tensor swiglu_autograd(const Tensor& input, const OptionalTensor& probs, const OptionalTensor& group_sizes) {
   if (any_wants_grad(input, probs)) return SwigluFunction::apply(input, probs, group_sizes);
   const BelowAutograd guard;
-  return call_swiglu(input, probs, group_sizes);
+  return ops::swiglu(input, probs, group_sizes);
 }
 
 }  // namespace
@@ -167,9 +167,9 @@ void check_swiglu_grad(const char* op, const Tensor& grad, const Tensor& input) 
   check_size(argument, 1, input.sym_size(1) / 2, "half the columns of 'input'");
 }
 
-TP_IMPL("swiglu", swiglu, swiglu_output, swiglu_autograd);
+TP_IMPL(swiglu, swiglu, swiglu_output, swiglu_autograd);
 // swiglu_backward has no Autograd registration.
-TP_IMPL_CPU_CUDA("swiglu_backward", swiglu_backward);
-TP_IMPL_FOR(Meta, "swiglu_backward", swiglu_backward_outputs);
+TP_IMPL_CPU_CUDA(swiglu_backward, swiglu_backward);
+TP_IMPL_FOR(Meta, swiglu_backward, swiglu_backward_outputs);
 
 }  // namespace transformer_plugin::activation

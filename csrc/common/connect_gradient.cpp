@@ -7,6 +7,7 @@
 
 #include "common/autograd.h"
 #include "common/check.h"
+#include "common/ops/common.h"
 #include "common/register.h"
 #include "common/torch_version.h"
 
@@ -64,6 +65,6 @@ void connect_gradient_autograd(const Tensor& value, const Tensor& source) {
 
 }  // namespace
 
-TP_IMPL(kOp, connect_gradient, connect_gradient, connect_gradient_autograd);
+TP_IMPL(connect_gradient, connect_gradient, connect_gradient, connect_gradient_autograd);
 
 }  // namespace transformer_plugin

@@ -1,12 +1,12 @@
 // Checks of group sizes, and group offsets as a tensor or on the host; the op check_group_sizes.
 #include "common/group_offsets.h"
 
-#include <torch/library.h>
-
 #include <atomic>
 #include <limits>
 
 #include "common/expert_index.h"
+#include "common/ops/common.h"
+#include "common/register.h"
 #include "common/row_index.h"
 #include "common/shared_offsets.h"
 #include "common/tensor.h"
@@ -116,8 +116,6 @@ at::Tensor group_offsets(const Argument& group_sizes, const Argument& data, int6
   return offsets;
 }
 
-TORCH_LIBRARY_IMPL(transformer_plugin, CompositeExplicitAutograd, m) {
-  m.impl("check_group_sizes", [] { check_earlier_sizes("check_group_sizes"); });
-}
+TP_IMPL_FOR(CompositeExplicitAutograd, check_group_sizes, +[] { check_earlier_sizes("check_group_sizes"); });
 
 }  // namespace transformer_plugin

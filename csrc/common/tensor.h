@@ -2,11 +2,9 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/ScalarType.h>
 
 #include <optional>
-#include <string>
 
 #include "common/dtype.h"
 
@@ -51,14 +49,5 @@ class CudaScope {
 #endif
 
 using OptionalTensorArg = const std::optional<at::Tensor>&;
-
-// The dispatcher's handle of one of our ops, looked up once: `static const auto op =
-// find_op<Signature>("swiglu")`.
-template <typename Signature>
-c10::TypedOperatorHandle<Signature> find_op(const char* name) {
-  return c10::Dispatcher::singleton()
-      .findSchemaOrThrow((std::string("transformer_plugin::") + name).c_str(), "")
-      .template typed<Signature>();
-}
 
 }  // namespace transformer_plugin

@@ -30,10 +30,12 @@ c10::intrusive_ptr<c10d::ProcessGroup> resolve(const char* op, const std::string
 // "<name>#rank=<r>": the group of the name, in which this process must have the rank r.
 constexpr std::string_view kRankMark = "#rank=";
 
-std::string without_rank(const std::string& given) { return given.substr(0, given.rfind(kRankMark)); }
+std::string without_rank(std::string_view given) {
+  return std::string(given.substr(0, given.rfind(kRankMark)));
+}
 
 // A world that is destroyed and created again has the same name, and may have the processes in another order.
-void check_rank(const char* op, const std::string& given, const ProcessGroupState& state) {
+void check_rank(const char* op, std::string_view given, const ProcessGroupState& state) {
   if (given.size() == state.name.size()) return;
   const char* const first = given.data() + state.name.size() + kRankMark.size();
   int64_t rank = -1;
@@ -76,7 +78,7 @@ void check_timeout(const char* op, int64_t timeout_ms) {
                  "Pass 0 or less for the timeout of the group");
 }
 
-RankGroup::RankGroup(const char* op, const std::string& given, int64_t timeout_ms, const Tensor& like)
+RankGroup::RankGroup(const char* op, std::string_view given, int64_t timeout_ms, const Tensor& like)
     : timeout_(timeout_ms) {
   check_timeout(op, timeout_ms);
   const std::string name = without_rank(given);

@@ -19,7 +19,7 @@ class RankGroup {
  public:
   // `timeout_ms` <= 0: the timeout of the group. `like`: a tensor on the device of the payload; undefined: no
   // payload.
-  RankGroup(const char* op, const std::string& name, int64_t timeout_ms, const at::Tensor& like);
+  RankGroup(const char* op, std::string_view name, int64_t timeout_ms, const at::Tensor& like);
   ~RankGroup();
   RankGroup(const RankGroup&) = delete;
   RankGroup& operator=(const RankGroup&) = delete;

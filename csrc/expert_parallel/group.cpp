@@ -24,7 +24,7 @@ struct GroupPlans {
   std::once_flag overflow_once;
 };
 
-ExpertParallelGroup::ExpertParallelGroup(const char* op, const std::string& name, int64_t timeout_ms,
+ExpertParallelGroup::ExpertParallelGroup(const char* op, std::string_view name, int64_t timeout_ms,
                                          const Tensor& like)
     : RankGroup(op, name, timeout_ms, like), like_(like), plans_(state().extension<GroupPlans>()) {
   const int64_t required = take_overflow_report();

@@ -32,7 +32,7 @@ struct GroupPlans;
 // did not fit, which the host could not know at that time.
 class ExpertParallelGroup : public RankGroup {
  public:
-  ExpertParallelGroup(const char* op, const std::string& name, int64_t timeout_ms, const at::Tensor& like);
+  ExpertParallelGroup(const char* op, std::string_view name, int64_t timeout_ms, const at::Tensor& like);
 
   bool on_cuda() const { return like_.is_cuda(); }
 

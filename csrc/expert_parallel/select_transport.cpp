@@ -5,6 +5,7 @@
 #include <tuple>
 
 #include "common/check.h"
+#include "common/ops/expert_parallel.h"
 #include "common/register.h"
 #include "expert_parallel/all_gather_transport.h"
 
@@ -31,7 +32,7 @@ std::unique_ptr<TokenTransport> make_transport(ExpertParallelGroup& group) {
 
 namespace {
 
-std::tuple<std::string, std::string> select_transport_op(int64_t ranks, std::string device_type) {
+std::tuple<std::string, std::string> select_transport_op(int64_t ranks, std::string_view device_type) {
   constexpr const char* op = "select_transport";
   TP_CHECK_VALUE(ranks >= 1, op, "num_ranks", "1 or more", ranks, "Pass the size of the group");
   TP_CHECK_VALUE(device_type == "cpu" || device_type == "cuda", op, "device_type", "'cpu' or 'cuda'",
@@ -42,6 +43,6 @@ std::tuple<std::string, std::string> select_transport_op(int64_t ranks, std::str
 
 }  // namespace
 
-TP_IMPL_FOR(CompositeExplicitAutograd, "select_transport", select_transport_op);
+TP_IMPL_FOR(CompositeExplicitAutograd, select_transport, select_transport_op);
 
 }  // namespace transformer_plugin::expert_parallel

@@ -10,6 +10,7 @@
 
 #include "common/autograd.h"
 #include "common/buffers.h"
+#include "common/ops/linear.h"
 #include "common/register.h"
 #include "common/row_index.h"
 #include "common/tensor.h"
@@ -68,11 +69,6 @@ std::vector<Tensor> replaced_buffers(at::TensorList buffers, at::IntArrayRef ski
 
 namespace {
 
-using DeferSignature = void(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, OptionalList,
-                            OptionalList, std::string_view, std::string_view, std::optional<at::ScalarType>,
-                            bool, at::IntArrayRef, int64_t, int64_t, bool, const OptionalTensor&,
-                            const OptionalTensor&);
-
 std::vector<Tensor> scales_of(const Quantized& operand) {
   std::vector<Tensor> scales;
   if (operand.scale.defined()) scales.push_back(as_traceable(operand).scale);
@@ -85,16 +81,15 @@ std::vector<Tensor> scales_of(const Quantized& operand) {
 // Inductor reuses the memory of a tensor after the last op that it sees read it, so what it makes is copied.
 void call_defer_wgrad(const Tensor& queue, const Quantized& grad, const Quantized& input,
                       const OptionalTensor& group_sizes, const DeferOptions& options) {
-  static const auto op = find_op<DeferSignature>(kDefer);
   const std::vector<Tensor> grad_scale = scales_of(grad), input_scale = scales_of(input);
   const bool scaled = !grad_scale.empty();
   const auto list = [&](const std::vector<Tensor>& scales) {
     return scaled ? OptionalList(at::TensorList(scales)) : std::nullopt;
   };
-  op.call(queue, grad.data, input.data, group_sizes, list(grad_scale), list(input_scale),
-          scaled ? grad.key : "none", scaled ? input.key : "none", options.dtype, options.accumulate,
-          options.skipped, options.launch.max_sms, options.launch.expected_rows, is_traced(queue),
-          as_optional(input.row_index), as_optional(grad.row_index));
+  ops::defer_wgrad(queue, grad.data, input.data, group_sizes, list(grad_scale), list(input_scale),
+                   scaled ? grad.key : "none", scaled ? input.key : "none", options.dtype, options.accumulate,
+                   options.skipped, options.launch.max_sms, options.launch.expected_rows, is_traced(queue),
+                   as_optional(input.row_index), as_optional(grad.row_index));
 }
 
 namespace {
@@ -381,7 +376,7 @@ void run_deferred_wgrads(const Tensor& queue, at::TensorList out, bool accumulat
 
 }  // namespace
 
-TP_IMPL_NO_GRADIENT(kDefer, defer_wgrad<false>, defer_wgrad<true>);
-TP_IMPL_NO_GRADIENT(kRun, run_deferred_wgrads, run_deferred_wgrads_meta);
+TP_IMPL_NO_GRADIENT(defer_wgrad, defer_wgrad<false>, defer_wgrad<true>);
+TP_IMPL_NO_GRADIENT(run_deferred_wgrads, run_deferred_wgrads, run_deferred_wgrads_meta);
 
 }  // namespace transformer_plugin::linear

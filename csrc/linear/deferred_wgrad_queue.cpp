@@ -1,5 +1,6 @@
 #include "linear/deferred_wgrad_queue.h"
 
+#include "common/ops/linear.h"
 #include "common/register.h"
 
 namespace transformer_plugin::linear {
@@ -70,8 +71,8 @@ int64_t count_deferred_wgrads(int64_t queue) { return WgradQueues::instance().co
 
 }  // namespace
 
-TP_IMPL_FOR(CompositeExplicitAutograd, "new_wgrad_queue", new_wgrad_queue);
-TP_IMPL_FOR(CompositeExplicitAutograd, "release_wgrad_queue", release_wgrad_queue);
-TP_IMPL_FOR(CompositeExplicitAutograd, "count_deferred_wgrads", count_deferred_wgrads);
+TP_IMPL_FOR(CompositeExplicitAutograd, new_wgrad_queue, new_wgrad_queue);
+TP_IMPL_FOR(CompositeExplicitAutograd, release_wgrad_queue, release_wgrad_queue);
+TP_IMPL_FOR(CompositeExplicitAutograd, count_deferred_wgrads, count_deferred_wgrads);
 
 }  // namespace transformer_plugin::linear

@@ -6,6 +6,7 @@
 
 #include "common/autograd.h"
 #include "common/check.h"
+#include "common/ops/linear.h"
 #include "common/register.h"
 #include "common/tensor.h"
 #include "linear/weights.h"
@@ -67,10 +68,8 @@ Tensor embedding_meta(const Tensor& indices, const Tensor& weight, int64_t paddi
 
 Tensor redispatch(const Tensor& indices, const Tensor& weight, int64_t padding_idx,
                   std::string_view weight_shard) {
-  using Signature = Tensor(const Tensor&, const Tensor&, int64_t, std::string_view);
-  static const auto op = find_op<Signature>(kOp);
   const BelowAutograd guard;
-  return op.call(indices, weight, padding_idx, weight_shard);
+  return ops::embedding(indices, weight, padding_idx, weight_shard);
 }
 
 class EmbeddingFunction : public DifferentiableOnce<EmbeddingFunction> {
@@ -117,6 +116,6 @@ Tensor embedding_autograd(const Tensor& indices, const Tensor& weight, int64_t p
 
 }  // namespace
 
-TP_IMPL(kOp, embedding, embedding_meta, embedding_autograd);
+TP_IMPL(embedding, embedding, embedding_meta, embedding_autograd);
 
 }  // namespace transformer_plugin::linear

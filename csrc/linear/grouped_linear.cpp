@@ -3,6 +3,7 @@
 
 #include "common/autograd.h"
 #include "common/group_offsets.h"
+#include "common/ops/linear.h"
 #include "common/register.h"
 #include "common/tensor.h"
 #include "gemm/dispatch/checks.h"
@@ -138,29 +139,21 @@ Tensor grouped_linear(const Call& call) {
 
 // Calls the op below autograd.
 Tensor redispatch(const Call& call) {
-  using Signature = Tensor(const Tensor&, at::TensorList, const Tensor&, const OptionalTensor&,
-                           const OptionalTensor&, std::string_view, std::string_view, std::string_view,
-                           OptionalList, int64_t, int64_t, OptionalList, bool, std::string_view,
-                           const OptionalTensor&, bool, const OptionalTensor&, std::string_view);
-  using OutSignature =
-      void(const Tensor&, at::TensorList, const Tensor&, const Tensor&, const OptionalTensor&,
-           const OptionalTensor&, std::string_view, std::string_view, std::string_view, OptionalList, int64_t,
-           int64_t, OptionalList, bool, std::string_view, const OptionalTensor&, bool, const OptionalTensor&);
   const BelowAutograd guard;
   const auto& [max_sms, expected_rows] = call.options;
   const auto& [buffers, accumulate, weight_grad, queue, weight_shard] = call.main_grad;
   const auto& [out, dgrad_out] = call.buffers;
   if (out) {
-    static const auto op = find_op<OutSignature>(kOutOp);
-    op.call(call.input, call.weight, *call.group_sizes, *out, call.bias, call.bias_scale, call.input_format,
-            call.weight_format, call.grad_format, call.quantized_weight, max_sms, expected_rows, buffers,
-            accumulate, weight_grad, queue, call.save_original_input, dgrad_out);
+    ops::grouped_linear_out(call.input, call.weight, *call.group_sizes, *out, call.bias, call.bias_scale,
+                            call.input_format, call.weight_format, call.grad_format, call.quantized_weight,
+                            max_sms, expected_rows, buffers, accumulate, weight_grad, queue,
+                            call.save_original_input, dgrad_out);
     return *out;
   }
-  static const auto op = find_op<Signature>(kOp);
-  return op.call(call.input, call.weight, *call.group_sizes, call.bias, call.bias_scale, call.input_format,
-                 call.weight_format, call.grad_format, call.quantized_weight, max_sms, expected_rows, buffers,
-                 accumulate, weight_grad, queue, call.save_original_input, dgrad_out, weight_shard);
+  return ops::grouped_linear(call.input, call.weight, *call.group_sizes, call.bias, call.bias_scale,
+                             call.input_format, call.weight_format, call.grad_format, call.quantized_weight,
+                             max_sms, expected_rows, buffers, accumulate, weight_grad, queue,
+                             call.save_original_input, dgrad_out, weight_shard);
 }
 
 Tensor grouped_linear_autograd(const Call& call) {
@@ -222,8 +215,9 @@ void out_entry_of(const Tensor& input, at::TensorList weight, const Tensor& grou
 
 }  // namespace
 
-TP_IMPL(kOp, entry_of<grouped_linear>, entry_of<grouped_linear_meta>, entry_of<grouped_linear_autograd>);
-TP_IMPL(kOutOp, out_entry_of<grouped_linear>, out_entry_of<grouped_linear_meta>,
+TP_IMPL(grouped_linear, entry_of<grouped_linear>, entry_of<grouped_linear_meta>,
+        entry_of<grouped_linear_autograd>);
+TP_IMPL(grouped_linear_out, out_entry_of<grouped_linear>, out_entry_of<grouped_linear_meta>,
         out_entry_of<grouped_linear_autograd>);
 
 }  // namespace transformer_plugin::linear

@@ -3,6 +3,7 @@
 // grouped_linear; with `slot` and `source`, of permute_rows, those three and unpermute. grouped_mlp_out: the same into a buffer
 // of the caller.
 #include "common/autograd.h"
+#include "common/ops/linear.h"
 #include "common/register.h"
 #include "common/tensor.h"
 #include "linear/grouped_mlp_checks.h"
@@ -18,37 +19,25 @@ constexpr const char *kOp = "grouped_mlp", *kOutOp = "grouped_mlp_out";
 
 // Calls the op below autograd.
 Tensor redispatch(const MlpArguments& mlp, const OperandFormats& formats) {
-  using Signature =
-      Tensor(const Tensor&, at::TensorList, at::TensorList, const Tensor&, const Tensor&,
-             const OptionalTensor&, const OptionalTensor&, std::string_view, std::string_view,
-             std::string_view, OptionalList, OptionalList, int64_t, int64_t, int64_t, OptionalList,
-             OptionalList, bool, std::string_view, const OptionalTensor&, const OptionalTensor&,
-             const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, std::string_view);
-  using OutSignature =
-      void(const Tensor&, at::TensorList, at::TensorList, const Tensor&, const Tensor&, const Tensor&,
-           const OptionalTensor&, const OptionalTensor&, std::string_view, std::string_view, std::string_view,
-           OptionalList, OptionalList, int64_t, int64_t, int64_t, OptionalList, OptionalList, bool,
-           std::string_view, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-           const OptionalTensor&, const OptionalTensor&);
   const BelowAutograd guard;
   const MainGrad& main_grad = mlp.fc1_main_grad;
   const auto& [out, dgrad_out] = mlp.buffers;
   const OptionalTensor slot = as_optional(mlp.rows.slot), source = as_optional(mlp.rows.source);
   if (out) {
-    static const auto op = find_op<OutSignature>(kOutOp);
-    op.call(mlp.input, mlp.fc1_weight, mlp.fc2_weight, mlp.group_sizes, mlp.probs, *out, mlp.fc1_bias,
-            mlp.fc2_bias, formats.input_key, formats.weight_key, formats.grad_key, mlp.quantized_fc1,
-            mlp.quantized_fc2, mlp.interleave, mlp.options.max_sms, mlp.options.expected_rows,
-            main_grad.buffers, mlp.fc2_main_grad.buffers, main_grad.accumulate, main_grad.weight_grad,
-            main_grad.queue, mlp.fc2_main_grad.queue, dgrad_out, slot, source);
+    ops::grouped_mlp_out(mlp.input, mlp.fc1_weight, mlp.fc2_weight, mlp.group_sizes, mlp.probs, *out,
+                         mlp.fc1_bias, mlp.fc2_bias, formats.input_key, formats.weight_key, formats.grad_key,
+                         mlp.quantized_fc1, mlp.quantized_fc2, mlp.interleave, mlp.options.max_sms,
+                         mlp.options.expected_rows, main_grad.buffers, mlp.fc2_main_grad.buffers,
+                         main_grad.accumulate, main_grad.weight_grad, main_grad.queue,
+                         mlp.fc2_main_grad.queue, dgrad_out, slot, source);
     return *out;
   }
-  static const auto op = find_op<Signature>(kOp);
-  return op.call(mlp.input, mlp.fc1_weight, mlp.fc2_weight, mlp.group_sizes, mlp.probs, mlp.fc1_bias,
-                 mlp.fc2_bias, formats.input_key, formats.weight_key, formats.grad_key, mlp.quantized_fc1,
-                 mlp.quantized_fc2, mlp.interleave, mlp.options.max_sms, mlp.options.expected_rows,
-                 main_grad.buffers, mlp.fc2_main_grad.buffers, main_grad.accumulate, main_grad.weight_grad,
-                 main_grad.queue, mlp.fc2_main_grad.queue, dgrad_out, slot, source, main_grad.weight_shard);
+  return ops::grouped_mlp(mlp.input, mlp.fc1_weight, mlp.fc2_weight, mlp.group_sizes, mlp.probs, mlp.fc1_bias,
+                          mlp.fc2_bias, formats.input_key, formats.weight_key, formats.grad_key,
+                          mlp.quantized_fc1, mlp.quantized_fc2, mlp.interleave, mlp.options.max_sms,
+                          mlp.options.expected_rows, main_grad.buffers, mlp.fc2_main_grad.buffers,
+                          main_grad.accumulate, main_grad.weight_grad, main_grad.queue,
+                          mlp.fc2_main_grad.queue, dgrad_out, slot, source, main_grad.weight_shard);
 }
 
 enum class Kernel { kCompute, kMeta, kAutograd };
@@ -132,8 +121,9 @@ void grouped_mlp_out(const Tensor& input, at::TensorList fc1_weight, at::TensorL
 
 }  // namespace
 
-TP_IMPL(kOp, grouped_mlp<Kernel::kCompute>, grouped_mlp<Kernel::kMeta>, grouped_mlp<Kernel::kAutograd>);
-TP_IMPL(kOutOp, grouped_mlp_out<Kernel::kCompute>, grouped_mlp_out<Kernel::kMeta>,
+TP_IMPL(grouped_mlp, grouped_mlp<Kernel::kCompute>, grouped_mlp<Kernel::kMeta>,
+        grouped_mlp<Kernel::kAutograd>);
+TP_IMPL(grouped_mlp_out, grouped_mlp_out<Kernel::kCompute>, grouped_mlp_out<Kernel::kMeta>,
         grouped_mlp_out<Kernel::kAutograd>);
 
 }  // namespace transformer_plugin::linear

@@ -2,7 +2,8 @@
 
 #include <algorithm>
 
-#include "activation/calls.h"
+#include "common/ops/activation.h"
+#include "common/ops/gemm.h"
 #include "gemm/dispatch/grouped_gemm.h"
 #include "gemm/dispatch/swiglu_gemm.h"
 #include "gemm/ops/calls.h"
@@ -76,8 +77,7 @@ Hidden product_then_activation(QuantizedOperand input, QuantizedWeight weight, c
   weight = {};
   const Tensor halves = deinterleave(hidden.linear, mlp.interleave);
   if (!fuses_quantize(formats.input, formats.input_key)) {
-    const Tensor activation =
-        activation::call_swiglu(halves, mlp.probs, used_sizes(mlp.group_sizes, zero_tail));
+    const Tensor activation = ops::swiglu(halves, mlp.probs, used_sizes(mlp.group_sizes, zero_tail));
     hidden.activation = quantize_operand(activation, mlp.group_sizes, formats.input, formats.input_key, true,
                                          columns, zero_tail);
     return hidden;
@@ -103,7 +103,7 @@ QuantizedGradient round_hidden_gradient(const Tensor& grad, const Tensor& group_
   }
   if (wanted.bias && !result.bias.defined()) {
     std::tie(result.bias, std::ignore) =
-        call_grouped_bias_backward(grad, group_sizes, std::nullopt, std::nullopt);
+        ops::grouped_bias_backward(grad, group_sizes, std::nullopt, std::nullopt);
   }
   return result;
 }
@@ -129,7 +129,7 @@ HiddenGradient data_gradient_then_activation_backward(Quantized grad, const Quan
     return result;
   }
   Tensor grad_linear;
-  std::tie(grad_linear, result.probs) = activation::call_swiglu_backward(
+  std::tie(grad_linear, result.probs) = ops::swiglu_backward(
       grad_activation, deinterleave(linear, interleave), probs, used_sizes(group_sizes, zero_tail));
   grad_activation.reset();
   grad_linear = interleave_columns(grad_linear, interleave);

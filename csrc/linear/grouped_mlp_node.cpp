@@ -3,6 +3,7 @@
 #include <ATen/ops/add.h>
 
 #include "common/autograd.h"
+#include "common/ops/gemm.h"
 #include "common/shared_offsets.h"
 #include "common/tensor.h"
 #include "gemm/ops/calls.h"
@@ -310,7 +311,7 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
     const bool wants_probs = ctx->needs_input_grad(weights + 2);
     if (!wants_bias && !wants_probs) return {};
     const Tensor grad_rows = rows.given() ? rows.gather(grad, group_sizes) : grad;
-    const auto [grad_bias, grad_probs] = call_grouped_bias_backward(
+    const auto [grad_bias, grad_probs] = ops::grouped_bias_backward(
         grad_rows, group_sizes, wants_probs ? as_optional(bias) : std::nullopt, probs);
     return {wants_bias ? grad_bias : Tensor(), wants_probs ? grad_probs : Tensor()};
   }

@@ -1,5 +1,6 @@
 #include "linear/input_rows.h"
 
+#include "common/ops/tensor_parallel.h"
 #include "linear/nonfinite.h"
 #include "sharded/gather_weight.h"
 #include "tensor_parallel/exchange.h"
@@ -36,11 +37,11 @@ void check_input_ranks(const Argument& input, const InputRanks& ranks, const Cal
 }
 
 Tensor gathered_rows(const Tensor& input, const InputRanks& ranks) {
-  return tensor_parallel::call_all_gather(input, ranks.ranks, std::string(ranks.group), -1);
+  return ops::all_gather(input, ranks.ranks, ranks.group, -1, -1);
 }
 
 Tensor divided_rows(const Tensor& grad, const InputRanks& ranks) {
-  return tensor_parallel::call_reduce_scatter(grad, ranks.ranks, std::string(ranks.group), -1);
+  return ops::reduce_scatter(grad, ranks.ranks, ranks.group, -1, -1);
 }
 
 QuantizedOperand gathered_operand_of(const Tensor& rows, const InputRanks& ranks,

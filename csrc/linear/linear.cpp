@@ -1,6 +1,9 @@
 // linear: input [..., K] times weight [N, K] transposed, plus bias [N], with its gradient, in any format. linear_out: the
 // same into a buffer of the caller.
+#include "common/ops/linear.h"
+
 #include "common/autograd.h"
+#include "common/ops/gemm.h"
 #include "common/register.h"
 #include "common/tensor.h"
 #include "gemm/dispatch/checks.h"
@@ -116,26 +119,20 @@ Tensor linear(const Call& call) {
 
 // Calls the op below autograd.
 Tensor redispatch(const Call& call) {
-  using OutSignature =
-      void(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, std::string_view,
-           std::string_view, std::string_view, OptionalList, const OptionalTensor&, bool, std::string_view,
-           const OptionalTensor&, bool, const OptionalTensor&);
   const BelowAutograd guard;
   const OptionalList& list = call.main_grad.buffers;
   const OptionalTensor main_grad = list ? OptionalTensor((*list)[0]) : std::nullopt;
   const auto& [out, dgrad_out] = call.buffers;
   if (out) {
-    static const auto op = find_op<OutSignature>(kOutOp);
-    op.call(call.input, call.weight, *out, call.bias, call.input_format, call.weight_format, call.grad_format,
-            call.quantized_weight, main_grad, call.main_grad.accumulate, call.main_grad.weight_grad,
-            call.main_grad.queue, call.save_original_input, dgrad_out);
+    ops::linear_out(call.input, call.weight, *out, call.bias, call.input_format, call.weight_format,
+                    call.grad_format, call.quantized_weight, main_grad, call.main_grad.accumulate,
+                    call.main_grad.weight_grad, call.main_grad.queue, call.save_original_input, dgrad_out);
     return *out;
   }
-  static const auto op = find_op<LinearSignature>(kOp);
-  return op.call(call.input, call.weight, call.bias, call.input_format, call.weight_format, call.grad_format,
-                 call.quantized_weight, main_grad, call.main_grad.accumulate, call.main_grad.weight_grad,
-                 call.main_grad.queue, call.save_original_input, dgrad_out, call.main_grad.weight_shard,
-                 call.input_ranks.ranks, call.input_ranks.group);
+  return ops::linear(call.input, call.weight, call.bias, call.input_format, call.weight_format,
+                     call.grad_format, call.quantized_weight, main_grad, call.main_grad.accumulate,
+                     call.main_grad.weight_grad, call.main_grad.queue, call.save_original_input, dgrad_out,
+                     call.main_grad.weight_shard, call.input_ranks.ranks, call.input_ranks.group);
 }
 
 Tensor plain_forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
@@ -170,7 +167,7 @@ class LinearFunction : public DifferentiableTwice<LinearFunction<has_bias>> {
     if (ctx->needs_input_grad(0)) grad_input = from_matrix(product_of(grad, saved[1]), grads[0]);
     if (ctx->needs_input_grad(1)) grad_weight = product_of(grad.t(), as_matrix(saved[0]));
     if constexpr (has_bias) {
-      if (ctx->needs_input_grad(2)) grad_bias = call_bias_backward(grad);
+      if (ctx->needs_input_grad(2)) grad_bias = ops::bias_backward(grad);
     }
     return {grad_input, grad_weight, grad_bias};
   }
@@ -210,7 +207,7 @@ class LinearMainGradFunction : public DifferentiableOnce<LinearMainGradFunction<
       grad_weight = weight_gradient.compute(g, x, std::nullopt, grad.scalar_type())[0];
     }
     if constexpr (has_bias) {
-      if (ctx->needs_input_grad(2)) grad_bias = call_bias_backward(grad);
+      if (ctx->needs_input_grad(2)) grad_bias = ops::bias_backward(grad);
     }
     return {grad_input, grad_weight, grad_bias, Tensor(), Tensor()};
   }
@@ -286,7 +283,7 @@ void out_entry_of(const Tensor& input, const Tensor& weight, const Tensor& out, 
 
 }  // namespace
 
-TP_IMPL(kOp, entry_of<linear>, entry_of<linear_meta>, entry_of<linear_autograd>);
-TP_IMPL(kOutOp, out_entry_of<linear>, out_entry_of<linear_meta>, out_entry_of<linear_autograd>);
+TP_IMPL(linear, entry_of<linear>, entry_of<linear_meta>, entry_of<linear_autograd>);
+TP_IMPL(linear_out, out_entry_of<linear>, out_entry_of<linear_meta>, out_entry_of<linear_autograd>);
 
 }  // namespace transformer_plugin::linear

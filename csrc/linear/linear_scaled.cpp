@@ -4,6 +4,8 @@
 #include <ATen/ops/mul.h>
 
 #include "common/autograd.h"
+#include "common/ops/gemm.h"
+#include "common/ops/linear.h"
 #include "common/register.h"
 #include "common/shared_offsets.h"
 #include "common/tensor.h"
@@ -261,7 +263,7 @@ class LinearScaledFunction : public DifferentiableOnce<LinearScaledFunction<is_g
     const bool has_bias = ctx->saved_data["has_bias"].toBool();
     if (group_sizes) return bias_gradients(ctx, has_bias, grad, *group_sizes, bias, bias_scale);
     if (!has_bias || !ctx->needs_input_grad(2)) return {};
-    return {call_bias_backward(grad), Tensor()};
+    return {ops::bias_backward(grad), Tensor()};
   }
 };
 
@@ -349,8 +351,8 @@ Tensor grouped_linear_scaled(const Tensor& input, const Tensor& weight, const Te
 
 }  // namespace
 
-TP_IMPL("linear_scaled", linear_scaled<run>, linear_scaled<meta>, linear_scaled<differentiable>);
-TP_IMPL("grouped_linear_scaled", grouped_linear_scaled<run>, grouped_linear_scaled<meta>,
+TP_IMPL(linear_scaled, linear_scaled<run>, linear_scaled<meta>, linear_scaled<differentiable>);
+TP_IMPL(grouped_linear_scaled, grouped_linear_scaled<run>, grouped_linear_scaled<meta>,
         grouped_linear_scaled<differentiable>);
 
 }  // namespace transformer_plugin::linear

@@ -5,6 +5,8 @@
 #include <functional>
 
 #include "common/autograd.h"
+#include "common/ops/gemm.h"
+#include "common/ops/linear.h"
 #include "common/register.h"
 #include "common/tensor.h"
 #include "gemm/dispatch/checks.h"
@@ -169,7 +171,7 @@ LayerGradients unquantized_gradients(const Tensor& grad, const NormCall& norm, c
     }
   }
   if (wanted.input) result.input = call_gemm(grad, weight().data, kNone, false, grad.scalar_type());
-  if (wanted.bias) result.bias = call_bias_backward(grad);
+  if (wanted.bias) result.bias = ops::bias_backward(grad);
   return result;
 }
 
@@ -197,7 +199,7 @@ LayerGradients quantized_gradients(const Tensor& grad, const NormCall& norm, Sav
     }
     if (sizes && result.bias.defined()) result.bias = result.bias.squeeze(0);
   }
-  if (wanted.bias && !result.bias.defined()) result.bias = call_bias_backward(grad);
+  if (wanted.bias && !result.bias.defined()) result.bias = ops::bias_backward(grad);
   return result;
 }
 
@@ -321,17 +323,13 @@ Two shaped(const Tensor& output, const Tensor& normalized, const Tensor& like) {
 // Calls the op below autograd.
 Two redispatch(const NormLinear& layer, std::string_view normalization, std::string_view input_format,
                std::string_view weight_format, std::string_view grad_format) {
-  using Signature = Two(const Tensor&, const OptionalTensor&, const OptionalTensor&, const Tensor&,
-                        const OptionalTensor&, double, std::string_view, bool, bool, std::string_view,
-                        std::string_view, std::string_view, OptionalList, const OptionalTensor&, bool,
-                        std::string_view, const OptionalTensor&, std::string_view);
-  static const auto op = find_op<Signature>(kOp);
   const BelowAutograd guard;
   const auto& [norm, weight, bias, quantized_weight, return_normalized, main_grad] = layer;
-  return op.call(norm.input, norm.weight, norm.bias, weight, bias, norm.eps, normalization,
-                 norm.zero_centered, return_normalized, input_format, weight_format, grad_format,
-                 quantized_weight, main_grad.buffers ? OptionalTensor((*main_grad.buffers)[0]) : std::nullopt,
-                 main_grad.accumulate, main_grad.weight_grad, main_grad.queue, main_grad.weight_shard);
+  return ops::norm_linear(
+      norm.input, norm.weight, norm.bias, weight, bias, norm.eps, normalization, norm.zero_centered,
+      return_normalized, input_format, weight_format, grad_format, quantized_weight,
+      main_grad.buffers ? OptionalTensor((*main_grad.buffers)[0]) : std::nullopt, main_grad.accumulate,
+      main_grad.weight_grad, main_grad.queue, main_grad.weight_shard);
 }
 
 // With the norm as a second result two ops, so that a node with weights has one output with a gradient: torch's schedules that delay
@@ -393,6 +391,7 @@ Two norm_linear(const Tensor& input, const OptionalTensor& norm_weight, const Op
 
 }  // namespace
 
-TP_IMPL(kOp, norm_linear<Kernel::kCompute>, norm_linear<Kernel::kMeta>, norm_linear<Kernel::kAutograd>);
+TP_IMPL(norm_linear, norm_linear<Kernel::kCompute>, norm_linear<Kernel::kMeta>,
+        norm_linear<Kernel::kAutograd>);
 
 }  // namespace transformer_plugin::linear

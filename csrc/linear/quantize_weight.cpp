@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 
 #include "common/autograd.h"
+#include "common/ops/linear.h"
 #include "common/register.h"
 #include "gemm/dispatch/checks.h"
 #include "linear/main_grad.h"
@@ -89,9 +90,9 @@ void quantize_weight_out(at::TensorList weight, std::string_view input_format, s
 }  // namespace
 
 // Quantization has no gradient; the layers that take its result have their own.
-TP_IMPL(kOp, quantize_weight, quantize_weight, quantize_weight);
+TP_IMPL(quantize_weight, quantize_weight, quantize_weight, quantize_weight);
 // For a list without a tensor, which torch has no other kernel for.
-TP_IMPL_FOR(BackendSelect, kOp, quantize_weight);
-TP_IMPL_NO_GRADIENT(kOutOp, quantize_weight_out, quantize_weight_out_meta);
+TP_IMPL_FOR(BackendSelect, quantize_weight, quantize_weight);
+TP_IMPL_NO_GRADIENT(quantize_weight_out, quantize_weight_out, quantize_weight_out_meta);
 
 }  // namespace transformer_plugin::linear

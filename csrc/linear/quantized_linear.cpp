@@ -7,6 +7,7 @@
 
 #include "common/autograd.h"
 #include "common/check.h"
+#include "common/ops/gemm.h"
 #include "common/shared_offsets.h"
 #include "gemm/ops/calls.h"
 #include "gemm/ops/leading_dims.h"
@@ -204,7 +205,7 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
     const bool has_bias = ctx->saved_data["has_bias"].toBool();
     if (group_sizes) return bias_gradients(ctx, has_bias, grad, *group_sizes, bias, bias_scale, place);
     if (!has_bias || !ctx->needs_input_grad(place)) return {};
-    return {call_bias_backward(grad), Tensor()};
+    return {ops::bias_backward(grad), Tensor()};
   }
 };
 

@@ -1,6 +1,7 @@
 #include "linear/token_rows.h"
 
 #include "common/autograd.h"
+#include "common/ops/routing.h"
 #include "common/tensor.h"
 #include "gemm/dispatch/quantized_gemm.h"
 #include "gemm/dispatch/select.h"
@@ -24,15 +25,11 @@ using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
 Tensor TokenRows::gather(const Tensor& tokens, const Tensor& group_sizes) const {
-  using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, OptionalTensorArg);
-  static const auto op = find_op<Signature>("permute_rows");
-  return op.call(tokens, slot, source, group_sizes);
+  return ops::permute_rows(tokens, slot, source, group_sizes);
 }
 
 Tensor TokenRows::sum(const Tensor& rows, const OptionalTensor& out) const {
-  using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, OptionalTensorArg);
-  static const auto op = find_op<Signature>("unpermute");
-  const Tensor sums = op.call(rows, slot, source, std::nullopt);
+  const Tensor sums = ops::unpermute(rows, slot, source, std::nullopt);
   if (!out) return sums;
   Tensor(*out).copy_(sums);
   mark_written(*out);

@@ -3,6 +3,7 @@
 
 #include "common/autograd.h"
 #include "common/check.h"
+#include "common/ops/norm.h"
 #include "common/register.h"
 #include "common/tensor.h"
 #include "norm/calls.h"
@@ -201,7 +202,7 @@ class RmsNormFunction : public DifferentiableOnce<RmsNormFunction<zero_centered>
   static variable_list forward(AutogradContext* ctx, const Tensor& input, const OptionalTensor& weight,
                                double eps, bool with_stats) {
     const BelowAutograd guard;
-    const auto [output, rstd] = call_rms_norm_forward(input, weight, eps, zero_centered);
+    const auto [output, rstd] = ops::rms_norm_forward(input, weight, eps, zero_centered);
     ctx->save_for_backward({input, or_undefined(weight), rstd});
     ctx->set_materialize_grads(false);
     if (!with_stats) return {output};
@@ -214,7 +215,7 @@ class RmsNormFunction : public DifferentiableOnce<RmsNormFunction<zero_centered>
     if (!grads[0].defined()) return result;
     const variable_list saved = ctx->get_saved_variables();
     const auto [input, weight] =
-        call_rms_norm_backward(grads[0], saved[0], as_optional(saved[1]), saved[2], zero_centered);
+        ops::rms_norm_backward(grads[0], saved[0], as_optional(saved[1]), saved[2], zero_centered);
     result[0] = input;
     if (saved[1].defined()) result[1] = weight;
     return result;
@@ -236,7 +237,7 @@ class LayerNormFunction : public DifferentiableOnce<LayerNormFunction<zero_cente
   static variable_list forward(AutogradContext* ctx, const Tensor& input, const OptionalTensor& weight,
                                const OptionalTensor& bias, double eps, bool with_stats) {
     const BelowAutograd guard;
-    const auto [output, mean, rstd] = call_layer_norm_forward(input, weight, bias, eps, zero_centered);
+    const auto [output, mean, rstd] = ops::layer_norm_forward(input, weight, bias, eps, zero_centered);
     ctx->save_for_backward({input, or_undefined(weight), mean, rstd});
     ctx->set_materialize_grads(false);
     if (!with_stats) return {output};
@@ -248,7 +249,7 @@ class LayerNormFunction : public DifferentiableOnce<LayerNormFunction<zero_cente
     variable_list result(5);
     if (!grads[0].defined()) return result;
     const variable_list saved = ctx->get_saved_variables();
-    const auto [input, weight, bias] = call_layer_norm_backward(grads[0], saved[0], as_optional(saved[1]),
+    const auto [input, weight, bias] = ops::layer_norm_backward(grads[0], saved[0], as_optional(saved[1]),
                                                                 saved[2], saved[3], zero_centered, has_bias);
     result[0] = input;
     if (saved[1].defined()) result[1] = weight;
@@ -277,13 +278,13 @@ Two rms_norm_forward_autograd(const Tensor& input, const OptionalTensor& weight,
     return {out[0], out[1]};
   }
   const BelowAutograd guard;
-  return call_rms_norm_forward(input, weight, eps, zero_centered);
+  return ops::rms_norm_forward(input, weight, eps, zero_centered);
 }
 
 Tensor rms_norm_autograd(const Tensor& input, const OptionalTensor& weight, double eps, bool zero_centered) {
   if (any_wants_grad(input, weight)) return record_rms_norm(input, weight, eps, zero_centered, false)[0];
   const BelowAutograd guard;
-  return call_rms_norm(input, weight, eps, zero_centered);
+  return ops::rms_norm(input, weight, eps, zero_centered);
 }
 
 Three layer_norm_forward_autograd(const Tensor& input, const OptionalTensor& weight,
@@ -293,7 +294,7 @@ Three layer_norm_forward_autograd(const Tensor& input, const OptionalTensor& wei
     return {out[0], out[1], out[2]};
   }
   const BelowAutograd guard;
-  return call_layer_norm_forward(input, weight, bias, eps, zero_centered);
+  return ops::layer_norm_forward(input, weight, bias, eps, zero_centered);
 }
 
 Tensor layer_norm_autograd(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
@@ -302,22 +303,22 @@ Tensor layer_norm_autograd(const Tensor& input, const OptionalTensor& weight, co
     return record_layer_norm(input, weight, bias, eps, zero_centered, false)[0];
   }
   const BelowAutograd guard;
-  return call_layer_norm(input, weight, bias, eps, zero_centered);
+  return ops::layer_norm(input, weight, bias, eps, zero_centered);
 }
 
 }  // namespace
 
-TP_IMPL("rms_norm", rms_norm<run_plain>, rms_norm<plain_output>, rms_norm_autograd);
-TP_IMPL("rms_norm_forward", rms_norm_forward<run_forward>, rms_norm_forward<forward_outputs>,
+TP_IMPL(rms_norm, rms_norm<run_plain>, rms_norm<plain_output>, rms_norm_autograd);
+TP_IMPL(rms_norm_forward, rms_norm_forward<run_forward>, rms_norm_forward<forward_outputs>,
         rms_norm_forward_autograd);
-TP_IMPL("layer_norm", layer_norm<run_plain>, layer_norm<plain_output>, layer_norm_autograd);
-TP_IMPL("layer_norm_forward", layer_norm_forward<run_forward>, layer_norm_forward<forward_outputs>,
+TP_IMPL(layer_norm, layer_norm<run_plain>, layer_norm<plain_output>, layer_norm_autograd);
+TP_IMPL(layer_norm_forward, layer_norm_forward<run_forward>, layer_norm_forward<forward_outputs>,
         layer_norm_forward_autograd);
 
 // The backward ops have no Autograd registration.
-TP_IMPL_CPU_CUDA("rms_norm_backward", rms_norm_backward<run_backward>);
-TP_IMPL_FOR(Meta, "rms_norm_backward", rms_norm_backward<backward_outputs>);
-TP_IMPL_CPU_CUDA("layer_norm_backward", layer_norm_backward<run_backward>);
-TP_IMPL_FOR(Meta, "layer_norm_backward", layer_norm_backward<backward_outputs>);
+TP_IMPL_CPU_CUDA(rms_norm_backward, rms_norm_backward<run_backward>);
+TP_IMPL_FOR(Meta, rms_norm_backward, rms_norm_backward<backward_outputs>);
+TP_IMPL_CPU_CUDA(layer_norm_backward, layer_norm_backward<run_backward>);
+TP_IMPL_FOR(Meta, layer_norm_backward, layer_norm_backward<backward_outputs>);
 
 }  // namespace transformer_plugin::norm

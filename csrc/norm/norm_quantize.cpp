@@ -1,6 +1,7 @@
 // rms_norm_quantize and layer_norm_quantize: a norm whose result is quantized along rows in the same pass.
 #include "norm/norm_quantize.h"
 
+#include "common/ops/norm.h"
 #include "common/register.h"
 #include "common/tensor.h"
 #include "norm/norm_call.h"
@@ -104,7 +105,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_quantize(const Tensor& inp
 }  // namespace
 
 // Rounding has no gradient.
-TP_IMPL_NO_GRADIENT("rms_norm_quantize", rms_norm_quantize<run>, rms_norm_quantize<meta>);
-TP_IMPL_NO_GRADIENT("layer_norm_quantize", layer_norm_quantize<run>, layer_norm_quantize<meta>);
+TP_IMPL_NO_GRADIENT(rms_norm_quantize, rms_norm_quantize<run>, rms_norm_quantize<meta>);
+TP_IMPL_NO_GRADIENT(layer_norm_quantize, layer_norm_quantize<run>, layer_norm_quantize<meta>);
 
 }  // namespace transformer_plugin::norm

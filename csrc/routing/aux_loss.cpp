@@ -3,6 +3,7 @@
 
 #include "common/autograd.h"
 #include "common/check.h"
+#include "common/ops/routing.h"
 #include "common/register.h"
 #include "common/tensor.h"
 
@@ -101,9 +102,7 @@ Tensor aux_loss_backward(const Tensor& grad, const Tensor& counts, const Tensor&
 
 Tensor call_aux_loss(const Tensor& scores, const Tensor& counts, const Tensor& total, int64_t topk,
                      double coeff) {
-  using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, int64_t, double);
-  static const auto op = find_op<Signature>("aux_loss");
-  return op.call(scores, counts, total, topk, coeff);
+  return ops::aux_loss(scores, counts, total, topk, coeff);
 }
 
 class AuxLossFunction : public DifferentiableOnce<AuxLossFunction> {
@@ -122,11 +121,9 @@ class AuxLossFunction : public DifferentiableOnce<AuxLossFunction> {
   }
 
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
-    using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, SymInt, int64_t, double);
-    static const auto op = find_op<Signature>("aux_loss_backward");
     const variable_list saved = ctx->get_saved_variables();
-    return {op.call(grads[0], saved[0], saved[1], ctx->saved_data["tokens"].toSymInt(),
-                    ctx->saved_data["topk"].toInt(), ctx->saved_data["coeff"].toDouble()),
+    return {ops::aux_loss_backward(grads[0], saved[0], saved[1], ctx->saved_data["tokens"].toSymInt(),
+                                   ctx->saved_data["topk"].toInt(), ctx->saved_data["coeff"].toDouble()),
             Tensor(), Tensor(), Tensor(), Tensor()};
   }
 };
@@ -140,9 +137,9 @@ Tensor aux_loss_autograd(const Tensor& scores, const Tensor& counts, const Tenso
 
 }  // namespace
 
-TP_IMPL("aux_loss", aux_loss, aux_loss_output, aux_loss_autograd);
+TP_IMPL(aux_loss, aux_loss, aux_loss_output, aux_loss_autograd);
 // aux_loss_backward has no Autograd registration.
-TP_IMPL_CPU_CUDA("aux_loss_backward", aux_loss_backward);
-TP_IMPL_FOR(Meta, "aux_loss_backward", aux_loss_backward_output);
+TP_IMPL_CPU_CUDA(aux_loss_backward, aux_loss_backward);
+TP_IMPL_FOR(Meta, aux_loss_backward, aux_loss_backward_output);
 
 }  // namespace transformer_plugin::routing

@@ -2,6 +2,7 @@
 
 #include "common/autograd.h"
 #include "common/check.h"
+#include "common/ops/routing.h"
 #include "common/register.h"
 #include "common/tensor.h"
 #include "routing/rows.h"
@@ -183,12 +184,9 @@ class PermuteFunction : public DifferentiableOnce<PermuteFunction> {
  public:
   static constexpr const char* kName = "permute";
   static constexpr bool is_traceable = true;
-  using Signature = Permuted(const Tensor&, const Tensor&, int64_t, SymInt, int64_t);
-
   static Permuted call(const Tensor& tokens, const Tensor& indices, int64_t experts, const SymInt& capacity,
                        int64_t alignment) {
-    static const auto op = find_op<Signature>("permute");
-    return op.call(tokens, indices, experts, capacity, alignment);
+    return ops::permute(tokens, indices, experts, capacity, alignment);
   }
 
   static variable_list forward(AutogradContext* ctx, const Tensor& tokens, const Tensor& indices,
@@ -203,8 +201,8 @@ class PermuteFunction : public DifferentiableOnce<PermuteFunction> {
 
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     if (!grads[0].defined()) return {Tensor(), Tensor(), Tensor(), Tensor(), Tensor()};
-    static const auto op = find_op<Tensor(const Tensor&, const Tensor&)>("permute_backward");
-    return {op.call(grads[0], ctx->get_saved_variables()[0]), Tensor(), Tensor(), Tensor(), Tensor()};
+    return {ops::permute_backward(grads[0], ctx->get_saved_variables()[0]), Tensor(), Tensor(), Tensor(),
+            Tensor()};
   }
 };
 
@@ -225,9 +223,7 @@ class UnpermuteFunction : public DifferentiableOnce<UnpermuteFunction> {
 
   static Tensor call(const Tensor& rows, const Tensor& slot, const Tensor& source,
                      const OptionalTensor& weights) {
-    using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&);
-    static const auto op = find_op<Signature>("unpermute");
-    return op.call(rows, slot, source, weights);
+    return ops::unpermute(rows, slot, source, weights);
   }
 
   static Tensor forward(AutogradContext* ctx, const Tensor& rows, const Tensor& slot, const Tensor& source,
@@ -239,12 +235,9 @@ class UnpermuteFunction : public DifferentiableOnce<UnpermuteFunction> {
   }
 
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
-    using Signature = std::tuple<Tensor, Tensor>(const Tensor&, const OptionalTensor&, const Tensor&,
-                                                 const Tensor&, const OptionalTensor&);
-    static const auto op = find_op<Signature>("unpermute_backward");
     const variable_list saved = ctx->get_saved_variables();
     const auto [grad_rows, grad_weights] =
-        op.call(grads[0], as_optional(saved[0]), saved[1], saved[2], as_optional(saved[3]));
+        ops::unpermute_backward(grads[0], as_optional(saved[0]), saved[1], saved[2], as_optional(saved[3]));
     return {grad_rows, Tensor(), Tensor(), saved[0].defined() ? grad_weights : Tensor()};
   }
 };
@@ -262,8 +255,7 @@ class PermuteWeightsFunction : public DifferentiableOnce<PermuteWeightsFunction>
   static constexpr bool is_traceable = true;
 
   static Tensor call(const Tensor& weights, const Tensor& slot, const Tensor& source) {
-    static const auto op = find_op<Tensor(const Tensor&, const Tensor&, const Tensor&)>("permute_weights");
-    return op.call(weights, slot, source);
+    return ops::permute_weights(weights, slot, source);
   }
 
   static Tensor forward(AutogradContext* ctx, const Tensor& weights, const Tensor& slot,
@@ -274,8 +266,7 @@ class PermuteWeightsFunction : public DifferentiableOnce<PermuteWeightsFunction>
   }
 
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
-    static const auto op = find_op<Tensor(const Tensor&, const Tensor&)>("permute_weights_backward");
-    return {op.call(grads[0], ctx->get_saved_variables()[0]), Tensor(), Tensor()};
+    return {ops::permute_weights_backward(grads[0], ctx->get_saved_variables()[0]), Tensor(), Tensor()};
   }
 };
 
@@ -289,16 +280,16 @@ Tensor permute_weights_autograd(const Tensor& weights, const Tensor& slot, const
 
 // One host function serves both devices: the functions of slots.h and rows.h choose by the device of the
 // tensors.
-TP_IMPL("permute", permute, permute_meta, permute_autograd);
-TP_IMPL("unpermute", unpermute, unpermute_meta, unpermute_autograd);
-TP_IMPL("permute_weights", permute_weights, permute_weights_meta, permute_weights_autograd);
+TP_IMPL(permute, permute, permute_meta, permute_autograd);
+TP_IMPL(unpermute, unpermute, unpermute_meta, unpermute_autograd);
+TP_IMPL(permute_weights, permute_weights, permute_weights_meta, permute_weights_autograd);
 
 // The backward ops have no Autograd registration.
-TP_IMPL_CPU_CUDA("permute_backward", permute_backward);
-TP_IMPL_FOR(Meta, "permute_backward", permute_backward_meta);
-TP_IMPL_CPU_CUDA("unpermute_backward", unpermute_backward);
-TP_IMPL_FOR(Meta, "unpermute_backward", unpermute_backward_meta);
-TP_IMPL_CPU_CUDA("permute_weights_backward", permute_weights_backward);
-TP_IMPL_FOR(Meta, "permute_weights_backward", permute_weights_backward_meta);
+TP_IMPL_CPU_CUDA(permute_backward, permute_backward);
+TP_IMPL_FOR(Meta, permute_backward, permute_backward_meta);
+TP_IMPL_CPU_CUDA(unpermute_backward, unpermute_backward);
+TP_IMPL_FOR(Meta, unpermute_backward, unpermute_backward_meta);
+TP_IMPL_CPU_CUDA(permute_weights_backward, permute_weights_backward);
+TP_IMPL_FOR(Meta, permute_weights_backward, permute_weights_backward_meta);
 
 }  // namespace transformer_plugin::routing

@@ -3,6 +3,7 @@
 #include "common/autograd.h"
 #include "common/check.h"
 #include "common/group_offsets.h"
+#include "common/ops/routing.h"
 #include "common/register.h"
 #include "common/tensor.h"
 #include "routing/rows.h"
@@ -52,9 +53,7 @@ class PermuteRowsFunction : public DifferentiableOnce<PermuteRowsFunction> {
 
   static Tensor call(const Tensor& tokens, const Tensor& slot, const Tensor& source,
                      const OptionalTensor& group_sizes) {
-    using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&);
-    static const auto op = find_op<Signature>(kOp);
-    return op.call(tokens, slot, source, group_sizes);
+    return ops::permute_rows(tokens, slot, source, group_sizes);
   }
 
   static Tensor forward(AutogradContext* ctx, const Tensor& tokens, const Tensor& slot, const Tensor& source,
@@ -65,8 +64,7 @@ class PermuteRowsFunction : public DifferentiableOnce<PermuteRowsFunction> {
   }
 
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
-    static const auto op = find_op<Tensor(const Tensor&, const Tensor&)>("permute_backward");
-    return {op.call(grads[0], ctx->get_saved_variables()[0]), Tensor(), Tensor(), Tensor()};
+    return {ops::permute_backward(grads[0], ctx->get_saved_variables()[0]), Tensor(), Tensor(), Tensor()};
   }
 };
 
@@ -79,6 +77,6 @@ Tensor permute_rows_autograd(const Tensor& tokens, const Tensor& slot, const Ten
 
 }  // namespace
 
-TP_IMPL(kOp, permute_rows, permute_rows_meta, permute_rows_autograd);
+TP_IMPL(permute_rows, permute_rows, permute_rows_meta, permute_rows_autograd);
 
 }  // namespace transformer_plugin::routing

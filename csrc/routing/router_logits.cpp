@@ -12,6 +12,7 @@
 
 #include "common/autograd.h"
 #include "common/check.h"
+#include "common/ops/routing.h"
 #include "common/register.h"
 #include "common/tensor.h"
 #include "gemm/generic/dense_gemm.h"
@@ -176,14 +177,11 @@ TwoTensors router_logits_backward(const Tensor& grad, const Tensor& input, const
 
 TwoTensors call_backward(const Tensor& grad, const Tensor& input, const Tensor& weight, bool for_input,
                          bool for_weight, OptionalTensorArg grad_tokens = std::nullopt) {
-  using Signature = TwoTensors(const Tensor&, const Tensor&, const Tensor&, bool, bool, OptionalTensorArg);
-  static const auto op = find_op<Signature>(kBackwardOp);
-  return op.call(grad, input, weight, for_input, for_weight, grad_tokens);
+  return ops::router_logits_backward(grad, input, weight, for_input, for_weight, grad_tokens);
 }
 
 Tensor call_router_logits(const Tensor& input, const Tensor& weight) {
-  static const auto op = find_op<Tensor(const Tensor&, const Tensor&)>(kOp);
-  return op.call(input, weight);
+  return ops::router_logits(input, weight);
 }
 
 class RouterLogitsFunction : public DifferentiableOnce<RouterLogitsFunction> {
@@ -315,11 +313,11 @@ TwoTensors router_logits_with_tokens(const Tensor& given, const Tensor& weight) 
 
 }  // namespace
 
-TP_IMPL(kOp, router_logits, router_logits_output, router_logits_autograd);
+TP_IMPL(router_logits, router_logits, router_logits_output, router_logits_autograd);
 // router_logits_backward has no Autograd registration.
-TP_IMPL_CPU_CUDA(kBackwardOp, router_logits_backward);
-TP_IMPL_FOR(Meta, kBackwardOp, router_logits_backward_meta);
+TP_IMPL_CPU_CUDA(router_logits_backward, router_logits_backward);
+TP_IMPL_FOR(Meta, router_logits_backward, router_logits_backward_meta);
 // One function for all backends, above autograd: tracers see router_logits, and a view of the input.
-TP_IMPL_FOR(CompositeImplicitAutograd, kWithTokensOp, router_logits_with_tokens);
+TP_IMPL_FOR(CompositeImplicitAutograd, router_logits_with_tokens, router_logits_with_tokens);
 
 }  // namespace transformer_plugin::routing

@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "common/autograd.h"
+#include "common/ops/routing.h"
 #include "common/register.h"
 #include "common/tensor.h"
 #include "routing/score_name.h"
@@ -77,8 +78,7 @@ Tensor router_scores_backward(const Tensor& grad, const Tensor& logits, std::str
 }
 
 Tensor call_router_scores(const Tensor& logits, std::string_view name) {
-  static const auto op = find_op<Tensor(const Tensor&, std::string_view)>("router_scores");
-  return op.call(logits, name);
+  return ops::router_scores(logits, name);
 }
 
 class RouterScoresFunction : public DifferentiableOnce<RouterScoresFunction> {
@@ -94,10 +94,8 @@ class RouterScoresFunction : public DifferentiableOnce<RouterScoresFunction> {
   }
 
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
-    using Signature = Tensor(const Tensor&, const Tensor&, std::string_view);
-    static const auto op = find_op<Signature>("router_scores_backward");
     const std::string name = ctx->saved_data["score_function"].toStringRef();
-    return {op.call(grads[0], ctx->get_saved_variables()[0], name), Tensor()};
+    return {ops::router_scores_backward(grads[0], ctx->get_saved_variables()[0], name), Tensor()};
   }
 };
 
@@ -109,9 +107,9 @@ Tensor router_scores_autograd(const Tensor& logits, std::string_view name) {
 
 }  // namespace
 
-TP_IMPL("router_scores", router_scores, router_scores_output, router_scores_autograd);
+TP_IMPL(router_scores, router_scores, router_scores_output, router_scores_autograd);
 // router_scores_backward has no Autograd registration.
-TP_IMPL_CPU_CUDA("router_scores_backward", router_scores_backward);
-TP_IMPL_FOR(Meta, "router_scores_backward", router_scores_backward_output);
+TP_IMPL_CPU_CUDA(router_scores_backward, router_scores_backward);
+TP_IMPL_FOR(Meta, router_scores_backward, router_scores_backward_output);
 
 }  // namespace transformer_plugin::routing

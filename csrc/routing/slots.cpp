@@ -6,6 +6,7 @@
 
 #include "common/autograd.h"
 #include "common/expert_index.h"
+#include "common/ops/routing.h"
 #include "common/register.h"
 #include "common/tensor.h"
 
@@ -184,10 +185,7 @@ class WeightedSlotsFunction : public DifferentiableOnce<WeightedSlotsFunction> {
 
   static SlotTensors call(const Tensor& indices, const Tensor& weights, int64_t first, int64_t experts,
                           const c10::SymInt& capacity, int64_t alignment, int64_t total_experts) {
-    using Signature =
-        SlotTensors(const Tensor&, const Tensor&, int64_t, int64_t, c10::SymInt, int64_t, int64_t);
-    static const auto op = find_op<Signature>(kName);
-    return op.call(indices, weights, first, experts, capacity, alignment, total_experts);
+    return ops::assign_weighted_slots(indices, weights, first, experts, capacity, alignment, total_experts);
   }
 
   static variable_list forward(AutogradContext* ctx, const Tensor& indices, const Tensor& weights,
@@ -205,8 +203,7 @@ class WeightedSlotsFunction : public DifferentiableOnce<WeightedSlotsFunction> {
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     variable_list result(7);
     if (!grads[4].defined()) return result;
-    static const auto op = find_op<Tensor(const Tensor&, const Tensor&)>("permute_weights_backward");
-    result[1] = op.call(grads[4], ctx->get_saved_variables()[0]);
+    result[1] = ops::permute_weights_backward(grads[4], ctx->get_saved_variables()[0]);
     return result;
   }
 };
@@ -254,12 +251,13 @@ Tensor count_tokens(const Tensor& indices, int64_t experts) {
 
 }  // namespace
 
-TP_IMPL(kWeighted, assign_weighted_slots, assign_weighted_slots_meta, assign_weighted_slots_autograd);
+TP_IMPL(assign_weighted_slots, assign_weighted_slots, assign_weighted_slots_meta,
+        assign_weighted_slots_autograd);
 
 // The results of the others are integers: no Autograd registration.
-TP_IMPL_CPU_CUDA("assign_slots", assign_slots_op);
-TP_IMPL_FOR(Meta, "assign_slots", assign_slots_meta);
-TP_IMPL_CPU_CUDA("count_tokens_per_expert", count_tokens);
-TP_IMPL_FOR(Meta, "count_tokens_per_expert", count_output);
+TP_IMPL_CPU_CUDA(assign_slots, assign_slots_op);
+TP_IMPL_FOR(Meta, assign_slots, assign_slots_meta);
+TP_IMPL_CPU_CUDA(count_tokens_per_expert, count_tokens);
+TP_IMPL_FOR(Meta, count_tokens_per_expert, count_output);
 
 }  // namespace transformer_plugin::routing

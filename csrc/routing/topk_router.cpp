@@ -4,6 +4,7 @@
 
 #include "common/autograd.h"
 #include "common/expert_index.h"
+#include "common/ops/routing.h"
 #include "common/register.h"
 #include "common/tensor.h"
 #include "routing/score_name.h"
@@ -170,6 +171,7 @@ Tensor topk_router_backward(const Tensor& grad, const Tensor& logits, const Tens
 // What distinguishes the two ops: the name, and the results as the schema has them.
 struct WithoutLoad {
   static constexpr const char* kName = "topk_router";
+  static constexpr auto op = ops::topk_router;
   static constexpr bool kWithLoad = false;
   using Results = std::tuple<Tensor, Tensor>;
   static Results results(Routed&& routed) { return {routed.weights, routed.indices}; }
@@ -180,6 +182,7 @@ struct WithoutLoad {
 
 struct WithLoad {
   static constexpr const char* kName = "topk_router_with_load";
+  static constexpr auto op = ops::topk_router_with_load;
   static constexpr bool kWithLoad = true;
   using Results = std::tuple<Tensor, Tensor, Tensor, Tensor>;
   static Results results(Routed&& routed) {
@@ -194,12 +197,9 @@ struct WithLoad {
 // Calls the op below autograd.
 template <typename Op>
 Routed redispatch(const RouterCall& call) {
-  using Signature = typename Op::Results(const Tensor&, const OptionalTensor&, int64_t, std::string_view,
-                                         bool, int64_t, int64_t, double, OptionalInt);
-  static const auto op = find_op<Signature>(Op::kName);
   const BelowAutograd guard;
-  return Op::routed(op.call(call.logits, call.bias, call.topk, call.name, call.pre_softmax, call.groups,
-                            call.group_topk, call.scaling, call.group_score_topk));
+  return Op::routed(Op::op(call.logits, call.bias, call.topk, call.name, call.pre_softmax, call.groups,
+                           call.group_topk, call.scaling, call.group_score_topk));
 }
 
 // Load and auxiliary loss have no gradient.
@@ -230,12 +230,11 @@ class TopkRouterFunction : public DifferentiableOnce<TopkRouterFunction<Op>> {
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     variable_list result(9);
     if (!grads[0].defined()) return result;
-    using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, std::string_view, bool, double);
-    static const auto op = find_op<Signature>("topk_router_backward");
     const variable_list saved = ctx->get_saved_variables();
     const std::string name = ctx->saved_data["score_function"].toStringRef();
-    result[0] = op.call(grads[0], saved[0], saved[1], name, ctx->saved_data["pre_softmax"].toBool(),
-                        ctx->saved_data["scaling_factor"].toDouble());
+    result[0] =
+        ops::topk_router_backward(grads[0], saved[0], saved[1], name, ctx->saved_data["pre_softmax"].toBool(),
+                                  ctx->saved_data["scaling_factor"].toDouble());
     return result;
   }
 };
@@ -270,12 +269,12 @@ typename Op::Results entry_of(const Tensor& logits, const OptionalTensor& bias, 
 
 }  // namespace
 
-TP_IMPL("topk_router", (entry_of<WithoutLoad, kernel<WithoutLoad>>),
-        (entry_of<WithoutLoad, meta<WithoutLoad>>), (entry_of<WithoutLoad, autograd<WithoutLoad>>));
-TP_IMPL("topk_router_with_load", (entry_of<WithLoad, kernel<WithLoad>>), (entry_of<WithLoad, meta<WithLoad>>),
+TP_IMPL(topk_router, (entry_of<WithoutLoad, kernel<WithoutLoad>>), (entry_of<WithoutLoad, meta<WithoutLoad>>),
+        (entry_of<WithoutLoad, autograd<WithoutLoad>>));
+TP_IMPL(topk_router_with_load, (entry_of<WithLoad, kernel<WithLoad>>), (entry_of<WithLoad, meta<WithLoad>>),
         (entry_of<WithLoad, autograd<WithLoad>>));
 // topk_router_backward has no Autograd registration.
-TP_IMPL_CPU_CUDA("topk_router_backward", topk_router_backward);
-TP_IMPL_FOR(Meta, "topk_router_backward", topk_router_backward_output);
+TP_IMPL_CPU_CUDA(topk_router_backward, topk_router_backward);
+TP_IMPL_FOR(Meta, topk_router_backward, topk_router_backward_output);
 
 }  // namespace transformer_plugin::routing

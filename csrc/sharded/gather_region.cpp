@@ -5,6 +5,7 @@
 
 #include "common/autograd.h"
 #include "common/check.h"
+#include "common/ops/sharded.h"
 #include "common/register.h"
 #include "common/tensor.h"
 #include "sharded/group_weights.h"
@@ -17,26 +18,22 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 struct Enter {
-  static constexpr const char* kName = "enter_gather_region";
+  static constexpr auto op = ops::enter_gather_region;
+  static constexpr const char* kName = ops::enter_gather_region.name;
   static constexpr const char* kArgument = "input";
   static void note(GatherCache& gathers, const Place& place) { gathers.enter_region(place); }
 };
 
 struct Leave {
-  static constexpr const char* kName = "leave_gather_region";
+  static constexpr auto op = ops::leave_gather_region;
+  static constexpr const char* kName = ops::leave_gather_region.name;
   static constexpr const char* kArgument = "output";
   static void note(GatherCache& gathers, const Place& place) { gathers.leave_region(place); }
 };
 
-template <typename Border>
-Tensor call(const Tensor& input, const std::string& group_name) {
-  static const auto op = find_op<Tensor(const Tensor&, std::string)>(Border::kName);
-  return op.call(input, group_name);
-}
-
 // An op returns no alias of its argument, so the input is copied.
 template <typename Border>
-Tensor kernel(const Tensor& input, std::string group_name) {
+Tensor kernel(const Tensor& input, std::string_view group_name) {
   check_strided({Border::kName, Border::kArgument, input});
   distributed::RankGroup group(Border::kName, group_name, -1, input);
   Border::note(GroupWeights::of(group.state()).gathers, distributed::current_place(input.device()));
@@ -44,7 +41,7 @@ Tensor kernel(const Tensor& input, std::string group_name) {
 }
 
 template <typename Border>
-Tensor meta(const Tensor& input, std::string) {
+Tensor meta(const Tensor& input, std::string_view) {
   check_strided({Border::kName, Border::kArgument, input});
   return at::empty_like(input);
 }
@@ -55,35 +52,35 @@ class BorderFunction : public CheckedFunction<BorderFunction<Border, Other>> {
   static constexpr const char* kName = Border::kName;
   static constexpr bool is_traceable = true;
 
-  static Tensor forward(AutogradContext* ctx, const Tensor& input, const std::string& group_name) {
-    ctx->saved_data["group_name"] = group_name;
+  static Tensor forward(AutogradContext* ctx, const Tensor& input, std::string_view group_name) {
+    ctx->saved_data["group_name"] = std::string(group_name);
     const BelowAutograd guard;
-    return call<Border>(input, group_name);
+    return Border::op(input, group_name);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    return {call<Other>(grads[0], ctx->saved_data["group_name"].toStringRef()), Tensor()};
+    return {Other::op(grads[0], ctx->saved_data["group_name"].toStringRef()), Tensor()};
   }
 };
 
 template <typename Border, typename Other>
-Tensor autograd(const Tensor& input, std::string group_name) {
+Tensor autograd(const Tensor& input, std::string_view group_name) {
   if (any_wants_grad(input)) return BorderFunction<Border, Other>::apply(input, group_name);
   const BelowAutograd guard;
-  return call<Border>(input, group_name);
+  return Border::op(input, group_name);
 }
 
-Tensor enter_autograd(const Tensor& input, std::string group_name) {
-  return autograd<Enter, Leave>(input, std::move(group_name));
+Tensor enter_autograd(const Tensor& input, std::string_view group_name) {
+  return autograd<Enter, Leave>(input, group_name);
 }
 
-Tensor leave_autograd(const Tensor& input, std::string group_name) {
-  return autograd<Leave, Enter>(input, std::move(group_name));
+Tensor leave_autograd(const Tensor& input, std::string_view group_name) {
+  return autograd<Leave, Enter>(input, group_name);
 }
 
 }  // namespace
 
-TP_IMPL(Enter::kName, kernel<Enter>, meta<Enter>, enter_autograd);
-TP_IMPL(Leave::kName, kernel<Leave>, meta<Leave>, leave_autograd);
+TP_IMPL(enter_gather_region, kernel<Enter>, meta<Enter>, enter_autograd);
+TP_IMPL(leave_gather_region, kernel<Leave>, meta<Leave>, leave_autograd);
 
 }  // namespace transformer_plugin::sharded

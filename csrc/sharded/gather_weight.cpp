@@ -6,6 +6,7 @@
 
 #include "common/autograd.h"
 #include "common/buffers.h"
+#include "common/ops/sharded.h"
 #include "common/register.h"
 #include "common/tensor.h"
 #include "gemm/dispatch/quantized_operands.h"
@@ -150,19 +151,19 @@ Three gather_weight_meta(const Tensor& data, const OptionalTensor& scale_inv, co
   return as_three(std::move(whole), parts[0]);
 }
 
-void configure_gathers(std::string group_name, int64_t distance, bool in_graphs) {
+void configure_gathers(std::string_view group_name, int64_t distance, bool in_graphs) {
   TP_CHECK_VALUE(distance >= 0, "configure_gathers", "distance", "at least 0", distance,
                  "Pass how many weights ahead are gathered");
   distributed::RankGroup group("configure_gathers", group_name, -1, Tensor());
   GroupWeights::of(group.state()).gathers.configure(distance, in_graphs);
 }
 
-void clear_gathers(std::string group_name) {
+void clear_gathers(std::string_view group_name) {
   distributed::RankGroup group("clear_gathers", group_name, -1, Tensor());
   GroupWeights::of(group.state()).gathers.clear();
 }
 
-std::vector<int64_t> count_gathers(std::string group_name) {
+std::vector<int64_t> count_gathers(std::string_view group_name) {
   distributed::RankGroup group("count_gathers", group_name, -1, Tensor());
   const GatherCounts counts = GroupWeights::of(group.state()).gathers.counts();
   return {counts.gathers, counts.early, counts.hits, counts.dropped, counts.bytes_sent};
@@ -171,12 +172,9 @@ std::vector<int64_t> count_gathers(std::string group_name) {
 }  // namespace
 
 Quantized gather_weight(const Quantized& part, std::string_view shard_key, bool backward) {
-  using Signature = Three(const Tensor&, const OptionalTensor&, const OptionalTensor&, std::string_view, bool,
-                          bool, std::string_view);
-  static const auto op = find_op<Signature>(kOp);
   const std::string_view key = part.scale.defined() ? part.key : std::string_view("none");
-  auto [data, scale, amax] = op.call(part.data, as_optional(part.scale), as_optional(part.amax), key,
-                                     part.transposed, backward, shard_key);
+  auto [data, scale, amax] = ops::gather_weight(part.data, as_optional(part.scale), as_optional(part.amax),
+                                                key, part.transposed, backward, shard_key);
   Quantized whole = part;
   whole.data = data;
   if (part.scale.defined()) whole.scale = gemm::typed_scale(scale, part.format);
@@ -184,10 +182,10 @@ Quantized gather_weight(const Quantized& part, std::string_view shard_key, bool 
   return whole;
 }
 
-TP_IMPL_NO_GRADIENT(kOp, gather_weight_kernel, gather_weight_meta);
-TP_IMPL_FOR(CompositeExplicitAutograd, "configure_gathers", configure_gathers);
-TP_IMPL_FOR(CompositeExplicitAutograd, "clear_gathers", clear_gathers);
-TP_IMPL_FOR(CompositeExplicitAutograd, "count_gathers", count_gathers);
-TP_IMPL_FOR(CompositeExplicitAutograd, "note_weights_changed", note_weights_changed);
+TP_IMPL_NO_GRADIENT(gather_weight, gather_weight_kernel, gather_weight_meta);
+TP_IMPL_FOR(CompositeExplicitAutograd, configure_gathers, configure_gathers);
+TP_IMPL_FOR(CompositeExplicitAutograd, clear_gathers, clear_gathers);
+TP_IMPL_FOR(CompositeExplicitAutograd, count_gathers, count_gathers);
+TP_IMPL_FOR(CompositeExplicitAutograd, note_weights_changed, note_weights_changed);
 
 }  // namespace transformer_plugin::sharded

@@ -4,6 +4,7 @@
 
 #include "common/autograd.h"
 #include "common/buffers.h"
+#include "common/ops/sharded.h"
 #include "common/register.h"
 #include "common/tensor.h"
 #include "sharded/gather_weight.h"
@@ -66,13 +67,11 @@ Tensor gather_weight_list_meta(TensorList parts, bool, std::string_view shard_ke
 }  // namespace
 
 Tensor gather_weight_list(TensorList parts, std::string_view shard_key, bool backward) {
-  using Signature = Tensor(TensorList, bool, std::string_view);
-  static const auto op = find_op<Signature>(kOp);
-  if (parts.size() > 1 || parts[0].dim() == 2) return op.call(parts, backward, shard_key);
+  if (parts.size() > 1 || parts[0].dim() == 2) return ops::gather_weight_list(parts, backward, shard_key);
   const Tensor part = parts[0].squeeze(0);
-  return op.call(part, backward, shard_key);
+  return ops::gather_weight_list(part, backward, shard_key);
 }
 
-TP_IMPL_NO_GRADIENT(kOp, gather_weight_list_kernel, gather_weight_list_meta);
+TP_IMPL_NO_GRADIENT(gather_weight_list, gather_weight_list_kernel, gather_weight_list_meta);
 
 }  // namespace transformer_plugin::sharded

@@ -11,6 +11,8 @@
 #include "common/autograd.h"
 #include "common/buffers.h"
 #include "common/check.h"
+#include "common/ops/sharded.h"
+#include "common/ops/tensor_parallel.h"
 #include "common/register.h"
 #include "common/tensor.h"
 #include "distributed/rank_group.h"
@@ -31,10 +33,10 @@ double factor_of(const WeightShard& shard) {
 
 void call_reduce_scatter_out(const Tensor& parts, const Tensor& out, bool accumulate,
                              const WeightShard& shard) {
-  using Signature = void(const Tensor&, const Tensor&, bool, int64_t, std::string, int64_t, double);
-  static const auto op = find_op<Signature>("reduce_scatter_out");
-  shard.run(
-      [&] { op.call(parts, out, accumulate, shard.ranks, shard.group, shard.timeout_ms, factor_of(shard)); });
+  shard.run([&] {
+    ops::reduce_scatter_out(parts, out, accumulate, shard.ranks, shard.group, shard.timeout_ms,
+                            factor_of(shard));
+  });
 }
 
 }  // namespace
@@ -187,9 +189,9 @@ Tensor finish_reduce_gradient(const Tensor& token, const Tensor& parts, const Te
 
 }  // namespace
 
-TP_IMPL_NO_GRADIENT(kOp, reduce_gradient_out, reduce_gradient_out_meta);
-TP_IMPL_NO_GRADIENT(kStartOp, start_reduce_gradient, start_meta);
-TP_IMPL_NO_GRADIENT(kFinishOp, finish_reduce_gradient, finish_meta);
+TP_IMPL_NO_GRADIENT(reduce_gradient_out, reduce_gradient_out, reduce_gradient_out_meta);
+TP_IMPL_NO_GRADIENT(start_reduce_gradient, start_reduce_gradient, start_meta);
+TP_IMPL_NO_GRADIENT(finish_reduce_gradient, finish_reduce_gradient, finish_meta);
 
 Tensor gradient_parts(const Tensor& weight, const WeightShard& shard, at::ScalarType dtype) {
   std::vector<c10::SymInt> sizes(weight.sym_sizes().begin(), weight.sym_sizes().end());
@@ -202,9 +204,7 @@ Tensor gradient_parts(const Tensor& weight, const WeightShard& shard, at::Scalar
 
 Tensor reduce_gradient(const Tensor& parts, std::string_view shard_key, const GradientTarget& target) {
   if (target.main_grad) {
-    using Signature = void(const Tensor&, const Tensor&, const Tensor&, bool, std::string_view);
-    static const auto op = find_op<Signature>(kOp);
-    op.call(parts, target.weight, *target.main_grad, target.accumulate, shard_key);
+    ops::reduce_gradient_out(parts, target.weight, *target.main_grad, target.accumulate, shard_key);
     return {};
   }
   const WeightShard shard = parse_weight_shard(kOp, shard_key);
@@ -212,17 +212,12 @@ Tensor reduce_gradient(const Tensor& parts, std::string_view shard_key, const Gr
     accumulate_asynchronously(parts, shard, target.weight);
     return {};
   }
-  using Signature = Tensor(const Tensor&, const Tensor&, std::string_view);
-  static const auto op = find_op<Signature>(kStartOp);
-  return op.call(parts, target.weight, shard_key);
+  return ops::start_reduce_gradient(parts, target.weight, shard_key);
 }
 
 Tensor finish_gradient(const Tensor& token, const Tensor& parts, const Tensor& weight,
                        std::string_view shard_key, const Tensor& after) {
-  using Signature =
-      Tensor(const Tensor&, const Tensor&, const Tensor&, std::string_view, const std::optional<Tensor>&);
-  static const auto op = find_op<Signature>(kFinishOp);
-  return op.call(token, parts, weight, shard_key, as_optional(after));
+  return ops::finish_reduce_gradient(token, parts, weight, shard_key, as_optional(after));
 }
 
 }  // namespace transformer_plugin::sharded

@@ -1,4 +1,5 @@
 // all_gather: the parts of all ranks, one after the other along the first dimension. Its gradient is reduce_scatter.
+#include "common/ops/tensor_parallel.h"
 #include "common/register.h"
 #include "common/tensor.h"
 #include "tensor_parallel/exchange.h"
@@ -8,7 +9,7 @@ namespace {
 
 using at::Tensor;
 
-Tensor all_gather(const Tensor& part, int64_t num_ranks, std::string group_name, int64_t timeout_ms,
+Tensor all_gather(const Tensor& part, int64_t num_ranks, std::string_view group_name, int64_t timeout_ms,
                   int64_t wanted) {
   check_exchange({"all_gather", "part", part}, num_ranks, timeout_ms);
   RankGroup group("all_gather", group_name, timeout_ms, part);
@@ -18,7 +19,7 @@ Tensor all_gather(const Tensor& part, int64_t num_ranks, std::string group_name,
   return group.collectives().all_gather(part, phases::kAllGather).wait();
 }
 
-Tensor all_gather_meta(const Tensor& part, int64_t num_ranks, std::string, int64_t timeout_ms, int64_t) {
+Tensor all_gather_meta(const Tensor& part, int64_t num_ranks, std::string_view, int64_t timeout_ms, int64_t) {
   check_exchange({"all_gather", "part", part}, num_ranks, timeout_ms);
   std::vector<c10::SymInt> sizes(part.sym_sizes().begin(), part.sym_sizes().end());
   sizes[0] = sizes[0] * num_ranks;
@@ -27,12 +28,12 @@ Tensor all_gather_meta(const Tensor& part, int64_t num_ranks, std::string, int64
 
 struct AllGather {
   static constexpr const char* kName = "all_gather";
-  static constexpr auto call = call_all_gather;
-  static constexpr auto call_gradient = call_reduce_scatter;
+  static constexpr auto call = ops::all_gather;
+  static constexpr auto call_gradient = ops::reduce_scatter;
 };
 
 }  // namespace
 
-TP_IMPL("all_gather", all_gather, all_gather_meta, exchange_autograd<AllGather>);
+TP_IMPL(all_gather, all_gather, all_gather_meta, exchange_autograd<AllGather>);
 
 }  // namespace transformer_plugin::tensor_parallel

@@ -1,5 +1,6 @@
 // all_gather_list_out: all_gather of several tensors in one collective, into buffers of the caller.
 #include "common/buffers.h"
+#include "common/ops/tensor_parallel.h"
 #include "common/register.h"
 #include "tensor_parallel/exchange.h"
 
@@ -39,7 +40,7 @@ void check_arguments(TensorList parts, TensorList out, int64_t num_ranks, int64_
   check_written(kOp, "out", out);
 }
 
-void all_gather_list_out(TensorList parts, TensorList out, int64_t num_ranks, std::string group_name,
+void all_gather_list_out(TensorList parts, TensorList out, int64_t num_ranks, std::string_view group_name,
                          int64_t timeout_ms) {
   check_arguments(parts, out, num_ranks, timeout_ms);
   CallMemory memory(kOp);
@@ -54,13 +55,13 @@ void all_gather_list_out(TensorList parts, TensorList out, int64_t num_ranks, st
   for (const Tensor& buffer : out) mark_written(buffer);
 }
 
-void all_gather_list_out_meta(TensorList parts, TensorList out, int64_t num_ranks, std::string,
+void all_gather_list_out_meta(TensorList parts, TensorList out, int64_t num_ranks, std::string_view,
                               int64_t timeout_ms) {
   check_arguments(parts, out, num_ranks, timeout_ms);
 }
 
 }  // namespace
 
-TP_IMPL_NO_GRADIENT(kOp, all_gather_list_out, all_gather_list_out_meta);
+TP_IMPL_NO_GRADIENT(all_gather_list_out, all_gather_list_out, all_gather_list_out_meta);
 
 }  // namespace transformer_plugin::tensor_parallel

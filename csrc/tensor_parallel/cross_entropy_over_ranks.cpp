@@ -2,6 +2,7 @@
 // (tensor_parallel/cross_entropy_over_ranks.h).
 #include "tensor_parallel/cross_entropy_over_ranks.h"
 
+#include "common/ops/tensor_parallel.h"
 #include "common/register.h"
 #include "common/tensor.h"
 #include "tensor_parallel/exchange.h"
@@ -29,7 +30,7 @@ struct LossCall {
   const Tensor& logits;
   const Tensor& target;
   Options options;
-  const std::string& group_name;
+  std::string_view group_name;
   int64_t timeout_ms;
 };
 
@@ -145,7 +146,7 @@ struct BackwardCall {
   const Tensor& target;
   const Tensor& stats;
   Options options;
-  const std::string& group_name;
+  std::string_view group_name;
 };
 
 Tensor backward_output(const BackwardCall& call) {
@@ -200,15 +201,15 @@ Tensor run_backward(const BackwardCall& call) {
 
 template <Losses (*run)(const LossCall&)>
 Tensor loss(const Tensor& logits, const Tensor& target, int64_t vocabulary, int64_t num_ranks,
-            std::string group_name, double label_smoothing, int64_t ignore_index, int64_t timeout_ms) {
+            std::string_view group_name, double label_smoothing, int64_t ignore_index, int64_t timeout_ms) {
   const Options options{vocabulary, num_ranks, label_smoothing, ignore_index};
   return run({kOp, logits, target, options, group_name, timeout_ms}).losses;
 }
 
 template <Losses (*run)(const LossCall&)>
 std::tuple<Tensor, Tensor> loss_forward(const Tensor& logits, const Tensor& target, int64_t vocabulary,
-                                        int64_t num_ranks, std::string group_name, double label_smoothing,
-                                        int64_t ignore_index, int64_t timeout_ms) {
+                                        int64_t num_ranks, std::string_view group_name,
+                                        double label_smoothing, int64_t ignore_index, int64_t timeout_ms) {
   const Options options{vocabulary, num_ranks, label_smoothing, ignore_index};
   const Losses result = run({kForward, logits, target, options, group_name, timeout_ms});
   return {result.losses, result.stats};
@@ -216,8 +217,8 @@ std::tuple<Tensor, Tensor> loss_forward(const Tensor& logits, const Tensor& targ
 
 template <Tensor (*run)(const BackwardCall&)>
 Tensor loss_backward(const Tensor& grad, const Tensor& logits, const Tensor& target, const Tensor& stats,
-                     int64_t vocabulary, int64_t num_ranks, std::string group_name, double label_smoothing,
-                     int64_t ignore_index) {
+                     int64_t vocabulary, int64_t num_ranks, std::string_view group_name,
+                     double label_smoothing, int64_t ignore_index) {
   const Options options{vocabulary, num_ranks, label_smoothing, ignore_index};
   return run({grad, logits, target, stats, options, group_name});
 }
@@ -228,56 +229,54 @@ class CrossEntropyFunction : public DifferentiableOnce<CrossEntropyFunction> {
   static constexpr bool is_traceable = true;
 
   static Tensor forward(AutogradContext* ctx, const Tensor& logits, const Tensor& target, int64_t vocabulary,
-                        int64_t num_ranks, const std::string& group_name, double label_smoothing,
+                        int64_t num_ranks, std::string_view group_name, double label_smoothing,
                         int64_t ignore_index, int64_t timeout_ms) {
-    static const auto op = find_op<decltype(loss_forward<run_loss>)>(kForward);
     const BelowAutograd guard;
-    const auto [losses, stats] =
-        op.call(logits, target, vocabulary, num_ranks, group_name, label_smoothing, ignore_index, timeout_ms);
+    const auto [losses, stats] = ops::cross_entropy_over_ranks_forward(
+        logits, target, vocabulary, num_ranks, group_name, label_smoothing, ignore_index, timeout_ms);
     ctx->save_for_backward({logits, target, stats});
     ctx->set_materialize_grads(false);
     ctx->saved_data["vocabulary"] = vocabulary;
     ctx->saved_data["num_ranks"] = num_ranks;
-    ctx->saved_data["group_name"] = group_name;
+    ctx->saved_data["group_name"] = std::string(group_name);
     ctx->saved_data["label_smoothing"] = label_smoothing;
     ctx->saved_data["ignore_index"] = ignore_index;
     return losses;
   }
 
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
-    static const auto op = find_op<decltype(loss_backward<run_backward>)>(kBackward);
     variable_list result(8);
     if (!grads[0].defined()) return result;
     const variable_list saved = ctx->get_saved_variables();
     auto& options = ctx->saved_data;
-    result[0] = op.call(grads[0], saved[0], saved[1], saved[2], options["vocabulary"].toInt(),
-                        options["num_ranks"].toInt(), options["group_name"].toStringRef(),
-                        options["label_smoothing"].toDouble(), options["ignore_index"].toInt());
+    result[0] = ops::cross_entropy_over_ranks_backward(
+        grads[0], saved[0], saved[1], saved[2], options["vocabulary"].toInt(), options["num_ranks"].toInt(),
+        options["group_name"].toStringRef(), options["label_smoothing"].toDouble(),
+        options["ignore_index"].toInt());
     return result;
   }
 };
 
 Tensor loss_autograd(const Tensor& logits, const Tensor& target, int64_t vocabulary, int64_t num_ranks,
-                     std::string group_name, double label_smoothing, int64_t ignore_index,
+                     std::string_view group_name, double label_smoothing, int64_t ignore_index,
                      int64_t timeout_ms) {
   if (any_wants_grad(logits)) {
     return CrossEntropyFunction::apply(logits, target, vocabulary, num_ranks, group_name, label_smoothing,
                                        ignore_index, timeout_ms);
   }
-  static const auto op = find_op<decltype(loss<run_loss>)>(kOp);
   const BelowAutograd guard;
-  return op.call(logits, target, vocabulary, num_ranks, group_name, label_smoothing, ignore_index,
-                 timeout_ms);
+  return ops::cross_entropy_over_ranks(logits, target, vocabulary, num_ranks, group_name, label_smoothing,
+                                       ignore_index, timeout_ms);
 }
 
 }  // namespace
 
-TP_IMPL(kOp, loss<run_loss>, loss<loss_outputs>, loss_autograd);
+TP_IMPL(cross_entropy_over_ranks, loss<run_loss>, loss<loss_outputs>, loss_autograd);
 
 // These have no Autograd registration.
-TP_IMPL_CPU_CUDA(kForward, loss_forward<run_loss>);
-TP_IMPL_FOR(Meta, kForward, loss_forward<loss_outputs>);
-TP_IMPL_CPU_CUDA(kBackward, loss_backward<run_backward>);
-TP_IMPL_FOR(Meta, kBackward, loss_backward<backward_output>);
+TP_IMPL_CPU_CUDA(cross_entropy_over_ranks_forward, loss_forward<run_loss>);
+TP_IMPL_FOR(Meta, cross_entropy_over_ranks_forward, loss_forward<loss_outputs>);
+TP_IMPL_CPU_CUDA(cross_entropy_over_ranks_backward, loss_backward<run_backward>);
+TP_IMPL_FOR(Meta, cross_entropy_over_ranks_backward, loss_backward<backward_output>);
 
 }  // namespace transformer_plugin::tensor_parallel

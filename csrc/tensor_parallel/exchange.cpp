@@ -7,8 +7,6 @@
 namespace transformer_plugin::tensor_parallel {
 namespace {
 
-using Signature = at::Tensor(const at::Tensor&, int64_t, std::string, int64_t, int64_t);
-
 const distributed::PhaseRegistration registration(phases::kAll);
 
 }  // namespace
@@ -107,18 +105,6 @@ int64_t loss_checksum(double label_smoothing, int64_t ignore_index) {
   options.add(std::bit_cast<int64_t>(label_smoothing));
   options.add(ignore_index);
   return options.value();
-}
-
-Tensor call_all_gather(const Tensor& part, int64_t num_ranks, const std::string& group_name,
-                       int64_t timeout_ms, int64_t wanted) {
-  static const auto op = find_op<Signature>("all_gather");
-  return op.call(part, num_ranks, group_name, timeout_ms, wanted);
-}
-
-Tensor call_reduce_scatter(const Tensor& parts, int64_t num_ranks, const std::string& group_name,
-                           int64_t timeout_ms, int64_t wanted) {
-  static const auto op = find_op<Signature>("reduce_scatter");
-  return op.call(parts, num_ranks, group_name, timeout_ms, wanted);
 }
 
 }  // namespace transformer_plugin::tensor_parallel

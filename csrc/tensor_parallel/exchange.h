@@ -34,12 +34,6 @@ Call list_call(const Phase& phase, const char* argument, at::TensorList parts);
 // The options of a loss in one number.
 int64_t loss_checksum(double label_smoothing, int64_t ignore_index);
 
-// The two ops, through the dispatcher.
-at::Tensor call_all_gather(const at::Tensor& part, int64_t num_ranks, const std::string& group_name,
-                           int64_t timeout_ms, int64_t wanted = -1);
-at::Tensor call_reduce_scatter(const at::Tensor& parts, int64_t num_ranks, const std::string& group_name,
-                               int64_t timeout_ms, int64_t wanted = -1);
-
 // The node of a collective, whose gradient is the other one. `Op` has kName, call() and call_gradient().
 template <typename Op>
 class ExchangeFunction : public CheckedFunction<ExchangeFunction<Op>> {
@@ -48,9 +42,9 @@ class ExchangeFunction : public CheckedFunction<ExchangeFunction<Op>> {
   static constexpr bool is_traceable = true;
 
   static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& tensor,
-                            int64_t num_ranks, const std::string& group_name, int64_t timeout_ms) {
+                            int64_t num_ranks, std::string_view group_name, int64_t timeout_ms) {
     ctx->saved_data["num_ranks"] = num_ranks;
-    ctx->saved_data["group_name"] = group_name;
+    ctx->saved_data["group_name"] = std::string(group_name);
     ctx->saved_data["timeout_ms"] = timeout_ms;
     const BelowAutograd guard;
     return Op::call(tensor, num_ranks, group_name, timeout_ms, 1);
@@ -68,7 +62,7 @@ class ExchangeFunction : public CheckedFunction<ExchangeFunction<Op>> {
 };
 
 template <typename Op>
-at::Tensor exchange_autograd(const at::Tensor& tensor, int64_t num_ranks, std::string group_name,
+at::Tensor exchange_autograd(const at::Tensor& tensor, int64_t num_ranks, std::string_view group_name,
                              int64_t timeout_ms, int64_t wanted) {
   if (any_wants_grad(tensor)) {
     return ExchangeFunction<Op>::apply(tensor, num_ranks, group_name, timeout_ms);

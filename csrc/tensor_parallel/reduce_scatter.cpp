@@ -1,6 +1,7 @@
 // reduce_scatter: the r-th part of the rows goes to rank r, which adds those of all ranks. The parts move by an all-to-all
 // and are added in ascending order of ranks in FP32, rounded once: as many bytes as a ring moves, one rounding instead of one
 // for each rank, and the same bits on a CPU and on a GPU. Its gradient is all_gather.
+#include "common/ops/tensor_parallel.h"
 #include "common/register.h"
 #include "common/tensor.h"
 #include "distributed/sum_ranks.h"
@@ -11,7 +12,7 @@ namespace {
 
 using at::Tensor;
 
-Tensor reduce_scatter(const Tensor& parts, int64_t num_ranks, std::string group_name, int64_t timeout_ms,
+Tensor reduce_scatter(const Tensor& parts, int64_t num_ranks, std::string_view group_name, int64_t timeout_ms,
                       int64_t wanted) {
   const std::vector<c10::SymInt> sizes =
       reduced_sizes({"reduce_scatter", "parts", parts}, num_ranks, timeout_ms);
@@ -24,19 +25,20 @@ Tensor reduce_scatter(const Tensor& parts, int64_t num_ranks, std::string group_
   return sums.view_symint(sizes);
 }
 
-Tensor reduce_scatter_meta(const Tensor& parts, int64_t num_ranks, std::string, int64_t timeout_ms, int64_t) {
+Tensor reduce_scatter_meta(const Tensor& parts, int64_t num_ranks, std::string_view, int64_t timeout_ms,
+                           int64_t) {
   return empty(parts, reduced_sizes({"reduce_scatter", "parts", parts}, num_ranks, timeout_ms),
                parts.scalar_type());
 }
 
 struct ReduceScatter {
   static constexpr const char* kName = "reduce_scatter";
-  static constexpr auto call = call_reduce_scatter;
-  static constexpr auto call_gradient = call_all_gather;
+  static constexpr auto call = ops::reduce_scatter;
+  static constexpr auto call_gradient = ops::all_gather;
 };
 
 }  // namespace
 
-TP_IMPL("reduce_scatter", reduce_scatter, reduce_scatter_meta, exchange_autograd<ReduceScatter>);
+TP_IMPL(reduce_scatter, reduce_scatter, reduce_scatter_meta, exchange_autograd<ReduceScatter>);
 
 }  // namespace transformer_plugin::tensor_parallel

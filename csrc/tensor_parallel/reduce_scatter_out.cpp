@@ -1,5 +1,6 @@
 // reduce_scatter_out: reduce_scatter into a buffer of the caller, or added to it.
 #include "common/buffers.h"
+#include "common/ops/tensor_parallel.h"
 #include "common/register.h"
 #include "distributed/sum_ranks.h"
 #include "tensor_parallel/exchange.h"
@@ -28,7 +29,7 @@ void check_arguments(const Tensor& parts, const Tensor& out, int64_t num_ranks, 
 }
 
 void reduce_scatter_out(const Tensor& parts, const Tensor& out, bool accumulate, int64_t num_ranks,
-                        std::string group_name, int64_t timeout_ms, double factor) {
+                        std::string_view group_name, int64_t timeout_ms, double factor) {
   check_arguments(parts, out, num_ranks, timeout_ms);
   check_apart(kOp, {{"out", out}}, {{"parts", parts}});
   RankGroup group(kOp, group_name, timeout_ms, parts);
@@ -38,8 +39,8 @@ void reduce_scatter_out(const Tensor& parts, const Tensor& out, bool accumulate,
   mark_written(out);
 }
 
-void reduce_scatter_out_meta(const Tensor& parts, const Tensor& out, bool, int64_t num_ranks, std::string,
-                             int64_t timeout_ms, double) {
+void reduce_scatter_out_meta(const Tensor& parts, const Tensor& out, bool, int64_t num_ranks,
+                             std::string_view, int64_t timeout_ms, double) {
   check_arguments(parts, out, num_ranks, timeout_ms);
 }
 
@@ -59,6 +60,6 @@ void sum_parts_into(const RankGroup& group, const Tensor& parts, const Phase& ph
   }
 }
 
-TP_IMPL_NO_GRADIENT(kOp, reduce_scatter_out, reduce_scatter_out_meta);
+TP_IMPL_NO_GRADIENT(reduce_scatter_out, reduce_scatter_out, reduce_scatter_out_meta);
 
 }  // namespace transformer_plugin::tensor_parallel

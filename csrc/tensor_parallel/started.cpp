@@ -6,6 +6,7 @@
 #include <mutex>
 #include <string_view>
 
+#include "common/ops/tensor_parallel.h"
 #include "common/register.h"
 #include "common/tensor.h"
 #include "distributed/pending_collectives.h"
@@ -62,11 +63,13 @@ class Started {
 
 // What the two collectives differ in.
 struct AllGather {
-  static constexpr const char* kName = "finish_all_gather";
-  static constexpr const char *kStart = "start_all_gather", *kOperand = "part";
+  static constexpr auto start_op = ops::start_all_gather;
+  static constexpr auto finish_op = ops::finish_all_gather;
+  static constexpr const char* kName = ops::finish_all_gather.name;
+  static constexpr const char *kStart = start_op.name, *kOperand = "part";
   static constexpr Phase kPhase = phases::kStartAllGather;
-  static constexpr auto whole = call_all_gather;
-  static constexpr auto gradient = call_reduce_scatter;
+  static constexpr auto whole = ops::all_gather;
+  static constexpr auto gradient = ops::reduce_scatter;
 
   static std::vector<c10::SymInt> sizes(const Argument& part, int64_t num_ranks, int64_t timeout_ms) {
     check_exchange(part, num_ranks, timeout_ms);
@@ -80,11 +83,13 @@ struct AllGather {
 };
 
 struct ReduceScatter {
-  static constexpr const char* kName = "finish_reduce_scatter";
-  static constexpr const char *kStart = "start_reduce_scatter", *kOperand = "parts";
+  static constexpr auto start_op = ops::start_reduce_scatter;
+  static constexpr auto finish_op = ops::finish_reduce_scatter;
+  static constexpr const char* kName = ops::finish_reduce_scatter.name;
+  static constexpr const char *kStart = start_op.name, *kOperand = "parts";
   static constexpr Phase kPhase = phases::kStartReduceScatter;
-  static constexpr auto whole = call_reduce_scatter;
-  static constexpr auto gradient = call_all_gather;
+  static constexpr auto whole = ops::reduce_scatter;
+  static constexpr auto gradient = ops::all_gather;
   static constexpr auto sizes = reduced_sizes;
 
   static void run(const RankGroup& group, const Tensor& parts, const Tensor& out) {
@@ -93,7 +98,7 @@ struct ReduceScatter {
 };
 
 template <typename Op>
-Tensor start(const Tensor& operand, int64_t num_ranks, std::string group_name, int64_t timeout_ms,
+Tensor start(const Tensor& operand, int64_t num_ranks, std::string_view group_name, int64_t timeout_ms,
              int64_t wanted) {
   const auto sizes = Op::sizes({Op::kStart, Op::kOperand, operand}, num_ranks, timeout_ms);
   const BelowAutograd guard;
@@ -112,21 +117,19 @@ Tensor start(const Tensor& operand, int64_t num_ranks, std::string group_name, i
 }
 
 template <typename Op>
-Tensor start_meta(const Tensor& operand, int64_t num_ranks, std::string, int64_t timeout_ms, int64_t) {
+Tensor start_meta(const Tensor& operand, int64_t num_ranks, std::string_view, int64_t timeout_ms, int64_t) {
   Op::sizes({Op::kStart, Op::kOperand, operand}, num_ranks, timeout_ms);
   return empty(operand, {1}, at::kLong);
 }
 
 // The token has no gradient. The ranks compare whether the second step will have one.
 template <typename Op>
-Tensor start_autograd(const Tensor& operand, int64_t num_ranks, std::string group_name, int64_t timeout_ms,
-                      int64_t wanted) {
-  using Signature = Tensor(const Tensor&, int64_t, std::string, int64_t, int64_t);
-  static const auto op = find_op<Signature>(Op::kStart);
+Tensor start_autograd(const Tensor& operand, int64_t num_ranks, std::string_view group_name,
+                      int64_t timeout_ms, int64_t wanted) {
   // In a compiled graph `wanted` holds the value from the time of tracing.
   if (any_wants_grad(operand)) wanted = 1;
   const BelowAutograd guard;
-  return op.call(operand, num_ranks, group_name, timeout_ms, wanted);
+  return Op::start_op(operand, num_ranks, group_name, timeout_ms, wanted);
 }
 
 void check_token(const char* op, const Tensor& token, const Argument& operand) {
@@ -137,7 +140,7 @@ void check_token(const char* op, const Tensor& token, const Argument& operand) {
 
 // A token that is not known, as that of a copied one, is made up for by the collective as a whole, on all ranks alike.
 template <typename Op>
-Tensor finish(const Tensor& token, const Tensor& operand, int64_t num_ranks, std::string group_name,
+Tensor finish(const Tensor& token, const Tensor& operand, int64_t num_ranks, std::string_view group_name,
               int64_t timeout_ms, const std::optional<Tensor>&) {
   const Argument argument{Op::kName, Op::kOperand, operand};
   check_token(Op::kName, token, argument);
@@ -150,20 +153,11 @@ Tensor finish(const Tensor& token, const Tensor& operand, int64_t num_ranks, std
 }
 
 template <typename Op>
-Tensor finish_meta(const Tensor& token, const Tensor& operand, int64_t num_ranks, std::string,
+Tensor finish_meta(const Tensor& token, const Tensor& operand, int64_t num_ranks, std::string_view,
                    int64_t timeout_ms, const std::optional<Tensor>&) {
   const Argument argument{Op::kName, Op::kOperand, operand};
   check_token(Op::kName, token, argument);
   return empty(operand, Op::sizes(argument, num_ranks, timeout_ms), operand.scalar_type());
-}
-
-template <typename Op>
-Tensor call_finish(const Tensor& token, const Tensor& operand, int64_t num_ranks,
-                   const std::string& group_name, int64_t timeout_ms, const std::optional<Tensor>& after) {
-  using Signature =
-      Tensor(const Tensor&, const Tensor&, int64_t, std::string, int64_t, const std::optional<Tensor>&);
-  static const auto op = find_op<Signature>(Op::kName);
-  return op.call(token, operand, num_ranks, group_name, timeout_ms, after);
 }
 
 template <typename Op>
@@ -173,13 +167,12 @@ class FinishFunction : public CheckedFunction<FinishFunction<Op>> {
   static constexpr bool is_traceable = true;
 
   static Tensor forward(AutogradContext* ctx, const Tensor& token, const Tensor& operand, int64_t num_ranks,
-                        const std::string& group_name, int64_t timeout_ms,
-                        const std::optional<Tensor>& after) {
+                        std::string_view group_name, int64_t timeout_ms, const std::optional<Tensor>& after) {
     ctx->saved_data["num_ranks"] = num_ranks;
-    ctx->saved_data["group_name"] = group_name;
+    ctx->saved_data["group_name"] = std::string(group_name);
     ctx->saved_data["timeout_ms"] = timeout_ms;
     const BelowAutograd guard;
-    return call_finish<Op>(token, operand, num_ranks, group_name, timeout_ms, after);
+    return Op::finish_op(token, operand, num_ranks, group_name, timeout_ms, after);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -193,22 +186,21 @@ class FinishFunction : public CheckedFunction<FinishFunction<Op>> {
 };
 
 template <typename Op>
-Tensor finish_autograd(const Tensor& token, const Tensor& operand, int64_t num_ranks, std::string group_name,
-                       int64_t timeout_ms, const std::optional<Tensor>& after) {
+Tensor finish_autograd(const Tensor& token, const Tensor& operand, int64_t num_ranks,
+                       std::string_view group_name, int64_t timeout_ms, const std::optional<Tensor>& after) {
   if (any_wants_grad(operand)) {
     return FinishFunction<Op>::apply(token, operand, num_ranks, group_name, timeout_ms, after);
   }
   const BelowAutograd guard;
-  return call_finish<Op>(token, operand, num_ranks, group_name, timeout_ms, after);
+  return Op::finish_op(token, operand, num_ranks, group_name, timeout_ms, after);
 }
 
 }  // namespace
 
-TP_IMPL("start_all_gather", start<AllGather>, start_meta<AllGather>, start_autograd<AllGather>);
-TP_IMPL("finish_all_gather", finish<AllGather>, finish_meta<AllGather>, finish_autograd<AllGather>);
-TP_IMPL("start_reduce_scatter", start<ReduceScatter>, start_meta<ReduceScatter>,
-        start_autograd<ReduceScatter>);
-TP_IMPL("finish_reduce_scatter", finish<ReduceScatter>, finish_meta<ReduceScatter>,
+TP_IMPL(start_all_gather, start<AllGather>, start_meta<AllGather>, start_autograd<AllGather>);
+TP_IMPL(finish_all_gather, finish<AllGather>, finish_meta<AllGather>, finish_autograd<AllGather>);
+TP_IMPL(start_reduce_scatter, start<ReduceScatter>, start_meta<ReduceScatter>, start_autograd<ReduceScatter>);
+TP_IMPL(finish_reduce_scatter, finish<ReduceScatter>, finish_meta<ReduceScatter>,
         finish_autograd<ReduceScatter>);
 
 }  // namespace transformer_plugin::tensor_parallel

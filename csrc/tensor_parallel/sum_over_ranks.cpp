@@ -3,6 +3,7 @@
 // and gradients of the whole one.
 #include <ATen/ops/empty.h>
 
+#include "common/ops/tensor_parallel.h"
 #include "common/register.h"
 #include "common/tensor.h"
 #include "distributed/sum_ranks.h"
@@ -53,7 +54,8 @@ Tensor shared_sum(const RankGroup& group, const Tensor& flat) {
       .narrow(1, 0, elements);
 }
 
-Tensor sum_over_ranks(const Tensor& input, int64_t num_ranks, std::string group_name, int64_t timeout_ms) {
+Tensor sum_over_ranks(const Tensor& input, int64_t num_ranks, std::string_view group_name,
+                      int64_t timeout_ms) {
   check_input(kSumOp, input, num_ranks, timeout_ms);
   RankGroup group(kSumOp, group_name, timeout_ms, input);
   check_ranks(kSumOp, group, num_ranks);
@@ -65,21 +67,19 @@ Tensor sum_over_ranks(const Tensor& input, int64_t num_ranks, std::string group_
   return (gathers ? gathered_sum(group, flat) : shared_sum(group, flat)).view(input.sizes());
 }
 
-Tensor sum_over_ranks_meta(const Tensor& input, int64_t num_ranks, std::string, int64_t timeout_ms) {
+Tensor sum_over_ranks_meta(const Tensor& input, int64_t num_ranks, std::string_view, int64_t timeout_ms) {
   check_input(kSumOp, input, num_ranks, timeout_ms);
   return empty(input, input.sym_sizes(), input.scalar_type());
 }
 
-Tensor call_sum_over_ranks(const Tensor& input, int64_t num_ranks, const std::string& group_name,
+Tensor call_sum_over_ranks(const Tensor& input, int64_t num_ranks, std::string_view group_name,
                            int64_t timeout_ms) {
-  using Signature = Tensor(const Tensor&, int64_t, std::string, int64_t);
-  static const auto op = find_op<Signature>(kSumOp);
-  return op.call(input, num_ranks, group_name, timeout_ms);
+  return ops::sum_over_ranks(input, num_ranks, group_name, timeout_ms);
 }
 
-void save(AutogradContext* ctx, int64_t num_ranks, const std::string& group_name, int64_t timeout_ms) {
+void save(AutogradContext* ctx, int64_t num_ranks, std::string_view group_name, int64_t timeout_ms) {
   ctx->saved_data["num_ranks"] = num_ranks;
-  ctx->saved_data["group_name"] = group_name;
+  ctx->saved_data["group_name"] = std::string(group_name);
   ctx->saved_data["timeout_ms"] = timeout_ms;
 }
 
@@ -90,7 +90,7 @@ class CopyToRanksFunction : public CheckedFunction<CopyToRanksFunction> {
 
   // torch returns a view of an input that is an output.
   static Tensor forward(AutogradContext* ctx, const Tensor& input, int64_t num_ranks,
-                        const std::string& group_name, int64_t timeout_ms) {
+                        std::string_view group_name, int64_t timeout_ms) {
     save(ctx, num_ranks, group_name, timeout_ms);
     return input;
   }
@@ -112,7 +112,7 @@ class SumOverRanksFunction : public CheckedFunction<SumOverRanksFunction> {
   static constexpr bool is_traceable = true;
 
   static Tensor forward(AutogradContext* ctx, const Tensor& input, int64_t num_ranks,
-                        const std::string& group_name, int64_t timeout_ms) {
+                        std::string_view group_name, int64_t timeout_ms) {
     save(ctx, num_ranks, group_name, timeout_ms);
     const BelowAutograd guard;
     return call_sum_over_ranks(input, num_ranks, group_name, timeout_ms);
@@ -127,7 +127,7 @@ class SumOverRanksFunction : public CheckedFunction<SumOverRanksFunction> {
   }
 };
 
-Tensor sum_over_ranks_autograd(const Tensor& input, int64_t num_ranks, std::string group_name,
+Tensor sum_over_ranks_autograd(const Tensor& input, int64_t num_ranks, std::string_view group_name,
                                int64_t timeout_ms) {
   if (any_wants_grad(input)) {
     return SumOverRanksFunction::apply(input, num_ranks, group_name, timeout_ms);
@@ -137,7 +137,8 @@ Tensor sum_over_ranks_autograd(const Tensor& input, int64_t num_ranks, std::stri
 }
 
 // One function for all backends, above autograd: tracers see a view of the input, and the sum in the backward.
-Tensor copy_to_ranks(const Tensor& given, int64_t num_ranks, std::string group_name, int64_t timeout_ms) {
+Tensor copy_to_ranks(const Tensor& given, int64_t num_ranks, std::string_view group_name,
+                     int64_t timeout_ms) {
   const Tensor input = given.resolve_neg();
   check_input(kCopyOp, input, num_ranks, timeout_ms);
   if (!is_traced(input) && !input.is_meta()) {
@@ -149,7 +150,7 @@ Tensor copy_to_ranks(const Tensor& given, int64_t num_ranks, std::string group_n
 
 }  // namespace
 
-TP_IMPL(kSumOp, sum_over_ranks, sum_over_ranks_meta, sum_over_ranks_autograd);
-TP_IMPL_FOR(CompositeImplicitAutograd, kCopyOp, copy_to_ranks);
+TP_IMPL(sum_over_ranks, sum_over_ranks, sum_over_ranks_meta, sum_over_ranks_autograd);
+TP_IMPL_FOR(CompositeImplicitAutograd, copy_to_ranks, copy_to_ranks);
 
 }  // namespace transformer_plugin::tensor_parallel

@@ -20,6 +20,7 @@ CALLERS = (
     "examples/",
     "docs/howto/",
     "tests/",
+    "csrc/common/ops/",  # is written from the schemas
 )
 
 

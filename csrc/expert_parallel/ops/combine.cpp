@@ -5,6 +5,7 @@
 #include <ATen/ops/zeros.h>
 
 #include "common/autograd.h"
+#include "common/ops/expert_parallel.h"
 #include "common/register.h"
 #include "common/tensor.h"
 #include "expert_parallel/ops/checks.h"
@@ -37,7 +38,7 @@ Tensor combine_output(const Tensor& rows, const ReceivedRows& plan, const Tensor
 }
 
 Tensor combine(const Tensor& rows, const Tensor& slot, const Tensor& source, int64_t num_tokens,
-               std::string group_name, int64_t timeout_ms, int64_t wanted, bool expand,
+               std::string_view group_name, int64_t timeout_ms, int64_t wanted, bool expand,
                const OptionalTensor& received, const OptionalTensor& position) {
   constexpr const char* op = "combine";
   const ReceivedRows plan{slot, received, position};
@@ -79,9 +80,9 @@ TokenExchange exchange_of(const char* op, const ExpertParallelGroup& group, cons
   return {layout, call, {of_tokens}};
 }
 
-Tensor combine_backward(const Tensor& grad, const Tensor& slot, const Tensor& source, std::string group_name,
-                        int64_t timeout_ms, bool expand, const OptionalTensor& received,
-                        const OptionalTensor& position) {
+Tensor combine_backward(const Tensor& grad, const Tensor& slot, const Tensor& source,
+                        std::string_view group_name, int64_t timeout_ms, bool expand,
+                        const OptionalTensor& received, const OptionalTensor& position) {
   const ReceivedRows plan{slot, received, position};
   combine_backward_output(kBackwardOp, grad, plan, source, timeout_ms, expand);
   ExpertParallelGroup group(kBackwardOp, group_name, timeout_ms, grad);
@@ -98,7 +99,7 @@ void check_combine_backward_out(const Tensor& grad, const ReceivedRows& plan, co
 }
 
 void combine_backward_out(const Tensor& grad, const Tensor& slot, const Tensor& source,
-                          const Tensor& grad_rows, std::string group_name, int64_t timeout_ms,
+                          const Tensor& grad_rows, std::string_view group_name, int64_t timeout_ms,
                           const OptionalTensor& received, const OptionalTensor& position) {
   const ReceivedRows plan{slot, received, position};
   check_combine_backward_out(grad, plan, source, grad_rows, timeout_ms);
@@ -113,17 +114,9 @@ void combine_backward_out(const Tensor& grad, const Tensor& slot, const Tensor& 
 }
 
 void combine_backward_out_meta(const Tensor& grad, const Tensor& slot, const Tensor& source,
-                               const Tensor& grad_rows, std::string, int64_t timeout_ms,
+                               const Tensor& grad_rows, std::string_view, int64_t timeout_ms,
                                const OptionalTensor& received, const OptionalTensor& position) {
   check_combine_backward_out(grad, {slot, received, position}, source, grad_rows, timeout_ms);
-}
-
-using CombineSignature = Tensor(const Tensor&, const Tensor&, const Tensor&, SymInt, std::string, int64_t,
-                                int64_t, bool, const OptionalTensor&, const OptionalTensor&);
-
-const auto& combine_op() {
-  static const auto op = find_op<CombineSignature>("combine");
-  return op;
 }
 
 class CombineFunction : public CheckedFunction<CombineFunction> {
@@ -132,28 +125,25 @@ class CombineFunction : public CheckedFunction<CombineFunction> {
   static constexpr bool is_traceable = true;
 
   static Tensor call_backward(const Tensor& grad, const Tensor& slot, const Tensor& source,
-                              const std::string& group_name, int64_t timeout_ms, bool expand,
+                              std::string_view group_name, int64_t timeout_ms, bool expand,
                               const OptionalTensor& received, const OptionalTensor& position) {
-    using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, std::string, int64_t, bool,
-                             const OptionalTensor&, const OptionalTensor&);
-    static const auto op = find_op<Signature>(kBackwardOp);
-    return op.call(grad, slot, source, group_name, timeout_ms, expand, received, position);
+    return ops::combine_backward(grad, slot, source, group_name, timeout_ms, expand, received, position);
   }
 
   static Tensor forward(AutogradContext* ctx, const Tensor& rows, const Tensor& slot, const Tensor& source,
-                        const SymInt& num_tokens, const std::string& group_name, int64_t timeout_ms,
+                        const SymInt& num_tokens, std::string_view group_name, int64_t timeout_ms,
                         bool expand, const OptionalTensor& received, const OptionalTensor& position) {
     ctx->save_for_backward({slot, source, received.value_or(Tensor()), position.value_or(Tensor())});
     ctx->set_materialize_grads(false);
     ctx->saved_data["num_tokens"] = num_tokens;
     ctx->saved_data["hidden_size"] = rows.sym_size(1);
     ctx->saved_data["dtype"] = static_cast<int64_t>(rows.scalar_type());
-    ctx->saved_data["group_name"] = group_name;
+    ctx->saved_data["group_name"] = std::string(group_name);
     ctx->saved_data["timeout_ms"] = timeout_ms;
     ctx->saved_data["expand"] = expand;
     const BelowAutograd guard;
-    return combine_op().call(rows, slot, source, num_tokens, group_name, timeout_ms, 1, expand, received,
-                             position);
+    return ops::combine(rows, slot, source, num_tokens, group_name, timeout_ms, 1, expand, received,
+                        position);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -173,7 +163,7 @@ class CombineFunction : public CheckedFunction<CombineFunction> {
 };
 
 Tensor combine_autograd(const Tensor& rows, const Tensor& slot, const Tensor& source, SymInt num_tokens,
-                        std::string group_name, int64_t timeout_ms, int64_t wanted, bool expand,
+                        std::string_view group_name, int64_t timeout_ms, int64_t wanted, bool expand,
                         const OptionalTensor& received, const OptionalTensor& position) {
   if (any_wants_grad(rows)) {
     return CombineFunction::apply(rows, slot, source, num_tokens, group_name, timeout_ms, expand, received,
@@ -181,12 +171,12 @@ Tensor combine_autograd(const Tensor& rows, const Tensor& slot, const Tensor& so
   }
   const BelowAutograd guard;
   // In a compiled graph `wanted` holds the value from the time of tracing.
-  return combine_op().call(rows, slot, source, num_tokens, group_name, timeout_ms, wanted, expand, received,
-                           position);
+  return ops::combine(rows, slot, source, num_tokens, group_name, timeout_ms, wanted, expand, received,
+                      position);
 }
 
 Tensor combine_backward_autograd(const Tensor& grad, const Tensor& slot, const Tensor& source,
-                                 std::string group_name, int64_t timeout_ms, bool expand,
+                                 std::string_view group_name, int64_t timeout_ms, bool expand,
                                  const OptionalTensor& received, const OptionalTensor& position) {
   check_once_differentiable("combine_backward", grad);
   const BelowAutograd guard;
@@ -195,12 +185,12 @@ Tensor combine_backward_autograd(const Tensor& grad, const Tensor& slot, const T
 }
 
 Tensor combine_meta(const Tensor& rows, const Tensor& slot, const Tensor& source, SymInt num_tokens,
-                    std::string, int64_t timeout_ms, int64_t, bool expand, const OptionalTensor& received,
-                    const OptionalTensor& position) {
+                    std::string_view, int64_t timeout_ms, int64_t, bool expand,
+                    const OptionalTensor& received, const OptionalTensor& position) {
   return combine_output(rows, {slot, received, position}, source, num_tokens, timeout_ms, expand);
 }
 
-Tensor combine_backward_meta(const Tensor& grad, const Tensor& slot, const Tensor& source, std::string,
+Tensor combine_backward_meta(const Tensor& grad, const Tensor& slot, const Tensor& source, std::string_view,
                              int64_t timeout_ms, bool expand, const OptionalTensor& received,
                              const OptionalTensor& position) {
   return combine_backward_output(kBackwardOp, grad, {slot, received, position}, source, timeout_ms, expand);
@@ -208,8 +198,8 @@ Tensor combine_backward_meta(const Tensor& grad, const Tensor& slot, const Tenso
 
 }  // namespace
 
-TP_IMPL_NO_GRADIENT(kBackwardOutOp, combine_backward_out, combine_backward_out_meta);
-TP_IMPL("combine", combine, combine_meta, combine_autograd);
-TP_IMPL(kBackwardOp, combine_backward, combine_backward_meta, combine_backward_autograd);
+TP_IMPL_NO_GRADIENT(combine_backward_out, combine_backward_out, combine_backward_out_meta);
+TP_IMPL(combine, combine, combine_meta, combine_autograd);
+TP_IMPL(combine_backward, combine_backward, combine_backward_meta, combine_backward_autograd);
 
 }  // namespace transformer_plugin::expert_parallel

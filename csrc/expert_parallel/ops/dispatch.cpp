@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "common/autograd.h"
+#include "common/ops/expert_parallel.h"
 #include "common/register.h"
 #include "common/tensor.h"
 #include "expert_parallel/ops/checks.h"
@@ -72,8 +73,8 @@ TokenExchange exchange_of(const char* op, const ExpertParallelGroup& group, cons
 }
 
 Pair dispatch(const Tensor& tokens, const OptionalTensor& topk_weights, const Tensor& slot,
-              const Tensor& source, std::string group_name, int64_t timeout_ms, int64_t wanted, bool expand,
-              const OptionalTensor& received, const OptionalTensor& position) {
+              const Tensor& source, std::string_view group_name, int64_t timeout_ms, int64_t wanted,
+              bool expand, const OptionalTensor& received, const OptionalTensor& position) {
   const ReceivedRows plan{slot, received, position};
   auto [recv, recv_weights] = dispatch_outputs(kOp, tokens, topk_weights, plan, source, timeout_ms, expand);
   ExpertParallelGroup group(kOp, group_name, timeout_ms, tokens);
@@ -101,8 +102,8 @@ void check_dispatch_out(const Tensor& tokens, const OptionalTensor& topk_weights
 
 void dispatch_out(const Tensor& tokens, const OptionalTensor& topk_weights, const Tensor& slot,
                   const Tensor& source, const Tensor& recv, const OptionalTensor& recv_weights,
-                  std::string group_name, int64_t timeout_ms, int64_t wanted, const OptionalTensor& received,
-                  const OptionalTensor& position) {
+                  std::string_view group_name, int64_t timeout_ms, int64_t wanted,
+                  const OptionalTensor& received, const OptionalTensor& position) {
   const ReceivedRows plan{slot, received, position};
   check_dispatch_out(tokens, topk_weights, plan, source, recv, recv_weights, timeout_ms);
   check_apart(kOutOp, {{"recv", recv}, {"recv_weights", recv_weights}},
@@ -160,7 +161,7 @@ Pair dispatch_backward_outputs(const OptionalTensor& grad_recv, const OptionalTe
 // An absent gradient counts as zero. The ranks still exchange, because others may have gradients.
 Pair dispatch_backward(const OptionalTensor& grad_recv, const OptionalTensor& grad_recv_weights,
                        const Tensor& slot, int64_t num_tokens, int64_t hidden_size, at::ScalarType dtype,
-                       bool for_tokens, bool for_weights, std::string group_name, int64_t timeout_ms,
+                       bool for_tokens, bool for_weights, std::string_view group_name, int64_t timeout_ms,
                        bool expand, const OptionalTensor& received, const OptionalTensor& position) {
   constexpr const char* op = "dispatch_backward";
   const ReceivedRows plan{slot, received, position};
@@ -197,15 +198,6 @@ Pair dispatch_backward(const OptionalTensor& grad_recv, const OptionalTensor& gr
   return {grad_tokens, grad_weights};
 }
 
-using DispatchSignature = Pair(const Tensor&, const OptionalTensor&, const Tensor&, const Tensor&,
-                               std::string, int64_t, int64_t, bool, const OptionalTensor&,
-                               const OptionalTensor&);
-
-const auto& dispatch_op() {
-  static const auto op = find_op<DispatchSignature>(kOp);
-  return op;
-}
-
 class DispatchFunction : public CheckedFunction<DispatchFunction> {
  public:
   static constexpr const char* kName = "dispatch";
@@ -214,18 +206,15 @@ class DispatchFunction : public CheckedFunction<DispatchFunction> {
   static Pair call_backward(const OptionalTensor& grad_recv, const OptionalTensor& grad_recv_weights,
                             const Tensor& slot, const SymInt& num_tokens, const SymInt& hidden_size,
                             at::ScalarType dtype, bool for_tokens, bool for_weights,
-                            const std::string& group_name, int64_t timeout_ms, bool expand,
+                            std::string_view group_name, int64_t timeout_ms, bool expand,
                             const OptionalTensor& received, const OptionalTensor& position) {
-    using Signature =
-        Pair(const OptionalTensor&, const OptionalTensor&, const Tensor&, SymInt, SymInt, at::ScalarType,
-             bool, bool, std::string, int64_t, bool, const OptionalTensor&, const OptionalTensor&);
-    static const auto op = find_op<Signature>("dispatch_backward");
-    return op.call(grad_recv, grad_recv_weights, slot, num_tokens, hidden_size, dtype, for_tokens,
-                   for_weights, group_name, timeout_ms, expand, received, position);
+    return ops::dispatch_backward(grad_recv, grad_recv_weights, slot, num_tokens, hidden_size, dtype,
+                                  for_tokens, for_weights, group_name, timeout_ms, expand, received,
+                                  position);
   }
 
   static variable_list forward(AutogradContext* ctx, const Tensor& tokens, const OptionalTensor& topk_weights,
-                               const Tensor& slot, const Tensor& source, const std::string& group_name,
+                               const Tensor& slot, const Tensor& source, std::string_view group_name,
                                int64_t timeout_ms, bool expand, const OptionalTensor& received,
                                const OptionalTensor& position) {
     const bool for_weights = wants_grad(topk_weights);
@@ -236,13 +225,13 @@ class DispatchFunction : public CheckedFunction<DispatchFunction> {
     ctx->saved_data["dtype"] = static_cast<int64_t>(tokens.scalar_type());
     ctx->saved_data["for_tokens"] = wants_grad(tokens);
     ctx->saved_data["for_weights"] = for_weights;
-    ctx->saved_data["group_name"] = group_name;
+    ctx->saved_data["group_name"] = std::string(group_name);
     ctx->saved_data["timeout_ms"] = timeout_ms;
     ctx->saved_data["expand"] = expand;
     const BelowAutograd guard;
     const int64_t wanted = (wants_grad(tokens) ? kTokensWanted : 0) + (for_weights ? kWeightsWanted : 0);
-    const auto [recv, recv_weights] = dispatch_op().call(tokens, topk_weights, slot, source, group_name,
-                                                         timeout_ms, wanted, expand, received, position);
+    const auto [recv, recv_weights] = ops::dispatch(tokens, topk_weights, slot, source, group_name,
+                                                    timeout_ms, wanted, expand, received, position);
     variable_list constant;
     if (!wants_grad(tokens)) constant.push_back(recv);
     if (!for_weights) constant.push_back(recv_weights);
@@ -269,7 +258,7 @@ class DispatchFunction : public CheckedFunction<DispatchFunction> {
 };
 
 Pair dispatch_autograd(const Tensor& tokens, const OptionalTensor& topk_weights, const Tensor& slot,
-                       const Tensor& source, std::string group_name, int64_t timeout_ms, int64_t wanted,
+                       const Tensor& source, std::string_view group_name, int64_t timeout_ms, int64_t wanted,
                        bool expand, const OptionalTensor& received, const OptionalTensor& position) {
   if (any_wants_grad(tokens, topk_weights)) {
     const auto out = DispatchFunction::apply(tokens, topk_weights, slot, source, group_name, timeout_ms,
@@ -278,14 +267,14 @@ Pair dispatch_autograd(const Tensor& tokens, const OptionalTensor& topk_weights,
   }
   const BelowAutograd guard;
   // In a compiled graph `wanted` holds the value from the time of tracing.
-  return dispatch_op().call(tokens, topk_weights, slot, source, group_name, timeout_ms, wanted, expand,
-                            received, position);
+  return ops::dispatch(tokens, topk_weights, slot, source, group_name, timeout_ms, wanted, expand, received,
+                       position);
 }
 
 Pair dispatch_backward_autograd(const OptionalTensor& grad_recv, const OptionalTensor& grad_recv_weights,
                                 const Tensor& slot, SymInt num_tokens, SymInt hidden_size,
                                 at::ScalarType dtype, bool for_tokens, bool for_weights,
-                                std::string group_name, int64_t timeout_ms, bool expand,
+                                std::string_view group_name, int64_t timeout_ms, bool expand,
                                 const OptionalTensor& received, const OptionalTensor& position) {
   check_once_differentiable("dispatch_backward", grad_recv, grad_recv_weights);
   const BelowAutograd guard;
@@ -295,22 +284,22 @@ Pair dispatch_backward_autograd(const OptionalTensor& grad_recv, const OptionalT
 }
 
 Pair dispatch_meta(const Tensor& tokens, const OptionalTensor& topk_weights, const Tensor& slot,
-                   const Tensor& source, std::string, int64_t timeout_ms, int64_t, bool expand,
+                   const Tensor& source, std::string_view, int64_t timeout_ms, int64_t, bool expand,
                    const OptionalTensor& received, const OptionalTensor& position) {
   return dispatch_outputs(kOp, tokens, topk_weights, {slot, received, position}, source, timeout_ms, expand);
 }
 
 Pair dispatch_backward_meta(const OptionalTensor& grad_recv, const OptionalTensor& grad_recv_weights,
                             const Tensor& slot, SymInt num_tokens, SymInt hidden_size, at::ScalarType dtype,
-                            bool for_tokens, bool for_weights, std::string, int64_t timeout_ms, bool expand,
-                            const OptionalTensor& received, const OptionalTensor& position) {
+                            bool for_tokens, bool for_weights, std::string_view, int64_t timeout_ms,
+                            bool expand, const OptionalTensor& received, const OptionalTensor& position) {
   return dispatch_backward_outputs(grad_recv, grad_recv_weights, {slot, received, position}, num_tokens,
                                    hidden_size, dtype, for_tokens, for_weights, timeout_ms, expand);
 }
 
 void dispatch_out_meta(const Tensor& tokens, const OptionalTensor& topk_weights, const Tensor& slot,
                        const Tensor& source, const Tensor& recv, const OptionalTensor& recv_weights,
-                       std::string, int64_t timeout_ms, int64_t, const OptionalTensor& received,
+                       std::string_view, int64_t timeout_ms, int64_t, const OptionalTensor& received,
                        const OptionalTensor& position) {
   check_dispatch_out(tokens, topk_weights, {slot, received, position}, source, recv, recv_weights,
                      timeout_ms);
@@ -318,8 +307,8 @@ void dispatch_out_meta(const Tensor& tokens, const OptionalTensor& topk_weights,
 
 }  // namespace
 
-TP_IMPL_NO_GRADIENT(kOutOp, dispatch_out, dispatch_out_meta);
-TP_IMPL(kOp, dispatch, dispatch_meta, dispatch_autograd);
-TP_IMPL("dispatch_backward", dispatch_backward, dispatch_backward_meta, dispatch_backward_autograd);
+TP_IMPL_NO_GRADIENT(dispatch_out, dispatch_out, dispatch_out_meta);
+TP_IMPL(dispatch, dispatch, dispatch_meta, dispatch_autograd);
+TP_IMPL(dispatch_backward, dispatch_backward, dispatch_backward_meta, dispatch_backward_autograd);
 
 }  // namespace transformer_plugin::expert_parallel

@@ -6,6 +6,8 @@
 #include <limits>
 
 #include "common/expert_index.h"
+#include "common/ops/distributed.h"
+#include "common/ops/expert_parallel.h"
 #include "common/register.h"
 #include "common/tensor.h"
 #include "expert_parallel/ops/checks.h"
@@ -179,7 +181,7 @@ void report_tokens(const Tensor& required_tokens, int64_t bound, const ExpertPar
 }
 
 // What both ops do. `compact`: where there is one, also its last three tensors.
-Plan make_plan(const Tensor& topk_idx, Sizes sizes, const std::string& group_name, bool raise_on_overflow,
+Plan make_plan(const Tensor& topk_idx, Sizes sizes, std::string_view group_name, bool raise_on_overflow,
                int64_t timeout_ms, CompactPlan* compact) {
   check_sizes(sizes);
   ExpertParallelGroup group(sizes.op, group_name, timeout_ms, topk_idx);
@@ -233,15 +235,16 @@ Plan make_plan(const Tensor& topk_idx, Sizes sizes, const std::string& group_nam
 }
 
 Plan plan(const Tensor& topk_idx, int64_t num_experts, int64_t max_tokens, int64_t capacity,
-          int64_t alignment, int64_t num_ranks, std::string group_name, bool raise_on_overflow,
+          int64_t alignment, int64_t num_ranks, std::string_view group_name, bool raise_on_overflow,
           int64_t timeout_ms) {
   const Sizes sizes{kOp, max_tokens, capacity, num_experts, alignment, num_ranks};
   return make_plan(topk_idx, sizes, group_name, raise_on_overflow, timeout_ms, nullptr);
 }
 
 CompactPlan compact_plan(const Tensor& topk_idx, int64_t num_experts, int64_t max_tokens, int64_t capacity,
-                         int64_t alignment, int64_t num_ranks, std::string group_name, bool raise_on_overflow,
-                         int64_t timeout_ms, std::optional<int64_t> max_received_tokens) {
+                         int64_t alignment, int64_t num_ranks, std::string_view group_name,
+                         bool raise_on_overflow, int64_t timeout_ms,
+                         std::optional<int64_t> max_received_tokens) {
   const Sizes sizes{kCompactOp, max_tokens, capacity, num_experts,
                     alignment,  num_ranks,  true,     max_received_tokens};
   CompactPlan result;
@@ -250,13 +253,13 @@ CompactPlan compact_plan(const Tensor& topk_idx, int64_t num_experts, int64_t ma
 }
 
 Plan plan_meta(const Tensor& topk_idx, int64_t num_experts, SymInt max_tokens, SymInt capacity,
-               int64_t alignment, int64_t num_ranks, std::string, bool, int64_t timeout_ms) {
+               int64_t alignment, int64_t num_ranks, std::string_view, bool, int64_t timeout_ms) {
   return plan_outputs(topk_idx, {kOp, max_tokens, capacity, num_experts, alignment, num_ranks}, timeout_ms);
 }
 
 CompactPlan compact_plan_meta(const Tensor& topk_idx, int64_t num_experts, SymInt max_tokens, SymInt capacity,
-                              int64_t alignment, int64_t num_ranks, std::string, bool, int64_t timeout_ms,
-                              std::optional<SymInt> max_received_tokens) {
+                              int64_t alignment, int64_t num_ranks, std::string_view, bool,
+                              int64_t timeout_ms, std::optional<SymInt> max_received_tokens) {
   return compact_plan_outputs(topk_idx,
                               {kCompactOp, max_tokens, capacity, num_experts, alignment, num_ranks, true,
                                std::move(max_received_tokens)},
@@ -264,7 +267,7 @@ CompactPlan compact_plan_meta(const Tensor& topk_idx, int64_t num_experts, SymIn
 }
 
 // Makes the comparison of a new kind of call on CUDA, for a dispatch of `width` columns, but on any device.
-void compare_call(std::string group_name, at::ScalarType dtype, int64_t width, int64_t timeout_ms) {
+void compare_call(std::string_view group_name, at::ScalarType dtype, int64_t width, int64_t timeout_ms) {
   RankGroup("compare_call", group_name, timeout_ms, Tensor())
       .compare_through_store(make_call(phases::kDispatchTokens)
                                  .set(fields::kDtype, static_cast<int64_t>(dtype), "dtype")
@@ -273,10 +276,10 @@ void compare_call(std::string group_name, at::ScalarType dtype, int64_t width, i
 
 }  // namespace
 
-TP_IMPL_CPU_CUDA(kOp, plan);
-TP_IMPL_FOR(Meta, kOp, plan_meta);
-TP_IMPL_CPU_CUDA(kCompactOp, compact_plan);
-TP_IMPL_FOR(Meta, kCompactOp, compact_plan_meta);
-TP_IMPL_FOR(CompositeExplicitAutograd, "compare_call", compare_call);
+TP_IMPL_CPU_CUDA(plan, plan);
+TP_IMPL_FOR(Meta, plan, plan_meta);
+TP_IMPL_CPU_CUDA(compact_plan, compact_plan);
+TP_IMPL_FOR(Meta, compact_plan, compact_plan_meta);
+TP_IMPL_FOR(CompositeExplicitAutograd, compare_call, compare_call);
 
 }  // namespace transformer_plugin::expert_parallel

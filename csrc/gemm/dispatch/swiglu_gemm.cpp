@@ -1,6 +1,6 @@
 #include "gemm/dispatch/swiglu_gemm.h"
 
-#include "activation/calls.h"
+#include "common/ops/activation.h"
 #include "common/row_index.h"
 #include "common/tensor.h"
 #include "gemm/dispatch/grouped_gemm.h"
@@ -115,7 +115,7 @@ TwoTensors run_gemm_swiglu(const GroupedGemmSwiglu& product) {
 #endif
   const Tensor h = product_of(product);
   const auto sizes = product.zero_tail ? std::nullopt : OptionalTensor(product.group_sizes);
-  const Tensor act = activation::call_swiglu(deinterleave(h, product.interleave), product.probs, sizes);
+  const Tensor act = ops::swiglu(deinterleave(h, product.interleave), product.probs, sizes);
   if (product.zero_tail) clear_tail(act, product.offsets);
   return {act, kept(product, h)};
 }

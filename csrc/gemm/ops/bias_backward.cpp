@@ -1,9 +1,10 @@
 // bias_backward: the gradient of a bias, the sums over the rows of a gradient. The kernel is that of
 // grouped_bias_backward, for one group of all rows.
 #include <ATen/ops/sum.h>
-#include <torch/library.h>
 
 #include "common/autograd.h"
+#include "common/ops/gemm.h"
+#include "common/register.h"
 #include "common/tensor.h"
 #include "gemm/args/grouped_bias_backward.h"
 #include "gemm/dispatch/checks.h"
@@ -43,24 +44,21 @@ Tensor bias_backward(const Tensor& grad, Launch&& launch) {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) {
-  m.impl(kOp, [](const Tensor& grad) { return bias_backward(grad, grouped_bias_backward_cpu); });
-}
-
-TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) { m.impl(kOp, bias_backward_output); }
+TP_IMPL_FOR(
+    CPU, bias_backward, +[](const Tensor& grad) { return bias_backward(grad, grouped_bias_backward_cpu); });
+TP_IMPL_FOR(Meta, bias_backward, bias_backward_output);
 
 // Not differentiable: the result has no gradient.
-TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) { m.impl(kOp, torch::CppFunction::makeFallthrough()); }
+TP_FALL_THROUGH(Autograd, bias_backward);
 
 #ifdef TRANSFORMER_PLUGIN_CUDA
-TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) {
-  m.impl(kOp, [](const Tensor& grad) {
-    const CudaScope scope(grad);
-    return bias_backward(grad, [&](const GroupedBiasBackwardArgs& args) {
-      launch_grouped_bias_backward(args, scope.stream());
+TP_IMPL_FOR(
+    CUDA, bias_backward, +[](const Tensor& grad) {
+      const CudaScope scope(grad);
+      return bias_backward(grad, [&](const GroupedBiasBackwardArgs& args) {
+        launch_grouped_bias_backward(args, scope.stream());
+      });
     });
-  });
-}
 #endif
 
 }  // namespace transformer_plugin::gemm

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "common/autograd.h"
+#include "common/ops/gemm.h"
 #include "common/quantized.h"
 #include "common/tensor.h"
 #include "gemm/args/launch_options.h"
@@ -22,32 +23,14 @@ struct QuantizedKeys {
 inline at::Tensor call_gemm(const at::Tensor& a, const at::Tensor& b, OptionalTensorArg bias,
                             bool transpose_b, std::optional<at::ScalarType> dtype,
                             OptionalTensorArg alpha = std::nullopt, const QuantizedKeys& keys = {}) {
-  using Signature =
-      at::Tensor(const at::Tensor&, const at::Tensor&, OptionalTensorArg, bool, std::optional<at::ScalarType>,
-                 OptionalTensorArg, OptionalList, OptionalList, std::string_view, std::string_view);
-  static const auto op = find_op<Signature>("gemm");
-  return op.call(a, b, bias, transpose_b, dtype, alpha, keys.a_scale, keys.b_scale, keys.a, keys.b);
+  return ops::gemm(a, b, bias, transpose_b, dtype, alpha, keys.a_scale, keys.b_scale, keys.a, keys.b);
 }
 
 inline void call_gemm_out(const at::Tensor& a, const at::Tensor& b, const at::Tensor& out, bool transpose_b,
                           bool accumulate, const QuantizedKeys& keys = {},
                           OptionalTensorArg bias = std::nullopt) {
-  using Signature = void(const at::Tensor&, const at::Tensor&, const at::Tensor&, OptionalTensorArg, bool,
-                         OptionalTensorArg, OptionalTensorArg, OptionalList, OptionalList, std::string_view,
-                         std::string_view, bool);
-  static const auto op = find_op<Signature>("gemm_out");
-  op.call(a, b, out, bias, transpose_b, std::nullopt, std::nullopt, keys.a_scale, keys.b_scale, keys.a,
-          keys.b, accumulate);
-}
-
-// The handle itself, for callers on the path of every call.
-inline const auto& grouped_gemm_op() {
-  using Signature =
-      at::Tensor(const at::Tensor&, at::TensorList, const at::Tensor&, OptionalTensorArg, OptionalTensorArg,
-                 bool, std::optional<at::ScalarType>, OptionalTensorArg, OptionalTensorArg, int64_t, int64_t,
-                 OptionalList, OptionalList, std::string_view, std::string_view, bool);
-  static const auto op = find_op<Signature>("grouped_gemm");
-  return op;
+  ops::gemm_out(a, b, out, bias, transpose_b, std::nullopt, std::nullopt, keys.a_scale, keys.b_scale, keys.a,
+                keys.b, accumulate);
 }
 
 // `b`: one tensor [G, .., ..], or a matrix for each group.
@@ -57,21 +40,17 @@ inline at::Tensor call_grouped_gemm(const at::Tensor& a, at::TensorList b, const
                                     OptionalTensorArg alpha = std::nullopt,
                                     OptionalTensorArg rows = std::nullopt, LaunchOptions options = {},
                                     const QuantizedKeys& keys = {}, bool zero_tail = true) {
-  return grouped_gemm_op().call(a, b, group_sizes, bias, bias_scale, transpose_b, dtype, alpha, rows,
-                                options.max_sms, options.expected_rows, keys.a_scale, keys.b_scale, keys.a,
-                                keys.b, zero_tail);
+  return ops::grouped_gemm(a, b, group_sizes, bias, bias_scale, transpose_b, dtype, alpha, rows,
+                           options.max_sms, options.expected_rows, keys.a_scale, keys.b_scale, keys.a, keys.b,
+                           zero_tail);
 }
 
 inline void call_grouped_gemm_out(const at::Tensor& a, at::TensorList b, const at::Tensor& group_sizes,
                                   const at::Tensor& out, OptionalTensorArg bias, OptionalTensorArg bias_scale,
                                   bool transpose_b, LaunchOptions options, const QuantizedKeys& keys) {
-  using Signature =
-      void(const at::Tensor&, at::TensorList, const at::Tensor&, const at::Tensor&, OptionalTensorArg,
-           OptionalTensorArg, bool, OptionalTensorArg, OptionalTensorArg, OptionalTensorArg, int64_t, int64_t,
-           OptionalList, OptionalList, std::string_view, std::string_view);
-  static const auto op = find_op<Signature>("grouped_gemm_out");
-  op.call(a, b, group_sizes, out, bias, bias_scale, transpose_b, std::nullopt, std::nullopt, std::nullopt,
-          options.max_sms, options.expected_rows, keys.a_scale, keys.b_scale, keys.a, keys.b);
+  ops::grouped_gemm_out(a, b, group_sizes, out, bias, bias_scale, transpose_b, std::nullopt, std::nullopt,
+                        std::nullopt, options.max_sms, options.expected_rows, keys.a_scale, keys.b_scale,
+                        keys.a, keys.b);
 }
 
 inline at::Tensor call_grouped_gemm_wgrad(const at::Tensor& grad, const at::Tensor& input,
@@ -80,13 +59,9 @@ inline at::Tensor call_grouped_gemm_wgrad(const at::Tensor& grad, const at::Tens
                                           OptionalTensorArg input_rows = std::nullopt,
                                           LaunchOptions options = {}, const QuantizedKeys& keys = {},
                                           OptionalTensorArg grad_rows = std::nullopt) {
-  using Signature =
-      at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, std::optional<at::ScalarType>,
-                 OptionalTensorArg, OptionalTensorArg, OptionalTensorArg, int64_t, int64_t, OptionalList,
-                 OptionalList, std::string_view, std::string_view);
-  static const auto op = find_op<Signature>("grouped_gemm_wgrad");
-  return op.call(grad, input, group_sizes, dtype, alpha, input_rows, grad_rows, options.max_sms,
-                 options.expected_rows, keys.a_scale, keys.b_scale, keys.a, keys.b);
+  return ops::grouped_gemm_wgrad(grad, input, group_sizes, dtype, alpha, input_rows, grad_rows,
+                                 options.max_sms, options.expected_rows, keys.a_scale, keys.b_scale, keys.a,
+                                 keys.b);
 }
 
 // `out`: one tensor [G, N, K], or a matrix for each group.
@@ -95,46 +70,17 @@ inline void call_grouped_gemm_wgrad_out(const at::Tensor& grad, const at::Tensor
                                         LaunchOptions options = {}, const QuantizedKeys& keys = {},
                                         OptionalTensorArg input_rows = std::nullopt,
                                         OptionalTensorArg grad_rows = std::nullopt) {
-  using Signature = void(const at::Tensor&, const at::Tensor&, const at::Tensor&, at::TensorList, bool,
-                         OptionalTensorArg, OptionalTensorArg, OptionalTensorArg, OptionalTensorArg, int64_t,
-                         int64_t, OptionalList, OptionalList, std::string_view, std::string_view);
-  static const auto op = find_op<Signature>("grouped_gemm_wgrad_out");
-  op.call(grad, input, group_sizes, out, accumulate, std::nullopt, std::nullopt, input_rows, grad_rows,
-          options.max_sms, options.expected_rows, keys.a_scale, keys.b_scale, keys.a, keys.b);
-}
-
-inline at::Tensor call_gather_rows_backward(const at::Tensor& grad, const at::Tensor& rows,
-                                            const at::Tensor& group_sizes, const c10::SymInt& num_rows) {
-  using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, c10::SymInt);
-  static const auto op = find_op<Signature>("gather_rows_backward");
-  return op.call(grad, rows, group_sizes, num_rows);
-}
-
-inline std::tuple<at::Tensor, at::Tensor> call_grouped_bias_backward(const at::Tensor& grad,
-                                                                     const at::Tensor& group_sizes,
-                                                                     OptionalTensorArg bias,
-                                                                     OptionalTensorArg bias_scale) {
-  using Signature = std::tuple<at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&,
-                                                       OptionalTensorArg, OptionalTensorArg);
-  static const auto op = find_op<Signature>("grouped_bias_backward");
-  return op.call(grad, group_sizes, bias, bias_scale);
+  ops::grouped_gemm_wgrad_out(grad, input, group_sizes, out, accumulate, std::nullopt, std::nullopt,
+                              input_rows, grad_rows, options.max_sms, options.expected_rows, keys.a_scale,
+                              keys.b_scale, keys.a, keys.b);
 }
 
 inline std::tuple<at::Tensor, at::Tensor> call_grouped_gemm_swiglu(
     const at::Tensor& a, const at::Tensor& b, const at::Tensor& group_sizes, OptionalTensorArg probs,
     OptionalTensorArg bias, int64_t interleave, bool keep_input, LaunchOptions options = {},
     OptionalTensorArg rows = std::nullopt, bool zero_tail = true) {
-  using Signature = std::tuple<at::Tensor, at::Tensor>(
-      const at::Tensor&, const at::Tensor&, const at::Tensor&, OptionalTensorArg, OptionalTensorArg, int64_t,
-      bool, int64_t, int64_t, OptionalTensorArg, bool);
-  static const auto op = find_op<Signature>("grouped_gemm_swiglu");
-  return op.call(a, b, group_sizes, probs, bias, interleave, keep_input, options.max_sms,
-                 options.expected_rows, rows, zero_tail);
-}
-
-inline at::Tensor call_bias_backward(const at::Tensor& grad) {
-  static const auto op = find_op<at::Tensor(const at::Tensor&)>("bias_backward");
-  return op.call(grad);
+  return ops::grouped_gemm_swiglu(a, b, group_sizes, probs, bias, interleave, keep_input, options.max_sms,
+                                  options.expected_rows, rows, zero_tail);
 }
 
 // A gradient and an operand in one dtype: unchanged, or both converted without loss if they differ.
@@ -166,7 +112,7 @@ inline std::pair<at::Tensor, at::Tensor> bias_gradients(const torch::autograd::A
   const bool wants_bias = has_bias && ctx->needs_input_grad(place);
   const bool wants_scale = has_bias && bias_scale.defined() && ctx->needs_input_grad(place + 1);
   if (!wants_bias && !wants_scale) return {};
-  const auto [grad_bias, grad_scale] = call_grouped_bias_backward(
+  const auto [grad_bias, grad_scale] = ops::grouped_bias_backward(
       grad, group_sizes, wants_scale ? as_optional(bias) : std::nullopt, as_optional(bias_scale));
   return {wants_bias ? grad_bias : at::Tensor(), wants_scale ? grad_scale : at::Tensor()};
 }

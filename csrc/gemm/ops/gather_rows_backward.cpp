@@ -4,6 +4,7 @@
 
 #include "common/autograd.h"
 #include "common/group_offsets.h"
+#include "common/ops/gemm.h"
 #include "common/register.h"
 #include "common/row_index.h"
 #include "common/tensor.h"
@@ -40,6 +41,6 @@ Tensor gather_rows_backward(const Tensor& grad, const Tensor& rows, const Tensor
 }  // namespace
 
 // Not differentiable: the results have no gradient.
-TP_IMPL_NO_GRADIENT(kOp, gather_rows_backward, gather_rows_backward_meta);
+TP_IMPL_NO_GRADIENT(gather_rows_backward, gather_rows_backward, gather_rows_backward_meta);
 
 }  // namespace transformer_plugin::gemm

@@ -1,5 +1,7 @@
 // gemm: a [M, K] times b, with its gradient, or into a buffer. Quantized operands: dense_quantized.cpp.
 
+#include "common/ops/gemm.h"
+
 #include "common/autograd.h"
 #include "common/register.h"
 #include "common/tensor.h"
@@ -138,7 +140,7 @@ class GemmFunction : public DifferentiableTwice<GemmFunction> {
                            : call_gemm(a.t(), g, std::nullopt, false, saved[0].scalar_type(), alpha);
     }
     const bool has_bias = ctx->saved_data["has_bias"].toBool();
-    if (has_bias && ctx->needs_input_grad(2)) grad_bias = call_bias_backward(grad);
+    if (has_bias && ctx->needs_input_grad(2)) grad_bias = ops::bias_backward(grad);
     return {grad_a, grad_b, grad_bias, Tensor(), Tensor(), Tensor()};
   }
 };
@@ -158,7 +160,7 @@ Tensor gemm_autograd(const Tensor& a, const Tensor& b, const OptionalTensor& bia
 
 }  // namespace
 
-TP_IMPL(kOp, gemm, gemm_meta, gemm_autograd);
-TP_IMPL_NO_GRADIENT(kOutOp, gemm_out, gemm_out_meta);
+TP_IMPL(gemm, gemm, gemm_meta, gemm_autograd);
+TP_IMPL_NO_GRADIENT(gemm_out, gemm_out, gemm_out_meta);
 
 }  // namespace transformer_plugin::gemm

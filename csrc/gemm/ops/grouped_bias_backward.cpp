@@ -2,10 +2,11 @@
 
 #include <ATen/ops/mv.h>
 #include <ATen/ops/ones.h>
-#include <torch/library.h>
 
 #include "common/autograd.h"
 #include "common/group_offsets.h"
+#include "common/ops/gemm.h"
+#include "common/register.h"
 #include "common/tensor.h"
 #include "gemm/dispatch/checks.h"
 #include "gemm/generic/dense_gemm.h"
@@ -78,28 +79,27 @@ std::tuple<Tensor, Tensor> bias_backward(const Tensor& grad, const Tensor& group
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) {
-  m.impl(kOp, [](const Tensor& grad, const Tensor& group_sizes, const OptionalTensor& bias,
-                 const OptionalTensor& bias_scale) {
-    return bias_backward(grad, group_sizes, bias, bias_scale, grouped_bias_backward_cpu);
-  });
-}
-
-TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) { m.impl(kOp, bias_backward_outputs); }
+TP_IMPL_FOR(
+    CPU, grouped_bias_backward,
+    +[](const Tensor& grad, const Tensor& group_sizes, const OptionalTensor& bias,
+        const OptionalTensor& bias_scale) {
+      return bias_backward(grad, group_sizes, bias, bias_scale, grouped_bias_backward_cpu);
+    });
+TP_IMPL_FOR(Meta, grouped_bias_backward, bias_backward_outputs);
 
 // Not differentiable: the results have no gradient.
-TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) { m.impl(kOp, torch::CppFunction::makeFallthrough()); }
+TP_FALL_THROUGH(Autograd, grouped_bias_backward);
 
 #ifdef TRANSFORMER_PLUGIN_CUDA
-TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) {
-  m.impl(kOp, [](const Tensor& grad, const Tensor& group_sizes, const OptionalTensor& bias,
-                 const OptionalTensor& bias_scale) {
-    const CudaScope scope(grad);
-    return bias_backward(grad, group_sizes, bias, bias_scale, [&](const GroupedBiasBackwardArgs& args) {
-      launch_grouped_bias_backward(args, scope.stream());
+TP_IMPL_FOR(
+    CUDA, grouped_bias_backward,
+    +[](const Tensor& grad, const Tensor& group_sizes, const OptionalTensor& bias,
+        const OptionalTensor& bias_scale) {
+      const CudaScope scope(grad);
+      return bias_backward(grad, group_sizes, bias, bias_scale, [&](const GroupedBiasBackwardArgs& args) {
+        launch_grouped_bias_backward(args, scope.stream());
+      });
     });
-  });
-}
 #endif
 
 }  // namespace transformer_plugin::gemm

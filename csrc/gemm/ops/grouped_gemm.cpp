@@ -6,6 +6,7 @@
 
 #include "common/autograd.h"
 #include "common/group_offsets.h"
+#include "common/ops/gemm.h"
 #include "common/register.h"
 #include "common/row_index.h"
 #include "common/shared_offsets.h"
@@ -256,7 +257,7 @@ class GroupedGemmFunction : public DifferentiableTwice<GroupedGemmFunction> {
     const bool transpose_b = !has_entry(ctx, "not_transposed");
     const Tensor taken = call_grouped_gemm(grad.to(common), matrices, sizes, std::nullopt, std::nullopt,
                                            !transpose_b, dtype, alpha, std::nullopt, saved_options(ctx));
-    return rows ? call_gather_rows_backward(taken, *rows, sizes, ctx->saved_data["num_rows"].toSymInt())
+    return rows ? ops::gather_rows_backward(taken, *rows, sizes, ctx->saved_data["num_rows"].toSymInt())
                 : taken;
   }
 
@@ -316,13 +317,13 @@ Tensor grouped_gemm_autograd(const Tensor& a, at::TensorList b, const Tensor& gr
                                       max_sms, expected_rows, zero_tail);
   }
   const BelowAutograd guard;
-  return grouped_gemm_op().call(a, b, group_sizes, bias, bias_scale, transpose_b, dtype, alpha, rows, max_sms,
-                                expected_rows, a_scale, b_scale, a_key, b_key, zero_tail);
+  return ops::grouped_gemm(a, b, group_sizes, bias, bias_scale, transpose_b, dtype, alpha, rows, max_sms,
+                           expected_rows, a_scale, b_scale, a_key, b_key, zero_tail);
 }
 
 }  // namespace
 
-TP_IMPL(kOp, grouped_gemm, grouped_gemm_meta, grouped_gemm_autograd);
-TP_IMPL_NO_GRADIENT(kOutOp, grouped_gemm_out, grouped_gemm_out_meta);
+TP_IMPL(grouped_gemm, grouped_gemm, grouped_gemm_meta, grouped_gemm_autograd);
+TP_IMPL_NO_GRADIENT(grouped_gemm_out, grouped_gemm_out, grouped_gemm_out_meta);
 
 }  // namespace transformer_plugin::gemm

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "common/check.h"
+#include "common/ops/gemm.h"
 #include "common/register.h"
 #include "common/tensor.h"
 #include "gemm/dispatch/checks.h"
@@ -103,6 +104,6 @@ Plan grouped_gemm_plan(std::string_view product, std::string_view a_key, std::st
 
 }  // namespace
 
-TP_IMPL_FOR(CompositeExplicitAutograd, kOp, grouped_gemm_plan);
+TP_IMPL_FOR(CompositeExplicitAutograd, grouped_gemm_plan, grouped_gemm_plan);
 
 }  // namespace transformer_plugin::gemm

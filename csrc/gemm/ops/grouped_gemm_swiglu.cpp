@@ -1,9 +1,10 @@
 // grouped_gemm_swiglu: the rows of each group times the group's matrix, then SwiGLU times a probability; with its gradient.
 #include <ATen/ops/arange.h>
 
-#include "activation/calls.h"
 #include "common/autograd.h"
 #include "common/group_offsets.h"
+#include "common/ops/activation.h"
+#include "common/ops/gemm.h"
 #include "common/register.h"
 #include "common/row_index.h"
 #include "common/shared_offsets.h"
@@ -61,13 +62,13 @@ struct ProductGradients {
     const OptionalTensor none;
     if (ctx->needs_input_grad(0)) {
       a = call_grouped_gemm(grad_h, matrices, sizes, none, none, false, std::nullopt, none, none, options);
-      if (rows) a = call_gather_rows_backward(a, *rows, sizes, ctx->saved_data["num_rows"].toSymInt());
+      if (rows) a = ops::gather_rows_backward(a, *rows, sizes, ctx->saved_data["num_rows"].toSymInt());
     }
     if (ctx->needs_input_grad(1)) {
       b = call_grouped_gemm_wgrad(grad_h, a_rows, sizes, std::nullopt, none, rows, options);
     }
     if (place_of_bias > 0 && ctx->needs_input_grad(place_of_bias)) {
-      bias = std::get<0>(call_grouped_bias_backward(grad_h, sizes, none, none));
+      bias = std::get<0>(ops::grouped_bias_backward(grad_h, sizes, none, none));
     }
   }
 };
@@ -92,7 +93,7 @@ std::pair<Tensor, Tensor> gradients_of_swiglu(const Tensor& grad, const Tensor& 
                                               const OptionalTensor& probs, int64_t interleave,
                                               bool wants_probs) {
   const auto [grad_halves, grad_probs] =
-      activation::call_swiglu_backward(grad, deinterleave(h, interleave), probs);
+      ops::swiglu_backward(grad, deinterleave(h, interleave), probs, std::nullopt);
   return {interleave_columns(grad_halves, interleave),
           wants_probs ? before_tail(grad_probs, sizes) : Tensor()};
 }
@@ -198,6 +199,6 @@ TwoTensors grouped_gemm_swiglu_autograd(const Tensor& a, const Tensor& b, const 
 
 }  // namespace
 
-TP_IMPL(kOp, grouped_gemm_swiglu, grouped_gemm_swiglu_meta, grouped_gemm_swiglu_autograd);
+TP_IMPL(grouped_gemm_swiglu, grouped_gemm_swiglu, grouped_gemm_swiglu_meta, grouped_gemm_swiglu_autograd);
 
 }  // namespace transformer_plugin::gemm

@@ -2,6 +2,7 @@
 
 #include "common/autograd.h"
 #include "common/group_offsets.h"
+#include "common/ops/gemm.h"
 #include "common/register.h"
 #include "common/tensor.h"
 #include "gemm/dispatch/swiglu_gemm.h"
@@ -63,6 +64,7 @@ ThreeTensors grouped_gemm_swiglu_quantize(const Tensor& a, const Tensor& b, cons
 }  // namespace
 
 // Quantization has no gradient, and h comes without one too.
-TP_IMPL_NO_GRADIENT(kOp, grouped_gemm_swiglu_quantize, grouped_gemm_swiglu_quantize_meta);
+TP_IMPL_NO_GRADIENT(grouped_gemm_swiglu_quantize, grouped_gemm_swiglu_quantize,
+                    grouped_gemm_swiglu_quantize_meta);
 
 }  // namespace transformer_plugin::gemm

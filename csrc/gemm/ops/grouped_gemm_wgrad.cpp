@@ -3,6 +3,7 @@
 
 #include "common/autograd.h"
 #include "common/group_offsets.h"
+#include "common/ops/gemm.h"
 #include "common/register.h"
 #include "common/row_index.h"
 #include "common/tensor.h"
@@ -186,7 +187,7 @@ void wgrad_out(const Tensor& grad, const Tensor& input, const Tensor& group_size
 }  // namespace
 
 // Not differentiable: the results have no gradient.
-TP_IMPL_NO_GRADIENT(kOp, wgrad, wgrad_meta);
-TP_IMPL_NO_GRADIENT(kOutOp, wgrad_out, wgrad_out_meta);
+TP_IMPL_NO_GRADIENT(grouped_gemm_wgrad, wgrad, wgrad_meta);
+TP_IMPL_NO_GRADIENT(grouped_gemm_wgrad_out, wgrad_out, wgrad_out_meta);
 
 }  // namespace transformer_plugin::gemm

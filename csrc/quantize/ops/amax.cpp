@@ -1,6 +1,7 @@
 // amax: the largest magnitudes that a format scales by, so that ranks can exchange them before they quantize.
 #include "quantize/args/amax.h"
 
+#include "common/ops/quantize.h"
 #include "common/register.h"
 #include "common/tensor.h"
 #include "quantize/ops/checks.h"
@@ -124,6 +125,6 @@ Tensor amax_of_rows(const Tensor& input, const RowIndex& index, const Layout& la
 }
 
 // An amax is used for scales, which have no gradient.
-TP_IMPL_NO_GRADIENT(kOp, amax, amax_meta);
+TP_IMPL_NO_GRADIENT(amax, amax, amax_meta);
 
 }  // namespace transformer_plugin::quantize

@@ -4,6 +4,7 @@
 #include <ATen/core/List.h>
 
 #include "common/buffers.h"
+#include "common/ops/quantize.h"
 #include "common/register.h"
 #include "common/tensor.h"
 #include "quantize/ops/checks.h"
@@ -100,6 +101,6 @@ void amax_list_out(at::TensorList inputs, std::string_view format, const Tensor&
 
 }  // namespace
 
-TP_IMPL_NO_GRADIENT(kOp, amax_list_out<run>, amax_list_out<meta>);
+TP_IMPL_NO_GRADIENT(amax_list_out, amax_list_out<run>, amax_list_out<meta>);
 
 }  // namespace transformer_plugin::quantize

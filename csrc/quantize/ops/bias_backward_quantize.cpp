@@ -1,6 +1,7 @@
 // bias_backward_quantize: a quantized gradient and the gradient of the bias from one pass.
 #include "quantize/args/bias_backward_quantize.h"
 
+#include "common/ops/quantize.h"
 #include "common/register.h"
 #include "common/tensor.h"
 #include "quantize/args/amax.h"
@@ -111,6 +112,6 @@ Tensors bias_backward_quantize_meta(const Tensor& grad, Key key, OptionalTensorA
 }  // namespace
 
 // Not differentiable: the results are themselves gradients.
-TP_IMPL_NO_GRADIENT(kOp, bias_backward_quantize, bias_backward_quantize_meta);
+TP_IMPL_NO_GRADIENT(bias_backward_quantize, bias_backward_quantize, bias_backward_quantize_meta);
 
 }  // namespace transformer_plugin::quantize

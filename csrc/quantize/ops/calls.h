@@ -4,6 +4,7 @@
 #include <string_view>
 #include <tuple>
 
+#include "common/ops/quantize.h"
 #include "common/tensor.h"
 #include "quantize/ops/directions.h"
 
@@ -13,51 +14,38 @@ inline Outputs call_quantize(const at::Tensor& x, std::string_view key, Optional
                              const Directions& directions, OptionalTensorArg amax = std::nullopt,
                              OptionalTensorArg amax_t = std::nullopt, OptionalTensorArg seed = std::nullopt,
                              OptionalTensorArg rows = std::nullopt, bool zero_tail = true) {
-  using Signature = Tensors(const at::Tensor&, std::string_view, OptionalTensorArg, OptionalTensorArg,
-                            OptionalTensorArg, OptionalTensorArg, bool, bool, OptionalTensorArg, bool);
-  static const auto op = find_op<Signature>("quantize");
-  return outputs_of(op.call(x, key, group_sizes, amax, amax_t, seed, directions.rowwise,
-                            directions.columnwise, rows, zero_tail),
+  return outputs_of(ops::quantize(x, key, group_sizes, amax, amax_t, seed, directions.rowwise,
+                                  directions.columnwise, rows, zero_tail),
                     directions);
 }
 
 // Of the stack of the matrices, which is not made. `amax` [G], of NVFP4.
 inline Outputs call_quantize_stack(at::TensorList matrices, std::string_view key,
                                    const Directions& directions, OptionalTensorArg amax) {
-  using Signature = Tensors(at::TensorList, std::string_view, OptionalTensorArg, bool, bool, bool);
-  static const auto op = find_op<Signature>("quantize_list");
-  return outputs_of(op.call(matrices, key, amax, directions.rowwise, directions.columnwise, /*stacked=*/true),
-                    directions);
+  return outputs_of(
+      ops::quantize_list(matrices, key, amax, directions.rowwise, directions.columnwise, /*stacked=*/true),
+      directions);
 }
 
 // The amaxes of both directions of matrices, into new tensors [G].
 inline void call_amax_list_out(at::TensorList matrices, std::string_view key, const at::Tensor& amax,
                                OptionalTensorArg amax_t) {
-  using Signature =
-      void(at::TensorList, std::string_view, const at::Tensor&, OptionalTensorArg, OptionalTensorArg);
-  static const auto op = find_op<Signature>("amax_list_out");
-  op.call(matrices, key, amax, amax_t, std::nullopt);
+  ops::amax_list_out(matrices, key, amax, amax_t, std::nullopt);
 }
 
 // Into buffers, for the directions whose buffers are defined.
 inline void call_quantize_out(const at::Tensor& x, std::string_view key, Outputs&& out,
                               OptionalTensorArg amax, OptionalTensorArg amax_t, OptionalTensorArg seed,
                               OptionalTensorArg noop = std::nullopt) {
-  using Signature =
-      void(const at::Tensor&, std::string_view, at::TensorList, OptionalTensorArg, OptionalTensorArg,
-           OptionalTensorArg, OptionalTensorArg, OptionalTensorArg, bool, bool);
-  static const auto op = find_op<Signature>("quantize_out");
   const bool rowwise = out.data.defined(), columnwise = out.data_t.defined();
-  op.call(x, key, as_list(std::move(out)), std::nullopt, amax, amax_t, seed, noop, rowwise, columnwise);
+  ops::quantize_out(x, key, as_list(std::move(out)), std::nullopt, amax, amax_t, seed, noop, rowwise,
+                    columnwise);
 }
 
 inline at::Tensor call_dequantize(const at::Tensor& data, const at::Tensor& scale_inv, std::string_view key,
                                   at::ScalarType dtype, OptionalTensorArg group_sizes, bool transposed,
                                   OptionalTensorArg amax, bool zero_tail = true) {
-  using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, std::string_view, at::ScalarType,
-                               OptionalTensorArg, bool, OptionalTensorArg, bool);
-  static const auto op = find_op<Signature>("dequantize");
-  return op.call(data, scale_inv, key, dtype, group_sizes, transposed, amax, zero_tail);
+  return ops::dequantize(data, scale_inv, key, dtype, group_sizes, transposed, amax, zero_tail);
 }
 
 // The amaxes of the requested directions.
@@ -67,9 +55,7 @@ struct AmaxPair {
 
 inline AmaxPair call_amax(const at::Tensor& x, std::string_view key, OptionalTensorArg group_sizes,
                           const Directions& directions) {
-  using Signature = Tensors(const at::Tensor&, std::string_view, OptionalTensorArg, bool, bool);
-  static const auto op = find_op<Signature>("amax");
-  Tensors list = op.call(x, key, group_sizes, directions.rowwise, directions.columnwise);
+  Tensors list = ops::amax(x, key, group_sizes, directions.rowwise, directions.columnwise);
   AmaxPair result;
   if (directions.columnwise) result.amax_t = std::move(list.back());
   if (directions.rowwise) result.amax = std::move(list.front());
@@ -86,11 +72,9 @@ inline BiasBackwardQuantized call_bias_backward_quantize(const at::Tensor& grad,
                                                          OptionalTensorArg group_sizes,
                                                          const Directions& directions,
                                                          bool zero_tail = true) {
-  using Signature = Tensors(const at::Tensor&, std::string_view, OptionalTensorArg, OptionalTensorArg,
-                            OptionalTensorArg, OptionalTensorArg, bool, bool, bool);
-  static const auto op = find_op<Signature>("bias_backward_quantize");
-  const Tensors list = op.call(grad, key, group_sizes, std::nullopt, std::nullopt, std::nullopt,
-                               directions.rowwise, directions.columnwise, zero_tail);
+  const Tensors list =
+      ops::bias_backward_quantize(grad, key, group_sizes, std::nullopt, std::nullopt, std::nullopt,
+                                  directions.rowwise, directions.columnwise, zero_tail);
   return {outputs_of(list, directions), list.back()};
 }
 
@@ -100,11 +84,8 @@ inline std::tuple<at::Tensor, at::Tensor> call_requantize_transposed(const at::T
                                                                      std::string_view key,
                                                                      at::ScalarType dtype,
                                                                      OptionalTensorArg group_sizes) {
-  using Signature = std::tuple<at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&, std::string_view,
-                                                       at::ScalarType, OptionalTensorArg, OptionalTensorArg,
-                                                       OptionalTensorArg, OptionalTensorArg);
-  static const auto op = find_op<Signature>("requantize_transposed");
-  return op.call(data, scale, key, dtype, group_sizes, std::nullopt, std::nullopt, std::nullopt);
+  return ops::requantize_transposed(data, scale, key, dtype, group_sizes, std::nullopt, std::nullopt,
+                                    std::nullopt);
 }
 
 // With the encode scales of `scale` from `first` on. Tensors of a direction that is not requested are empty. The
@@ -113,11 +94,8 @@ inline Outputs call_quantize_scaled(const at::Tensor& x, const at::Tensor& scale
                                     OptionalTensorArg amax, OptionalTensorArg group_sizes, int64_t first,
                                     const Directions& directions) {
   using Four = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-  using Signature = Four(const at::Tensor&, const at::Tensor&, std::string_view, OptionalTensorArg,
-                         OptionalTensorArg, int64_t, bool, bool);
-  static const auto op = find_op<Signature>("quantize_scaled");
-  auto [data, scale_inv, data_t, scale_t] =
-      op.call(x, scale, key, amax, group_sizes, first, directions.rowwise, directions.columnwise);
+  auto [data, scale_inv, data_t, scale_t] = ops::quantize_scaled(x, scale, key, amax, group_sizes, first,
+                                                                 directions.rowwise, directions.columnwise);
   return {std::move(data), std::move(scale_inv), std::move(data_t), std::move(scale_t)};
 }
 
@@ -126,11 +104,8 @@ inline Outputs call_quantize_scaled(const at::Tensor& x, const at::Tensor& scale
 inline Outputs call_swiglu_quantize(const at::Tensor& input, std::string_view key, OptionalTensorArg probs,
                                     OptionalTensorArg group_sizes, const Directions& directions,
                                     bool zero_tail = true) {
-  using Signature = Tensors(const at::Tensor&, std::string_view, OptionalTensorArg, OptionalTensorArg,
-                            OptionalTensorArg, OptionalTensorArg, OptionalTensorArg, bool, bool, bool);
-  static const auto op = find_op<Signature>("swiglu_quantize");
-  return outputs_of(op.call(input, key, probs, group_sizes, std::nullopt, std::nullopt, std::nullopt,
-                            directions.rowwise, directions.columnwise, zero_tail),
+  return outputs_of(ops::swiglu_quantize(input, key, probs, group_sizes, std::nullopt, std::nullopt,
+                                         std::nullopt, directions.rowwise, directions.columnwise, zero_tail),
                     directions);
 }
 
@@ -144,11 +119,8 @@ inline SwigluBackwardQuantized call_swiglu_backward_quantize(const at::Tensor& g
                                                              std::string_view key, OptionalTensorArg probs,
                                                              OptionalTensorArg group_sizes,
                                                              bool zero_tail = true) {
-  using Signature = Tensors(const at::Tensor&, const at::Tensor&, std::string_view, OptionalTensorArg,
-                            OptionalTensorArg, OptionalTensorArg, OptionalTensorArg, OptionalTensorArg, bool);
-  static const auto op = find_op<Signature>("swiglu_backward_quantize");
-  const Tensors list =
-      op.call(grad, input, key, probs, group_sizes, std::nullopt, std::nullopt, std::nullopt, zero_tail);
+  const Tensors list = ops::swiglu_backward_quantize(grad, input, key, probs, group_sizes, std::nullopt,
+                                                     std::nullopt, std::nullopt, zero_tail);
   return {outputs_of(list, {true, true}), list.back()};
 }
 

@@ -2,6 +2,7 @@
 #include "quantize/args/dequantize.h"
 
 #include "common/autograd.h"
+#include "common/ops/quantize.h"
 #include "common/register.h"
 #include "common/tensor.h"
 #include "quantize/ops/checks.h"
@@ -125,6 +126,6 @@ void dequantize_matrix(const Tensor& data, const Tensor& scale_inv, const Option
   run_format(call, format, pointer_to(matrix_amax), values);
 }
 
-TP_IMPL_NO_GRADIENT(kOp, dequantize, dequantize_meta);
+TP_IMPL_NO_GRADIENT(dequantize, dequantize, dequantize_meta);
 
 }  // namespace transformer_plugin::quantize

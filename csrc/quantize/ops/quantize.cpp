@@ -2,6 +2,7 @@
 #include "quantize/args/quantize.h"
 
 #include "common/autograd.h"
+#include "common/ops/quantize.h"
 #include "common/register.h"
 #include "common/tensor.h"
 #include "quantize/args/amax.h"
@@ -130,6 +131,6 @@ Tensors quantize_meta(const Tensor& input, Key key, OptionalTensorArg group_size
 }  // namespace
 
 // Rounding has no gradient; the gemm ops that quantize their operands define their own gradients.
-TP_IMPL_NO_GRADIENT(kOp, quantize, quantize_meta);
+TP_IMPL_NO_GRADIENT(quantize, quantize, quantize_meta);
 
 }  // namespace transformer_plugin::quantize

@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "common/autograd.h"
+#include "common/ops/quantize.h"
 #include "common/register.h"
 #include "common/tensor.h"
 #include "quantize/ops/quantize_call.h"
@@ -120,12 +121,9 @@ Tensors flat(std::vector<Outputs>&& outputs) {
 // The amaxes of all matrices, computed in a first launch unless the caller passed them.
 Tensor amax_of_list(const QuantizeListCall& call, const Tensors& contiguous_inputs) {
   if (call.amax) return *call.amax;
-  using Signature =
-      void(at::TensorList, c10::string_view, const Tensor&, const OptionalTensor&, const OptionalTensor&);
-  static const auto op = find_op<Signature>("amax_list_out");
   const Tensor amax =
       empty(contiguous_inputs[0], {static_cast<int64_t>(contiguous_inputs.size())}, at::kFloat);
-  op.call(contiguous_inputs, call.key, amax, kNoTensor, kNoTensor);
+  ops::amax_list_out(contiguous_inputs, call.key, amax, kNoTensor, kNoTensor);
   return amax;
 }
 
@@ -225,6 +223,6 @@ Tensors quantize_list_meta(at::TensorList inputs, std::string_view key, Optional
 
 }  // namespace
 
-TP_IMPL_NO_GRADIENT(kOp, quantize_list, quantize_list_meta);
+TP_IMPL_NO_GRADIENT(quantize_list, quantize_list, quantize_list_meta);
 
 }  // namespace transformer_plugin::quantize

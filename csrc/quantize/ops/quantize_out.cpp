@@ -1,5 +1,6 @@
 // quantize_out: the results of quantize, written into buffers of the caller.
 #include "common/buffers.h"
+#include "common/ops/quantize.h"
 #include "common/register.h"
 #include "common/tensor.h"
 #include "quantize/ops/quantize_call.h"
@@ -80,6 +81,6 @@ void quantize_out_meta(const Tensor& input, Key key, at::TensorList out, Optiona
 
 }  // namespace
 
-TP_IMPL_NO_GRADIENT(kOp, quantize_out, quantize_out_meta);
+TP_IMPL_NO_GRADIENT(quantize_out, quantize_out, quantize_out_meta);
 
 }  // namespace transformer_plugin::quantize

@@ -1,6 +1,7 @@
 // quantize_scaled: fp8_tensor with encode scales that the caller passes (delayed scaling), and the amax of
 // the input from the same pass.
 #include "common/buffers.h"
+#include "common/ops/quantize.h"
 #include "common/register.h"
 #include "common/tensor.h"
 #include "quantize/args/select_launcher.h"
@@ -123,6 +124,6 @@ void check_scale_run(const Argument& scales, const Argument& data, int64_t first
       describe(scales.tensor), "Pass one for each tensor or group");
 }
 
-TP_IMPL_NO_GRADIENT(kOp, quantize_scaled, quantize_scaled_meta);
+TP_IMPL_NO_GRADIENT(quantize_scaled, quantize_scaled, quantize_scaled_meta);
 
 }  // namespace transformer_plugin::quantize

@@ -2,6 +2,7 @@
 #include "quantize/args/requantize_transposed.h"
 
 #include "common/autograd.h"
+#include "common/ops/quantize.h"
 #include "common/register.h"
 #include "common/tensor.h"
 #include "quantize/ops/quantize_params.h"
@@ -141,6 +142,6 @@ Pair requantize_transposed(const Tensor& data, const Tensor& scale_inv, std::str
 }  // namespace
 
 // Rounding has no gradient.
-TP_IMPL_NO_GRADIENT(kOp, requantize_transposed<run>, requantize_transposed<meta>);
+TP_IMPL_NO_GRADIENT(requantize_transposed, requantize_transposed<run>, requantize_transposed<meta>);
 
 }  // namespace transformer_plugin::quantize

@@ -1,5 +1,6 @@
 // swiglu_backward_quantize: the backward of SwiGLU, quantized in both directions.
 #include "activation/swiglu_checks.h"
+#include "common/ops/quantize.h"
 #include "common/register.h"
 #include "common/tensor.h"
 #include "quantize/args/swiglu_quantize.h"
@@ -124,6 +125,6 @@ Tensors swiglu_backward_quantize_meta(const Tensor& grad, const Tensor& input, s
 }  // namespace
 
 // Not differentiable: the results are themselves gradients.
-TP_IMPL_NO_GRADIENT(kOp, swiglu_backward_quantize, swiglu_backward_quantize_meta);
+TP_IMPL_NO_GRADIENT(swiglu_backward_quantize, swiglu_backward_quantize, swiglu_backward_quantize_meta);
 
 }  // namespace transformer_plugin::quantize

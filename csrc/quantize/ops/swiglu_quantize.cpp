@@ -2,6 +2,7 @@
 #include "quantize/args/swiglu_quantize.h"
 
 #include "activation/swiglu_checks.h"
+#include "common/ops/quantize.h"
 #include "common/register.h"
 #include "common/tensor.h"
 #include "quantize/ops/fused.h"
@@ -103,6 +104,6 @@ Tensors swiglu_quantize_meta(const Tensor& input, Key key, OptionalTensorArg pro
 }  // namespace
 
 // Rounding has no gradient.
-TP_IMPL_NO_GRADIENT(kOp, swiglu_quantize, swiglu_quantize_meta);
+TP_IMPL_NO_GRADIENT(swiglu_quantize, swiglu_quantize, swiglu_quantize_meta);
 
 }  // namespace transformer_plugin::quantize

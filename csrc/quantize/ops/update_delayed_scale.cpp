@@ -9,6 +9,7 @@
 
 #include "common/autograd.h"
 #include "common/buffers.h"
+#include "common/ops/quantize.h"
 #include "common/register.h"
 #include "common/tensor.h"
 #include "distributed/rank_group.h"
@@ -151,7 +152,7 @@ Tensor update_delayed_scale(const Tensor& history, const Tensor& scale, const Te
 
 }  // namespace
 
-TP_IMPL_NO_GRADIENT("delayed_scale", delayed_scale<run>, delayed_scale<meta>);
-TP_IMPL_NO_GRADIENT("update_delayed_scale_", update_delayed_scale<run>, update_delayed_scale<meta>);
+TP_IMPL_NO_GRADIENT(delayed_scale, delayed_scale<run>, delayed_scale<meta>);
+TP_IMPL_NO_GRADIENT(update_delayed_scale_, update_delayed_scale<run>, update_delayed_scale<meta>);
 
 }  // namespace transformer_plugin::quantize

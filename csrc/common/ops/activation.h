@@ -1,0 +1,13 @@
+// Handles of the ops of activation. Written by build_tools/op_handles.py from registration.cpp.
+// clang-format off
+#pragma once
+
+#include "common/op.h"
+
+namespace transformer_plugin::ops {
+
+inline constexpr Op<"swiglu", Tensor(const Tensor& input, OptionalTensorArg probs, OptionalTensorArg group_sizes)> swiglu;
+inline constexpr Op<"swiglu_backward", std::tuple<Tensor, Tensor>(const Tensor& grad, const Tensor& input,
+    OptionalTensorArg probs, OptionalTensorArg group_sizes)> swiglu_backward;
+
+}  // namespace transformer_plugin::ops

@@ -1,0 +1,39 @@
+// Handles of the ops of tensor_parallel. Written by build_tools/op_handles.py from registration.cpp.
+// clang-format off
+#pragma once
+
+#include "common/op.h"
+
+namespace transformer_plugin::ops {
+
+inline constexpr Op<"all_gather", Tensor(const Tensor& part, int64_t num_ranks, std::string_view group_name, int64_t timeout_ms,
+    int64_t wanted)> all_gather;
+inline constexpr Op<"reduce_scatter", Tensor(const Tensor& parts, int64_t num_ranks, std::string_view group_name,
+    int64_t timeout_ms, int64_t wanted)> reduce_scatter;
+inline constexpr Op<"all_gather_list_out", void(TensorList parts, TensorList out, int64_t num_ranks, std::string_view group_name,
+    int64_t timeout_ms)> all_gather_list_out;
+inline constexpr Op<"reduce_scatter_out", void(const Tensor& parts, const Tensor& out, bool accumulate, int64_t num_ranks,
+    std::string_view group_name, int64_t timeout_ms, double factor)> reduce_scatter_out;
+inline constexpr Op<"start_all_gather", Tensor(const Tensor& part, int64_t num_ranks, std::string_view group_name,
+    int64_t timeout_ms, int64_t wanted)> start_all_gather;
+inline constexpr Op<"finish_all_gather", Tensor(const Tensor& token, const Tensor& part, int64_t num_ranks,
+    std::string_view group_name, int64_t timeout_ms, OptionalTensorArg after)> finish_all_gather;
+inline constexpr Op<"start_reduce_scatter", Tensor(const Tensor& parts, int64_t num_ranks, std::string_view group_name,
+    int64_t timeout_ms, int64_t wanted)> start_reduce_scatter;
+inline constexpr Op<"finish_reduce_scatter", Tensor(const Tensor& token, const Tensor& parts, int64_t num_ranks,
+    std::string_view group_name, int64_t timeout_ms, OptionalTensorArg after)> finish_reduce_scatter;
+inline constexpr Op<"sum_over_ranks", Tensor(const Tensor& input, int64_t num_ranks, std::string_view group_name,
+    int64_t timeout_ms)> sum_over_ranks;
+inline constexpr Op<"copy_to_ranks", Tensor(const Tensor& input, int64_t num_ranks, std::string_view group_name,
+    int64_t timeout_ms)> copy_to_ranks;
+inline constexpr Op<"cross_entropy_over_ranks", Tensor(const Tensor& logits, const Tensor& target, int64_t vocabulary,
+    int64_t num_ranks, std::string_view group_name, double label_smoothing, int64_t ignore_index,
+    int64_t timeout_ms)> cross_entropy_over_ranks;
+inline constexpr Op<"cross_entropy_over_ranks_forward", std::tuple<Tensor, Tensor>(const Tensor& logits, const Tensor& target,
+    int64_t vocabulary, int64_t num_ranks, std::string_view group_name, double label_smoothing, int64_t ignore_index,
+    int64_t timeout_ms)> cross_entropy_over_ranks_forward;
+inline constexpr Op<"cross_entropy_over_ranks_backward", Tensor(const Tensor& grad, const Tensor& logits, const Tensor& target,
+    const Tensor& stats, int64_t vocabulary, int64_t num_ranks, std::string_view group_name, double label_smoothing,
+    int64_t ignore_index)> cross_entropy_over_ranks_backward;
+
+}  // namespace transformer_plugin::ops
