@@ -37,7 +37,7 @@ struct CallContext {
   Milliseconds timeout;
 };
 
-// Made for each call. Tensors are on the device of `like`. A collective of tensors without elements is not started, on any rank.
+// Made for each call. Tensors are on the device of `like`; results are contiguous. A collective of tensors without elements is not started, on any rank.
 class Collectives {
  public:
   virtual ~Collectives() = default;

@@ -5,7 +5,7 @@
 
 namespace transformer_plugin::distributed {
 
-// Nothing is sent: the result of a collective is its argument.
+// Nothing is sent: the result of a collective is its argument, or a copy if that is not contiguous.
 class LocalCollectives : public Collectives {
  public:
   explicit LocalCollectives(CallContext to) : Collectives(std::move(to)) {}
@@ -14,14 +14,14 @@ class LocalCollectives : public Collectives {
   void end_call() override {}
 
   PendingCollective all_gather(const at::Tensor& part, const Phase&) override {
-    return PendingCollective(part);
+    return PendingCollective(part.contiguous());
   }
   PendingCollective all_gather_list(at::TensorList parts, at::TensorList out, const Phase&) override {
     for (size_t i = 0; i < parts.size(); ++i) out[i].copy_(parts[i]);
     return PendingCollective(out[0]);
   }
   PendingCollective all_to_all(const at::Tensor& parts, const Phase&) override {
-    return PendingCollective(parts);
+    return PendingCollective(parts.contiguous());
   }
   PendingCollective exchange_with_others(const at::Tensor& parts, const Phase&) override {
     return PendingCollective(empty_rows(parts, 0));
