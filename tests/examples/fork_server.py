@@ -99,6 +99,8 @@ def _run(request: dict[str, Any], output: list[int]) -> NoReturn:
         resource.setrlimit(resource.RLIMIT_FSIZE, request["file_size"])
         sys.argv = request["arguments"]
         launcher: Any = sys.modules["moe_lm.launch"]
+        if started_by := os.environ.get(launcher.LAUNCHER):
+            os.getppid = lambda: int(started_by)  # a rank's parent is its launcher; here it is the server
         launcher.subprocess = SimpleNamespace(Popen=ForkedRun)
         runpy.run_path(sys.argv[0], run_name="__main__")
         status = 0
