@@ -7,7 +7,7 @@
 // every other tensor is fresh.
 #include <torch/library.h>
 
-#include "common/other_tensors.h"
+#include "common/unsupported_layouts.h"
 
 TORCH_LIBRARY(transformer_plugin, m) {
   // quantize: values to data and scales, along rows, along columns (the data is then transposed), or both. Results
@@ -296,9 +296,9 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "str group_name=\"\", bool raise_on_overflow=False, int timeout_ms=-1) -> "
       "(Tensor slot, Tensor source, Tensor tokens_per_expert, Tensor required, Tensor overflow)");
   m.def(
-      "compact_plan(Tensor topk_idx, int num_experts, SymInt max_tokens, SymInt capacity, int alignment=1, int "
-      "num_ranks=1, str group_name=\"\", bool raise_on_overflow=False, int timeout_ms=-1, SymInt? "
-      "max_received_tokens=None) -> (Tensor slot, Tensor source, Tensor tokens_per_expert, Tensor required, "
+      "compact_plan(Tensor topk_idx, int num_experts, SymInt max_tokens, SymInt capacity, int alignment=1, "
+      "int num_ranks=1, str group_name=\"\", bool raise_on_overflow=False, int timeout_ms=-1, "
+      "SymInt? max_received_tokens=None) -> (Tensor slot, Tensor source, Tensor tokens_per_expert, Tensor required, "
       "Tensor overflow, Tensor received, Tensor position, Tensor required_tokens)");
   m.def(
       "dispatch(Tensor tokens, Tensor? topk_weights, Tensor slot, Tensor source, str group_name=\"\", "
@@ -309,9 +309,9 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "Tensor(b!)? recv_weights=None, str group_name=\"\", int timeout_ms=-1, int wanted=-1, "
       "Tensor? received=None, Tensor? position=None) -> ()");
   m.def(
-      "dispatch_backward(Tensor? grad_recv, Tensor? grad_recv_weights, Tensor slot, SymInt num_tokens, SymInt "
-      "hidden_size, ScalarType dtype, bool for_tokens=True, bool for_weights=True, str group_name=\"\", int "
-      "timeout_ms=-1, bool expand=True, Tensor? received=None, Tensor? position=None) -> "
+      "dispatch_backward(Tensor? grad_recv, Tensor? grad_recv_weights, Tensor slot, SymInt num_tokens, "
+      "SymInt hidden_size, ScalarType dtype, bool for_tokens=True, bool for_weights=True, str group_name=\"\", "
+      "int timeout_ms=-1, bool expand=True, Tensor? received=None, Tensor? position=None) -> "
       "(Tensor grad_tokens, Tensor grad_topk_weights)");
   m.def(
       "combine(Tensor rows, Tensor slot, Tensor source, SymInt num_tokens, str group_name=\"\", int timeout_ms=-1, "
@@ -331,11 +331,11 @@ TORCH_LIBRARY(transformer_plugin, m) {
   m.def(
       "reduce_scatter(Tensor parts, int num_ranks=1, str group_name=\"\", int timeout_ms=-1, int wanted=-1) -> Tensor");
   m.def(
-      "all_gather_list_out(Tensor[] parts, Tensor(a!)[] out, int num_ranks=1, str group_name=\"\", int "
-      "timeout_ms=-1) -> ()");
+      "all_gather_list_out(Tensor[] parts, Tensor(a!)[] out, int num_ranks=1, str group_name=\"\", "
+      "int timeout_ms=-1) -> ()");
   m.def(
-      "reduce_scatter_out(Tensor parts, Tensor(a!) out, bool accumulate=False, int num_ranks=1, str "
-      "group_name=\"\", int timeout_ms=-1, float factor=1.0) -> ()");
+      "reduce_scatter_out(Tensor parts, Tensor(a!) out, bool accumulate=False, int num_ranks=1, "
+      "str group_name=\"\", int timeout_ms=-1, float factor=1.0) -> ()");
   // start_all_gather, start_reduce_scatter: the same begun on a side stream, and a token for finish_all_gather and
   // finish_reduce_scatter, which give the result. after: computed meanwhile, for compilers that order ops by operands.
   m.def(
@@ -393,5 +393,5 @@ TORCH_LIBRARY(transformer_plugin, m) {
   m.def("release_group(str group_name) -> ()");
 
   // Of all of the above.
-  transformer_plugin::register_other_tensors(m);
+  transformer_plugin::register_unsupported_layouts(m);
 }

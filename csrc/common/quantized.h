@@ -18,8 +18,8 @@ struct Quantized {
   Format format = {};
   std::string_view key = "none";  // what `format` was parsed from
   bool transposed = false;        // columnwise: `data` holds the transposed matrix
-  at::Tensor row_index =
-      {};  // row i of the matrix is row_index[i] of `data`; undefined: row i. Not where quantized
+  // Row i of the matrix is row_index[i] of `data`; undefined: row i. Not where quantized.
+  at::Tensor row_index = {};
 
   // Sizes of the matrix in elements. Of a ragged matrix with aligned groups, `rows` are those of the aligned data.
   c10::SymInt rows() const { return transposed ? row_length() : data.sym_size(-2); }

@@ -1,5 +1,5 @@
-// Dispatch kernels for nested, sparse, quantized, negative and conjugate tensors (common/other_tensors.h).
-#include "common/other_tensors.h"
+// Dispatch kernels for nested, sparse, quantized, negative and conjugate tensors (common/unsupported_layouts.h).
+#include "common/unsupported_layouts.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
@@ -111,7 +111,7 @@ constexpr DispatchKey kRefused[] = {
 
 }  // namespace
 
-void register_other_tensors(torch::Library& library) {
+void register_unsupported_layouts(torch::Library& library) {
   for (const c10::OperatorName& op : c10::Dispatcher::singleton().getAllOpNames()) {
     if (op.name.rfind(kNamespace, 0) != 0) continue;
     const auto handle = c10::Dispatcher::singleton().findSchema(op);

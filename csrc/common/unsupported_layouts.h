@@ -7,6 +7,6 @@ namespace transformer_plugin {
 
 // For each op of the library: refuses nested, sparse and torch-quantized tensors. Negative and conjugate
 // views are resolved if they are read, and refused as buffers.
-void register_other_tensors(torch::Library& library);
+void register_unsupported_layouts(torch::Library& library);
 
 }  // namespace transformer_plugin

@@ -70,8 +70,8 @@ std::string Call::text() const {
 }
 
 std::string Call::difference(const int64_t* headers, int64_t ranks, const Field& field) const {
-  std::vector<std::pair<int64_t, std::vector<int64_t>>>
-      ranks_by_value;  // in the order of each value's first rank
+  // In the order of each value's first rank.
+  std::vector<std::pair<int64_t, std::vector<int64_t>>> ranks_by_value;
   for (int64_t r = 0; r < ranks; ++r) {
     const int64_t value = headers[r * kHeaderLength + field.index];
     if (field.kind == FieldKind::kPerCall && value == unknown_value(field)) continue;

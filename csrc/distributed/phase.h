@@ -10,7 +10,8 @@ namespace transformer_plugin::distributed {
 
 struct Phase {
   // Unique in the library, because a CUDA kernel writes only this number to host memory (progress.h).
-  // Ranges: 0-99 this folder, 100-199 expert parallelism, 200-299 tensor parallelism, 300-399 quantize.
+  // Ranges: 0-99 this folder, 100-199 expert parallelism, 200-299 tensor parallelism, 300-399 quantize,
+  // 400-499 sharded weights.
   int32_t id;
   const char* op;    // as errors name it
   const char* name;  // what the op waits for, as errors name it

@@ -1,5 +1,6 @@
 // Tokens by collectives: every rank receives all tokens of all ranks, and of them keeps the rows that its experts need, or all; the
-// sums go back in equal parts, one row for each token of each rank. It takes any number of ranks, hosts and dtypes, on Gloo and NCCL.
+// sums go back in equal parts, one row for each token of each rank. It takes any number of ranks, hosts and dtypes, on Gloo and
+// NCCL.
 #pragma once
 
 #include "expert_parallel/transport.h"

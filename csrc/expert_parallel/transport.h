@@ -19,8 +19,8 @@ struct TokenLayout {
   int64_t received_rows;  // N
   // The two directions of the map between received rows and tokens, which are counted rank * max_tokens + token. Both
   // absent: row i is token i, so that N is R * max_tokens.
-  std::optional<at::Tensor> received =
-      std::nullopt;  // int32 [N]: the token of each row, or -1 for a row of zeros
+  // int32 [N]: the token of each row, or -1 for a row of zeros.
+  std::optional<at::Tensor> received = std::nullopt;
   std::optional<at::Tensor> position = std::nullopt;  // int32 [R * max_tokens]: the row of each token, or -1
 };
 

@@ -79,8 +79,8 @@ class IntoBuffer : public torch::autograd::Node {
   explicit IntoBuffer(Tensor buffer) : buffer_(std::move(buffer)) {}
   std::string name() const override { return "transformer_plugin::dgrad_out_backward_node"; }
   torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
-    const bool has_graph =
-        grads[0].defined() && grads[0].requires_grad();  // one that refuses a second derivative
+    // One that refuses a second derivative.
+    const bool has_graph = grads[0].defined() && grads[0].requires_grad();
     return {has_graph ? grads[0].view_symint(buffer_.sym_sizes()) : buffer_};
   }
 

@@ -13,9 +13,9 @@ void check_wgrad_queue(const char* op, const char* name, const std::optional<at:
 
 // What defer_wgrad keeps besides the operands.
 struct DeferOptions {
-  std::optional<at::ScalarType>
-      dtype;        // of a gradient that is rounded before it is added; none: added in the epilogue
-  bool accumulate;  // or write over what the buffers hold
+  // Of a gradient that is rounded before it is added; none: added in the epilogue.
+  std::optional<at::ScalarType> dtype;
+  bool accumulate;               // or write over what the buffers hold
   std::vector<int64_t> skipped;  // matrices of a list that want no gradient
   gemm::LaunchOptions launch;
 };

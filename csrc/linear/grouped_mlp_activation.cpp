@@ -25,7 +25,8 @@ bool fuses_quantize(const Format& format, std::string_view key) {
   return format.has_blocks() && !format.is_nv() && !marks_nonfinite(key);
 }
 
-// Both halves of the gradient must begin at a tile, so they must not be interleaved. The gradient of a bias is summed before quantization, so it needs the steps.
+// Both halves of the gradient must begin at a tile, so they must not be interleaved. The gradient of a bias is summed before
+// quantization, so it needs the steps.
 bool fuses_gradient_quantize(const Tensor& linear, const OperandFormats& formats,
                              const HiddenNeedsGrad& wanted, int64_t interleave) {
   constexpr int64_t kTwoTiles = 256;

@@ -19,8 +19,8 @@ struct MlpArguments {
   const std::optional<at::Tensor>& fc2_bias;  // [G, H]
   // The weights as quantize_weight returned them (linear/quantized_weight.h), read instead of the weights.
   const std::optional<at::TensorList>&quantized_fc1, &quantized_fc2;
-  int64_t interleave =
-      0;  // columns of gate and linear part in turn in the rows of fc1_weight; 0: the gate first
+  // Columns of gate and linear part in turn in the rows of fc1_weight; 0: the gate first.
+  int64_t interleave = 0;
   gemm::LaunchOptions options = {};
   MainGrad fc1_main_grad = {}, fc2_main_grad = {};
   CallerBuffers buffers = {};

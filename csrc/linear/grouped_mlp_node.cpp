@@ -176,8 +176,8 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
   }
 
   // The gradient of a weight that is sharded over ranks is computed first: while it travels, the data gradient is computed.
-  // Otherwise lowers the peak of memory: a weight gradient that is larger than the tensors freed after it is computed late. That of fc2
-  // then follows the activation's backward, and that of fc1 follows the data gradient.
+  // Otherwise lowers the peak of memory: a weight gradient that is larger than the tensors freed after it is computed late. That
+  // of fc2 then follows the activation's backward, and that of fc1 follows the data gradient.
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
     const std::string input_key = ctx->saved_data["input_format"].toStringRef();

@@ -33,8 +33,8 @@ void save_main_grad(torch::autograd::AutogradContext* ctx, const char* name, con
 // In the forward: saves the key of a sharded weight, which the backward gathers again.
 void save_weight_shard(torch::autograd::AutogradContext* ctx, const MainGrad& main_grad);
 
-// In the backward: raises an error if torch.autograd.grad asks for the gradient of the weight, which the node does not return. `place`,
-// `count`: as below. `is_deferred`: it goes into a queue, and not into a buffer.
+// In the backward: raises an error if torch.autograd.grad asks for the gradient of the weight, which the node does not return.
+// `place`, `count`: as below. `is_deferred`: it goes into a queue, and not into a buffer.
 void refuse_capture(const char* name, size_t place, size_t count, bool is_deferred);
 // In the backward: the tensors that were kept one by one under a name; none if it was one tensor.
 std::vector<at::Tensor> saved_matrices(torch::autograd::AutogradContext* ctx, const char* name);

@@ -113,7 +113,7 @@ QuantizedWeight as_quantized_weight(at::TensorList list, const OperandFormats& f
   const size_t one = tensors_along_one(formats.weight);
   const auto part = [&](size_t first) {
     return Quantized{list[first],
-                     one > 1 ? typed_scale(list[first + 1], formats.weight) : Tensor(),
+                     one > 1 ? quantize::typed_scale(list[first + 1], formats.weight) : Tensor(),
                      one > 2 ? list[first + 2] : Tensor(),
                      formats.weight,
                      formats.weight_key,
@@ -140,7 +140,7 @@ Quantized foreign_operand(at::TensorList shards, const sharded::WeightShard& sha
     return backward ? weight.backward : weight.forward;
   }
   made.quantized.resize(3);
-  return {made.quantized[0],  typed_scale(made.quantized[1], formats.weight),
+  return {made.quantized[0],  quantize::typed_scale(made.quantized[1], formats.weight),
           made.quantized[2],  formats.weight,
           formats.weight_key, made.columnwise};
 }

@@ -13,7 +13,8 @@
 
 namespace transformer_plugin::linear {
 
-// Any float dtype, [N, K] or [G, N, K], or several matrices, with sizes that the format supports along rows and, with `columns`, along columns.
+// Any float dtype, [N, K] or [G, N, K], or several matrices, with sizes that the format supports along rows and, with `columns`,
+// along columns.
 void check_unquantized_weight(const WeightArgument& weight, const OperandFormats& formats, bool columns);
 
 // Checks the list `name` for a checked weight: number of tensors, contiguity, dtypes, sizes, device. With a meta tensor, as in a

@@ -27,8 +27,8 @@ bool reads_tokens(const Format& format, std::string_view key);
 // the widths are multiples of 8. Otherwise a copy of the rows serves both. `activation`: the input of the weight gradient.
 bool reads_gradient(const at::Tensor& grad, const at::Tensor& activation, const Format& format,
                     std::string_view key);
-// quantize_operand() of the rows; without zeros in those past the last group if tokens are given. Where a kernel quantizes rows by their index, they are not copied. `copies`: of rows that
-// are copied, even if products could read the tokens.
+// quantize_operand() of the rows; without zeros in those past the last group if tokens are given. Where a kernel quantizes rows
+// by their index, they are not copied. `copies`: of rows that are copied, even if products could read the tokens.
 QuantizedOperand rows_operand(const at::Tensor& tokens, const TokenRows& rows, const at::Tensor& group_sizes,
                               const Format& format, std::string_view key, bool rowwise, bool columnwise,
                               bool copies = false);

@@ -17,8 +17,8 @@ using c10::SymInt;
 using OptionalTensor = std::optional<Tensor>;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-using Permuted =
-    std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;  // rows, group_sizes, slot, source, total
+// rows, group_sizes, slot, source, total
+using Permuted = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 constexpr std::initializer_list<at::ScalarType> kRealTypes = {at::kFloat, at::kBFloat16, at::kHalf,
                                                               at::kDouble};

@@ -234,8 +234,8 @@ bool are_in_memory(std::initializer_list<Tensor> tensors) {
          !c10::impl::TorchDispatchModeTLS::any_modes_set();
 }
 
-// The node of the input. Torch's schedules that delay the gradients of weights add up the gradients of all outputs of a node that has
-// a weight, so the weight has a node of its own, with one output, above this one.
+// The node of the input. Torch's schedules that delay the gradients of weights add up the gradients of all outputs of a node
+// that has a weight, so the weight has a node of its own, with one output, above this one.
 class RouterLogitsWithTokensFunction : public DifferentiableOnce<RouterLogitsWithTokensFunction> {
  public:
   static constexpr const char* kName = "router_logits_with_tokens";

@@ -14,9 +14,12 @@ namespace transformer_plugin::sharded {
 namespace {
 
 using at::Tensor;
-namespace phases = tensor_parallel::phases;
 
 constexpr const char* kOp = "gather_weight";
+
+// Where a gather waits for other ranks.
+constexpr distributed::Phase kPhases[] = {{400, kOp, "parts"}};
+const distributed::PhaseRegistration registration(kPhases);
 
 // What NCCL takes to start on an H100 after a product that ends, and the events between streams (docs/notes/experiments.md).
 [[maybe_unused]] constexpr int64_t kStartNanoseconds = 15000;
@@ -25,7 +28,7 @@ constexpr int64_t kBorder = -3;  // of a region, among the uses
 
 // The header contains the name of the weight: ranks that gather different weights of one shape raise an error.
 distributed::Call call_of(const Gather& gather, at::TensorList parts) {
-  distributed::Call call = tensor_parallel::list_call(phases::kGatherWeight, "data", parts);
+  distributed::Call call = tensor_parallel::list_call(kPhases[0], "data", parts);
   const size_t name = std::hash<std::string>()(gather.shard.name) >> 2;
   call.set(tensor_parallel::fields::kWeight, static_cast<int64_t>(name) * 2 + gather.backward, "shard");
   return call;
@@ -206,7 +209,7 @@ void GatherCache::collect(const Gather& gather, const std::vector<Plane>& planes
     distributed::RankGroup group(kOp, shard.group, shard.timeout_ms, parts[0]);
     tensor_parallel::check_ranks(kOp, group, shard.ranks);
     group.begin_call(call_of(gather, parts), 1);
-    group.collectives().all_gather_list(parts, received, phases::kGatherWeight).wait();
+    group.collectives().all_gather_list(parts, received, kPhases[0]).wait();
   });
   if (gather.is_list && into.whole[0].size(1) != into.stack.size(1)) {
     into.whole[0].copy_(into.stack.narrow(1, 0, shard.rows));

@@ -122,8 +122,8 @@ class GatherCache {
   bool in_graphs_ = false;
   std::map<std::pair<const void*, bool>, int64_t> ids_;  // of the data of a part, and of its direction
   std::map<int64_t, Source> sources_;
-  std::map<std::tuple<int64_t, std::string, bool>, int64_t>
-      named_;  // by set, name and direction, where there is a name
+  // By set, name and direction, where there is a name.
+  std::map<std::tuple<int64_t, std::string, bool>, int64_t> named_;
   std::map<int64_t, Early> early_;
   std::map<Pair, int64_t> next_;  // what was used after the two, and after the second of them
   int64_t last_ = -1, last_but_one_ = -1;

@@ -19,14 +19,14 @@ using torch::autograd::variable_list;
 
 struct Enter {
   static constexpr auto op = ops::enter_gather_region;
-  static constexpr const char* kName = ops::enter_gather_region.name;
+  static constexpr const char* kName = "enter_gather_region";
   static constexpr const char* kArgument = "input";
   static void note(GatherCache& gathers, const Place& place) { gathers.enter_region(place); }
 };
 
 struct Leave {
   static constexpr auto op = ops::leave_gather_region;
-  static constexpr const char* kName = ops::leave_gather_region.name;
+  static constexpr const char* kName = "leave_gather_region";
   static constexpr const char* kArgument = "output";
   static void note(GatherCache& gathers, const Place& place) { gathers.leave_region(place); }
 };

@@ -9,7 +9,7 @@
 #include "common/ops/sharded.h"
 #include "common/register.h"
 #include "common/tensor.h"
-#include "gemm/dispatch/quantized_operands.h"
+#include "quantize/ops/matrix_shape.h"
 #include "sharded/group_weights.h"
 #include "tensor_parallel/exchange.h"
 
@@ -177,7 +177,7 @@ Quantized gather_weight(const Quantized& part, std::string_view shard_key, bool 
                                                 key, part.transposed, backward, shard_key);
   Quantized whole = part;
   whole.data = data;
-  if (part.scale.defined()) whole.scale = gemm::typed_scale(scale, part.format);
+  if (part.scale.defined()) whole.scale = quantize::typed_scale(scale, part.format);
   if (part.amax.defined()) whole.amax = amax;
   return whole;
 }

@@ -67,9 +67,9 @@ at::ScalarType sum_dtype(const Tensor& parts, const Tensor& weight) {
                                                                                   : parts.scalar_type();
 }
 
-void add_to_gradient(const Tensor& weight, const Tensor& sum) {
+void add_to_gradient(Tensor weight, const Tensor& sum) {
   const at::AutoGradMode mode(false);
-  Tensor& grad = const_cast<Tensor&>(weight).mutable_grad();
+  Tensor& grad = weight.mutable_grad();
   if (grad.defined()) {
     grad.add_(sum);
   } else {

@@ -39,7 +39,7 @@ at::ScalarType sum_dtype(const at::Tensor& parts, const at::Tensor& weight);
 void submit(const at::Tensor& parts, const at::Tensor& out, bool accumulate, const WeightShard& shard,
             std::function<void()> deliver = {}, const at::Tensor& token = {});
 // Into `weight.grad`, as autograd would, and on the stream on which autograd does so: others may add to it in this backward.
-void add_to_gradient(const at::Tensor& weight, const at::Tensor& sum);
+void add_to_gradient(at::Tensor weight, const at::Tensor& sum);
 // Whether `weight.grad` is one that this can add to.
 bool takes_sums(const at::Tensor& weight);
 

@@ -77,10 +77,10 @@ void write_sums(const Tensor& sums, const ListTarget& target) {
   const at::AutoGradMode mode(false);
   for (size_t i = 0; i < target.matrices.size(); ++i) {
     if (!target.matrices[i].defined()) continue;
-    const Tensor& buffer = target.main_grad[i];
+    Tensor buffer = target.main_grad[i];
     const Tensor sum = sums.select(0, static_cast<int64_t>(i)).view_as(buffer);
     // A tracer must not see an op that writes a buffer in place which does not begin where its memory does.
-    const_cast<Tensor&>(buffer).copy_(target.accumulate ? at::add(buffer, sum) : sum);
+    buffer.copy_(target.accumulate ? at::add(buffer, sum) : sum);
   }
 }
 

@@ -2,9 +2,12 @@
 // (tensor_parallel/cross_entropy_over_ranks.h).
 #include "tensor_parallel/cross_entropy_over_ranks.h"
 
+#include <bit>
+
 #include "common/ops/tensor_parallel.h"
 #include "common/register.h"
 #include "common/tensor.h"
+#include "tensor_parallel/checksum.h"
 #include "tensor_parallel/exchange.h"
 
 namespace transformer_plugin::tensor_parallel {
@@ -78,6 +81,14 @@ CrossEntropyLogits logits_of(const Tensor& logits, int64_t rows, int64_t rank, c
   const int64_t stride = logits.size(-1), first = rank * stride;
   const int64_t cols = std::clamp<int64_t>(options.vocabulary - first, 0, stride);
   return {logits.const_data_ptr(), rows, stride, cols, first, to_dtype(logits.scalar_type())};
+}
+
+// The options in one number.
+int64_t loss_checksum(double label_smoothing, int64_t ignore_index) {
+  Checksum options;
+  options.add(std::bit_cast<int64_t>(label_smoothing));
+  options.add(ignore_index);
+  return options.value();
 }
 
 // What the ranks must agree on.

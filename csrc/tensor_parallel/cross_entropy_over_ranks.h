@@ -7,10 +7,10 @@
 // All in FP32. A rank has the columns first .. first + cols of the vocabulary.
 //
 // Sums over a row have a fixed order, so that results are deterministic and the same on CPU and CUDA. A unit is 8
-// neighbouring columns, those past the last one -infinity (0 in the sum of x). Unit u belongs to lane u % 256. A lane takes its units
-// in order: it raises its largest logit, scales its sum to the new one, and adds the 8 exponentials, of which
-// neighbours are added first. The lanes' sums, scaled to the largest logit of all, are added likewise, neighbours first; then
-// the ranks' in ascending order.
+// neighbouring columns, those past the last one -infinity (0 in the sum of x). Unit u belongs to lane u % 256. A lane takes its
+// units in order: it raises its largest logit, scales its sum to the new one, and adds the 8 exponentials, of which neighbours
+// are added first. The lanes' sums, scaled to the largest logit of all, are added likewise, neighbours first; then the ranks' in
+// ascending order.
 #pragma once
 
 #include <cstdint>

@@ -1,8 +1,7 @@
 #include "tensor_parallel/exchange.h"
 
-#include <bit>
-
 #include "common/tensor.h"
+#include "tensor_parallel/checksum.h"
 
 namespace transformer_plugin::tensor_parallel {
 namespace {
@@ -70,19 +69,7 @@ Call exchange_call(const Phase& phase, const char* argument, const Tensor& tenso
   return call;
 }
 
-namespace {
-
-// FNV-1a over 64-bit numbers, without the sign bit.
-class Checksum {
- public:
-  void add(int64_t number) { value_ = (value_ ^ static_cast<uint64_t>(number)) * 1099511628211u; }
-  int64_t value() const { return static_cast<int64_t>(value_ >> 1); }
-
- private:
-  uint64_t value_ = 14695981039346656037u;
-};
-
-}  // namespace
+namespace {}  // namespace
 
 Call list_call(const Phase& phase, const char* argument, at::TensorList parts) {
   Checksum shapes;
@@ -98,13 +85,6 @@ Call list_call(const Phase& phase, const char* argument, at::TensorList parts) {
       .set(fields::kBytes, bytes, argument)
       .set(fields::kShapes, shapes.value(), argument);
   return call;
-}
-
-int64_t loss_checksum(double label_smoothing, int64_t ignore_index) {
-  Checksum options;
-  options.add(std::bit_cast<int64_t>(label_smoothing));
-  options.add(ignore_index);
-  return options.value();
 }
 
 }  // namespace transformer_plugin::tensor_parallel

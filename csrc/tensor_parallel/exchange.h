@@ -31,8 +31,6 @@ int64_t width_of(const at::Tensor& tensor);
 Call exchange_call(const Phase& phase, const char* argument, const at::Tensor& tensor, bool wanted);
 // That of a call with several tensors.
 Call list_call(const Phase& phase, const char* argument, at::TensorList parts);
-// The options of a loss in one number.
-int64_t loss_checksum(double label_smoothing, int64_t ignore_index);
 
 // The node of a collective, whose gradient is the other one. `Op` has kName, call() and call_gradient().
 template <typename Op>

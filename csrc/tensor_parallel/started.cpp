@@ -65,7 +65,7 @@ class Started {
 struct AllGather {
   static constexpr auto start_op = ops::start_all_gather;
   static constexpr auto finish_op = ops::finish_all_gather;
-  static constexpr const char* kName = ops::finish_all_gather.name;
+  static constexpr const char* kName = "finish_all_gather";
   static constexpr const char *kStart = start_op.name, *kOperand = "part";
   static constexpr Phase kPhase = phases::kStartAllGather;
   static constexpr auto whole = ops::all_gather;
@@ -85,7 +85,7 @@ struct AllGather {
 struct ReduceScatter {
   static constexpr auto start_op = ops::start_reduce_scatter;
   static constexpr auto finish_op = ops::finish_reduce_scatter;
-  static constexpr const char* kName = ops::finish_reduce_scatter.name;
+  static constexpr const char* kName = "finish_reduce_scatter";
   static constexpr const char *kStart = start_op.name, *kOperand = "parts";
   static constexpr Phase kPhase = phases::kStartReduceScatter;
   static constexpr auto whole = ops::reduce_scatter;

@@ -167,7 +167,7 @@ def assert_same_bytes(arguments: dict[str, Any], before: dict[str, list[Tensor]]
             assert torch.equal(raw(x.detach()), y), f"{change}: '{name}' was written"
 
 
-def other_tensors(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+def unsupported_layouts(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yields replacements of a tensor: another dtype, device, shape or layout, and sizes that do not fit."""
     other = torch.float16 if tensor.dtype != torch.float16 else torch.float32
     yield "dtype", torch.zeros(tensor.shape, dtype=other)
@@ -195,10 +195,12 @@ def changes(call: Call) -> Iterator[Change]:
     for name, value in call.arguments.items():
         others: list[tuple[str, Any]] = []
         if isinstance(value, Tensor):
-            others = list(other_tensors(value))
+            others = list(unsupported_layouts(value))
         elif isinstance(value, list) and value and isinstance(value[0], Tensor):
             others = [("no last", value[:-1]), ("one more", [*value, value[0].clone()])]
-            others += [(f"first {what}", [other, *value[1:]]) for what, other in other_tensors(value[0])]
+            others += [
+                (f"first {what}", [other, *value[1:]]) for what, other in unsupported_layouts(value[0])
+            ]
         elif isinstance(value, str) and name != "group_name" and name != "text":
             others = [
                 (text, text) for text in ("", "no such thing", "fp8_block:square", "nvfp4:rht", "mxfp8")

@@ -46,7 +46,7 @@ def with_autograd_node() -> set[str]:
     for path in (ROOT / "csrc").rglob("*"):
         if path.suffix in {".cpp", ".h"}:
             for line in re.findall(r"\bkName = ([^;]*);", path.read_text()):
-                names.update(text or op for text, op in re.findall(r'"(\w+)"|ops::(\w+)\.name', line))
+                names.update(re.findall(r'"(\w+)"', line))
     return names
 
 

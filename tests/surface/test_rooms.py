@@ -35,7 +35,7 @@ BELOW: dict[str, set[str]] = {
         *("gemm/args", "gemm/generic", "gemm/sm90", "gemm/dispatch"),
     },
     "tensor_parallel": {"common", "distributed"},
-    "sharded": {"common", "distributed", "quantize/ops", "gemm/dispatch", "tensor_parallel"},
+    "sharded": {"common", "distributed", "quantize/ops", "tensor_parallel"},
     "linear": {
         "common",
         "tensor_parallel",

@@ -52,7 +52,6 @@ class Linear(RecipeModule, torch.nn.Linear):
         delay_wgrad_compute: whether the backward leaves the weight's gradient to :meth:`backward_dw`, as in
             :class:`GroupedLinear`; an attribute that may be set later. Not with ``DelayedScaling``.
         return_bias: whether ``forward`` leaves out the bias and returns it beside the output.
-
         save_original_input: whether the backward keeps the input itself, and quantizes it again for the weight's
             gradient, with the same bits; worth it where another layer keeps that tensor too, which then takes memory
             once. An attribute that may be set later. Not with ``DelayedScaling`` or stochastic rounding of the input.

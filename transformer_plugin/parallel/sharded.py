@@ -79,7 +79,7 @@ def shard_(
     filter: Callable[[str, torch.nn.Module], bool] | None = None,
     tied: bool = False,
 ) -> torch.nn.Module:
-    """Cuts the weights of a module's layers over the ranks of a group, in place; see :doc:`/sharded-weights`.
+    """Shards the weights of a module's layers over the ranks of a group, in place; see :doc:`/sharded-weights`.
 
     A weight ``[N, K]`` becomes a parameter ``[S, K]``, this rank's rows, and ``[G, N, K]`` becomes ``[S, N, K]``, this
     rank's experts, with zeros after the last. Of experts in a list each ``[N, K]`` becomes ``[S, K]``. Biases and norms

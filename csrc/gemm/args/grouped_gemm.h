@@ -19,10 +19,10 @@ struct QuantizedStack {
 };
 
 // out[i] = a[i] @ B_g * alpha[g] + bias_scale[i] * bias[g] for the rows i of group g, rounded once; zero past
-// the last group, or without `zero_tail` anything: those rows of `a` do not affect the result. B_g is b[g] transposed (b [G, N, K]) or as
-// stored (b [G, K, N]). With `beta`, beta[g] * out[i] is added before the rounding, and rows past the last
-// group stay unchanged. With `rows`, a[rows[i]] replaces a[i]. With `list`, its matrices replace those of
-// `b`, which then is the first of them.
+// the last group, or without `zero_tail` anything: those rows of `a` do not affect the result. B_g is b[g] transposed (b [G, N,
+// K]) or as stored (b [G, K, N]). With `beta`, beta[g] * out[i] is added before the rounding, and rows past the last group stay
+// unchanged. With `rows`, a[rows[i]] replaces a[i]. With `list`, its matrices replace those of `b`, which then is the first of
+// them.
 struct GroupedGemm {
   const at::Tensor& a;                          // [T, K], or any rows of K
   const at::Tensor& b;                          // [G, N, K] or [G, K, N]

@@ -68,9 +68,9 @@ constexpr int64_t dequantized_columns(int64_t k) { return (k + 63) / 64 * 64; }
 constexpr int64_t ready_counters(int64_t rows) { return 32 + (rows + 63) / 64; }
 
 // One for each operand dtype, in separate files so that they compile in parallel.
-void launch_generic_bf16(GemmDirection mode, const GroupedGemmArgs& args, void* stream);
-void launch_generic_fp16(GemmDirection mode, const GroupedGemmArgs& args, void* stream);
-void launch_generic_fp32(GemmDirection mode, const GroupedGemmArgs& args, void* stream);
+void launch_generic_bf16(GemmDirection direction, const GroupedGemmArgs& args, void* stream);
+void launch_generic_fp16(GemmDirection direction, const GroupedGemmArgs& args, void* stream);
+void launch_generic_fp32(GemmDirection direction, const GroupedGemmArgs& args, void* stream);
 
 // Zeroes rows *end .. rows - 1 of a matrix with rows of `row_bytes` and stride `stride_bytes` (even numbers).
 // `end` is on the device.

@@ -53,9 +53,9 @@ Tensor with_zeros(const Tensor& matrix, int64_t begin, int64_t rows, int64_t mor
 // zeros, which gives NaN if the next row begins with NaN; rows that are multiples of this are safe.
 constexpr int64_t kLongestStep = 32;
 
-// Calls multiply(rows of the result, rows of `a`) until the group's `rows` from `begin` on are done. If `alone`, in one GEMM that may
-// have more rows than the group: the next group overwrites them; after the last group, rows before it are used and restored. The
-// size depends on the group alone, because GEMMs of other sizes may round sums in another order.
+// Calls multiply(rows of the result, rows of `a`) until the group's `rows` from `begin` on are done. If `alone`, in one GEMM
+// that may have more rows than the group: the next group overwrites them; after the last group, rows before it are used and
+// restored. The size depends on the group alone, because GEMMs of other sizes may round sums in another order.
 template <typename Multiply>
 void multiply_in_steps(const Tensor& a, const Tensor& out, int64_t begin, int64_t rows, bool alone,
                        Multiply&& multiply) {

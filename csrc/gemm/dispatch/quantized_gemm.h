@@ -1,6 +1,6 @@
 // GEMMs of quantized operands by kernels that read the quantized data. FP8 with scales of blocks, rows or groups: FP8 tensor cores,
-// every 128 products added in FP32. MXFP8 and NVFP4: FP32 sums of exact products; the rows are dequantized to BF16 first. Other
-// formats are dequantized (gemm/dispatch/dequantized_operands.h).
+// every 128 products added in FP32. MXFP8 and NVFP4: FP32 sums of exact products; the rows are dequantized to BF16 first. Where
+// these kernels do not run, operands are dequantized (gemm/dispatch/quantized_operands.h).
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -91,18 +91,12 @@ void check_quantized(const OperandNames& names, const Quantized& operand, int64_
                        shape.amax_sizes(format, operand.transposed));
 }
 
-Tensor typed_scale(const Tensor& scale, const Format& format) {
-  const at::ScalarType dtype = quantize::scale_dtype(format);
-  const bool are_bytes = dtype == at::kFloat8_e8m0fnu && scale.defined() && scale.scalar_type() == at::kByte;
-  return are_bytes ? scale.view(dtype) : scale;
-}
-
 Quantized parsed_operand(const OperandNames& names, const OperandArguments& operand, bool allow_square,
                          bool transposed) {
   const at::TensorList scales = list_or_none(operand.scales);
   const Format format = checked_format(names, operand.key, scales, 1, allow_square);
   return {operand.data,
-          typed_scale(scales[0], format),
+          quantize::typed_scale(scales[0], format),
           format.is_nv() ? scales[1] : Tensor(),
           format,
           operand.key,

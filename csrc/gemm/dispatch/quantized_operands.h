@@ -46,8 +46,6 @@ inline bool is_quantized(std::string_view a_key, std::string_view b_key) {
 void check_plain(const char* op, OptionalList a_scale, OptionalList b_scale, const char* a_name = "a_scale",
                  const char* b_name = "b_scale");
 
-// E8M0 scales may come as bytes: torch's compiler cannot trace an op that writes an argument and takes that dtype.
-at::Tensor typed_scale(const at::Tensor& scale, const Format& format);
 // Parses the format, and checks that it has scales and that they are given; square blocks only if `allow_square`.
 Quantized parsed_operand(const OperandNames& names, const OperandArguments& operand, bool allow_square,
                          bool transposed);

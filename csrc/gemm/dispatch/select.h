@@ -32,8 +32,8 @@ struct GemmDesc {
   bool index = false;                 // rows of `a` (kWgrad: of the gradient) are named by an index
   bool index_fits_wgrad = false;      // it is int32, and the matrix's rows are less than 2^31 bytes apart
   bool index_matrix_aligned = false;  // the rows of the matrix that it names begin at multiples of 16 bytes
-  bool torch_computes_it =
-      false;  // no bias, factor, list or given output: at::_grouped_mm has the same meaning
+  // No bias, factor, list or given output: at::_grouped_mm has the same meaning.
+  bool torch_computes_it = false;
 };
 
 // Whether weight gradients with this many columns, those of the input, load rows of the gradient by their index. A copy of
@@ -43,8 +43,8 @@ constexpr bool gathers_wgrad(int64_t columns) { return columns <= 1024; }
 
 struct Selection {
   Backend backend;
-  const char*
-      reason;  // why not a backend before it in the order of preference; for the first one, what it needs
+  // Why not a backend before it in the order of preference; for the first one, what it needs.
+  const char* reason;
   Sm90Config config;  // of the kSm90 backends
 };
 

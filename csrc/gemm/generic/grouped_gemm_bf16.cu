@@ -3,8 +3,8 @@
 
 namespace transformer_plugin::gemm {
 
-void launch_generic_bf16(GemmDirection mode, const GroupedGemmArgs& args, void* stream) {
-  launch_grouped<__nv_bfloat16, TensorCoreMma>(mode, args, static_cast<cudaStream_t>(stream));
+void launch_generic_bf16(GemmDirection direction, const GroupedGemmArgs& args, void* stream) {
+  launch_grouped<__nv_bfloat16, TensorCoreMma>(direction, args, static_cast<cudaStream_t>(stream));
 }
 
 }  // namespace transformer_plugin::gemm

@@ -3,8 +3,8 @@
 
 namespace transformer_plugin::gemm {
 
-void launch_generic_fp32(GemmDirection mode, const GroupedGemmArgs& args, void* stream) {
-  launch_grouped<float, FmaMma>(mode, args, static_cast<cudaStream_t>(stream));
+void launch_generic_fp32(GemmDirection direction, const GroupedGemmArgs& args, void* stream) {
+  launch_grouped<float, FmaMma>(direction, args, static_cast<cudaStream_t>(stream));
 }
 
 }  // namespace transformer_plugin::gemm

@@ -108,8 +108,8 @@ struct Layout {
   ScaleGranularity granularity;
   bool square;  // blocks of equally many rows and columns
   bool tiled;   // byte scales are stored in tiles of 128x4
-  const RowStrip*
-      row_strips;  // [row_strip_count(rows)], on CUDA if groups are neither merged nor aligned; else null
+  // [row_strip_count(rows)], on CUDA if groups are neither merged nor aligned; else null.
+  const RowStrip* row_strips;
   bool aligned = false;   // rows of transposed data have the `aligned` layout
   bool zero_tail = true;  // of a ragged matrix; if false, the table of row tiles has none of the tail
 

@@ -114,4 +114,10 @@ at::ScalarType scale_dtype(const Format& format) {
   return format.family == FormatFamily::kMxFp8 ? at::kFloat8_e8m0fnu : at::kFloat;
 }
 
+at::Tensor typed_scale(const at::Tensor& scale, const Format& format) {
+  const at::ScalarType dtype = scale_dtype(format);
+  const bool are_bytes = dtype == at::kFloat8_e8m0fnu && scale.defined() && scale.scalar_type() == at::kByte;
+  return are_bytes ? scale.view(dtype) : scale;
+}
+
 }  // namespace transformer_plugin::quantize

@@ -47,6 +47,8 @@ inline const at::Tensor* pointer_to(const OptionalTensor& tensor) { return tenso
 // The dtypes of data and scales.
 at::ScalarType element_dtype(const Format& format);
 at::ScalarType scale_dtype(const Format& format);
+// E8M0 scales may come as bytes: torch's compiler cannot trace an op that writes an argument and takes that dtype.
+at::Tensor typed_scale(const at::Tensor& scale, const Format& format);
 // Of a format with row scales k1x128, as which it is dequantized; the kernels that quantize to it have no tiles.
 ScaleGranularity scale_granularity(const Format& format);
 // Whether the format scales by a per-tensor or per-row amax, which the caller may pass.

@@ -49,8 +49,8 @@ __device__ __forceinline__ void scale_and_add_bias_transposed(const GroupedGemmP
   for (float& value : acc) value = value * residual_scale * factor;
   if (!args.bias) return;
   const int lane = threadIdx.x % kWarpSize;
-  const int column =
-      thread_row(wg_tile.column, lane);  // A and B are swapped: rows of the accumulators are columns
+  // A and B are swapped: rows of the accumulators are columns.
+  const int column = thread_row(wg_tile.column, lane);
   const float* bias = args.bias + static_cast<int64_t>(wg_tile.group) * args.n;
   const float bias0 = column < args.n ? bias[column] : 0.0f;
   const float bias1 = column + 8 < args.n ? bias[column + 8] : 0.0f;

@@ -35,8 +35,8 @@ inline constexpr int kRaggedThreads = kSegments * kWarpSize;
 inline constexpr int kRaggedBlocksPerSm = 3;
 inline constexpr int kCacheLine = 128;                         // bytes
 inline constexpr int kColumnChunks = 2 * kCacheLine / kChunk;  // chunks in shared memory per column
-inline constexpr int kColumnStride =
-    kColumnChunks + 1;  // odd, so that neighbouring lanes have no bank conflicts
+// Odd, so that neighbouring lanes have no bank conflicts.
+inline constexpr int kColumnStride = kColumnChunks + 1;
 
 // To a multiple of a power of two.
 __device__ __forceinline__ int round_down(int value, int multiple) { return value & -multiple; }

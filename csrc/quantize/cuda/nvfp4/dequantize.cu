@@ -14,8 +14,8 @@ __device__ __forceinline__ void load_nv_rows(const DequantizeArgs& args, const T
   const Layout& layout = args.layout;
   const uint8_t* scales = static_cast<const uint8_t*>(args.scale);
   const int block = c0 / kNvBlock;
-  const bool word_aligned =
-      reinterpret_cast<uintptr_t>(args.data) % sizeof(uint16_t) == 0;  // true in most calls
+  // True in most calls.
+  const bool word_aligned = reinterpret_cast<uintptr_t>(args.data) % sizeof(uint16_t) == 0;
   const ScaleWords words(layout, tile, false);
 #pragma unroll
   for (int r = 0; r < kRowsPerThread; ++r) {

@@ -27,8 +27,8 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) offsets[0] = tile_offsets[0] = 0;
   if (threadIdx.x == 0 && tables.merged) offsets[1] = tile_offsets[1] = 0;
   int32_t carried = 0;
-  bool any_unaligned =
-      false;  // a group that this thread scans ends at a row that is no multiple of kAlignedRows
+  // A group that this thread scans ends at a row that is no multiple of kAlignedRows.
+  bool any_unaligned = false;
   scan.visit(sizes, groups, tables.rows, word, [&](int64_t g, int64_t begin, int64_t end) {
     any_unaligned = any_unaligned || (end % kAlignedRows != 0 && end != tables.rows);
     if (tables.merged) {  // the last thread has the end of all groups so far
