@@ -12,7 +12,6 @@ namespace transformer_plugin::norm {
 
 using Two = std::tuple<at::Tensor, at::Tensor>;
 using Three = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
-using Four = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 // Of the norm that `call` describes.
 

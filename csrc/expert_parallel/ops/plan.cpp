@@ -190,8 +190,8 @@ Plan make_plan(const Tensor& topk_idx, Sizes sizes, std::string_view group_name,
                  "Pass group.size()");
   auto [slot, source, tokens_per_expert, required, overflow] = plan_outputs(topk_idx, sizes, timeout_ms);
   const int64_t max_tokens = sizes.max_tokens.expect_int(), capacity = sizes.capacity.expect_int();
-  const std::optional<int64_t> bound =
-      sizes.max_received_tokens ? std::optional(sizes.max_received_tokens->expect_int()) : std::nullopt;
+  const bool is_bounded = sizes.max_received_tokens.has_value();
+  const int64_t bound = is_bounded ? sizes.max_received_tokens->expect_int() : 0;
   sizes.alignment = std::max<int64_t>(1, sizes.alignment);
   const Tensor packed = pack_indices(topk_idx, sizes, max_tokens);
   group.begin_call(make_call(sizes.compact ? phases::kCompactPlanIndices : phases::kPlanIndices)
@@ -201,7 +201,7 @@ Plan make_plan(const Tensor& topk_idx, Sizes sizes, std::string_view group_name,
                        .set(fields::kCapacity, capacity, "capacity")
                        .set(fields::kAlignment, sizes.alignment, "alignment")
                        .set(fields::kRaise, raise_on_overflow, "raise_on_overflow")
-                       .set(fields::kMaxReceived, bound.value_or(0), "max_received_tokens"),
+                       .set(fields::kMaxReceived, bound, "max_received_tokens"),
                    1);
   Tensor indices = group.collectives().all_gather(packed, phases::kPlanIndices).wait();
   int64_t* report = raise_on_overflow ? group.overflow_report() : nullptr;
@@ -210,10 +210,10 @@ Plan make_plan(const Tensor& topk_idx, Sizes sizes, std::string_view group_name,
   Tensor required_tokens;
   if (sizes.compact) {
     required_tokens = count_distinct_tokens(indices, sizes.experts, sizes.ranks);
-    if (bound) {
-      overflow.bitwise_or_(required_tokens.gt(*bound).any());
-      if (raise_on_overflow) report_tokens(required_tokens, *bound, group);
-      indices = drop_tokens_past(indices, first, local, *bound);
+    if (is_bounded) {
+      overflow.bitwise_or_(required_tokens.gt(bound).any());
+      if (raise_on_overflow) report_tokens(required_tokens, bound, group);
+      indices = drop_tokens_past(indices, first, local, bound);
     }
   }
   if (raise_on_overflow && topk_idx.is_cpu()) check_room(sizes.op, required, capacity, "capacity", "rows");

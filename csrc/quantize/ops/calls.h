@@ -93,7 +93,6 @@ inline std::tuple<at::Tensor, at::Tensor> call_requantize_transposed(const at::T
 inline Outputs call_quantize_scaled(const at::Tensor& x, const at::Tensor& scale, std::string_view key,
                                     OptionalTensorArg amax, OptionalTensorArg group_sizes, int64_t first,
                                     const Directions& directions) {
-  using Four = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
   auto [data, scale_inv, data_t, scale_t] = ops::quantize_scaled(x, scale, key, amax, group_sizes, first,
                                                                  directions.rowwise, directions.columnwise);
   return {std::move(data), std::move(scale_inv), std::move(data_t), std::move(scale_t)};
