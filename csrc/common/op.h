@@ -12,6 +12,7 @@
 #include <string_view>
 #include <tuple>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "common/tensor.h"
@@ -27,6 +28,9 @@ struct OpName {
   }  // NOLINT: a literal is one
 };
 
+// The op of this name of the library.
+c10::OperatorHandle find_op(const char* name);
+
 // `ops::swiglu(x, probs, sizes)` calls the op. `Signature` is a function type, as the dispatcher passes the schema's types.
 template <OpName op_name, typename Signature>
 struct Op;
@@ -37,10 +41,7 @@ struct Op<op_name, Result(Arguments...)> {
   static constexpr const char* name = op_name.text;
 
   Result operator()(Arguments... arguments) const {
-    static const auto handle =
-        c10::Dispatcher::singleton()
-            .findSchemaOrThrow((std::string("transformer_plugin::") + name).c_str(), "")
-            .template typed<Schema>();
+    static const auto handle = find_op(name).template typed<Schema>();
     return handle.call(std::forward<Arguments>(arguments)...);
   }
 };
