@@ -277,3 +277,18 @@ def write(benchmark: str, device: torch.device, rows: list[dict[str, Any]], **mo
 def devices() -> list[torch.device]:
     """Returns the CPU, and the GPU if there is one."""
     return [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
+
+
+def number(value: Any, digits: int = 0, scale: float = 1.0) -> str:
+    """A figure in a table, or the median of a measured one; nothing for None."""
+    if value is None:
+        return ""
+    value = value["median"] if isinstance(value, dict) else value
+    return f"{value / scale:.{digits}f}"
+
+
+def table(columns: list[str], lines: list[list[str]]) -> str:
+    """A Markdown table, without the columns that are empty in every line."""
+    kept = [i for i in range(len(columns)) if any(line[i] for line in lines)]
+    rows = [columns, ["---"] * len(columns), *lines]
+    return "".join(f"| {' | '.join(row[i] for i in kept)} |\n" for row in rows)

@@ -78,19 +78,6 @@ class SumRows(torch.autograd.Function):
         return grad.index_select(0, *ctx.saved_tensors), None, None, None
 
 
-class Reorder(torch.autograd.Function):
-    """``rows[order]`` for a permutation, of which the gradient takes the inverse."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return rows.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad.index_select(0, *ctx.saved_tensors), None, None
-
-
 def all_to_all(rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
     """Sends ``send[r]`` rows to each rank r."""
     received = rows.new_empty(sum(receive), *rows.shape[1:])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from benchmarks.common import RESULTS
+from benchmarks.common import RESULTS, number, table
 
 PAGE = RESULTS.parent.parent / "docs" / "performance.md"
 RESULT = RESULTS / "expert_parallel_cuda.json"
@@ -35,20 +35,6 @@ Weights in FP8 were quantized once for {micro_batches} steps.
 """
 
 
-def _number(value: Any, digits: int = 0, scale: float = 1.0) -> str:
-    if value is None:
-        return ""
-    value = value["median"] if isinstance(value, dict) else value
-    return f"{value / scale:.{digits}f}"
-
-
-def _table(columns: list[str], lines: list[list[str]]) -> str:
-    """A Markdown table, without the columns that are empty in every line."""
-    kept = [i for i in range(len(columns)) if any(line[i] for line in lines)]
-    rows = [columns, ["---"] * len(columns), *lines]
-    return "".join(f"| {' | '.join(row[i] for i in kept)} |\n" for row in rows)
-
-
 def _eager(row: Row, work: str) -> str:
     return " (eager)" if row.get(f"{work}_mode") == "eager" else ""
 
@@ -72,17 +58,17 @@ def _exchanges(rows: list[Row]) -> str:
             [
                 row["competitor"],
                 row["form"],
-                _number(row[f"{plan}_us"]) + _eager(row, plan) + note,
-                _number(row["dispatch_us"]) + _eager(row, "dispatch"),
-                _number(row["combine_us"]) + _eager(row, "combine"),
-                _number(row.get("dispatch_over_capacity"), 2),
-                _number(row.get("combine_over_capacity"), 2),
-                _number(row.get("dispatch_counted_sent", row.get("stated_sent")), 1, 1e6),
-                _number(row.get("combine_counted_sent"), 1, 1e6),
-                _number(row["needed_sent"], 1, 1e6),
+                number(row[f"{plan}_us"]) + _eager(row, plan) + note,
+                number(row["dispatch_us"]) + _eager(row, "dispatch"),
+                number(row["combine_us"]) + _eager(row, "combine"),
+                number(row.get("dispatch_over_capacity"), 2),
+                number(row.get("combine_over_capacity"), 2),
+                number(row.get("dispatch_counted_sent", row.get("stated_sent")), 1, 1e6),
+                number(row.get("combine_counted_sent"), 1, 1e6),
+                number(row["needed_sent"], 1, 1e6),
             ]
         )
-    return _table(columns, lines)
+    return table(columns, lines)
 
 
 def _layers(rows: list[Row], routings: list[str]) -> str:
@@ -99,14 +85,14 @@ def _layers(rows: list[Row], routings: list[str]) -> str:
         for routing in routings:
             row = found.get((name, mode, routing), {})
             under_load = f" ({row['times_stock_sustained']:.2f})" if "times_stock_sustained" in row else ""
-            cells += [_number(row.get("step_us")), _number(row.get("times_stock"), 2) + under_load]
-            cells += [_number(row.get("over_one_rank"), 2), _number(row.get("over_capacity"), 2)]
+            cells += [number(row.get("step_us")), number(row.get("times_stock"), 2) + under_load]
+            cells += [number(row.get("over_one_rank"), 2), number(row.get("over_capacity"), 2)]
             cells.append(str(row["dropped_rows"]) if row.get("dropped_rows") else "")
         first = found.get((name, mode, routings[0]), {})
         sent = first["counted_sent"] + first["counted_received"] if "counted_sent" in first else None
-        cells += [_number(first.get("peak_bytes"), 2, 2**30), _number(sent, 0, 1e6)]
+        cells += [number(first.get("peak_bytes"), 2, 2**30), number(sent, 0, 1e6)]
         lines.append(cells)
-    return _table(columns, lines)
+    return table(columns, lines)
 
 
 def section(result: dict[str, Any]) -> str:

@@ -19,7 +19,6 @@ from benchmarks.expert_parallel_autograd import (
     Gather,
     GatherAny,
     ReduceScatter,
-    Reorder,
     SumRows,
     all_gather,
     all_to_all,
@@ -30,7 +29,7 @@ from benchmarks.expert_parallel_autograd import (
 )
 from benchmarks.expert_parallel_cases import RankData
 from benchmarks.moe_layer_cases import Competitor
-from benchmarks.moe_layer_peers import route
+from benchmarks.moe_layer_peers import Reorder, route
 
 
 class Peer(Competitor):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from benchmarks.common import RESULTS
+from benchmarks.common import RESULTS, number, table
 
 PAGE = RESULTS.parent.parent / "docs" / "moe-layer.md"
 RESULT = RESULTS / "moe_layer_cuda.json"
@@ -29,23 +29,9 @@ def layers_of(result: dict[str, Any]) -> dict[str, list[Row]]:
     return layers
 
 
-def _number(value: Any, digits: int = 0, scale: float = 1.0) -> str:
-    if value is None:
-        return ""
-    value = value["median"] if isinstance(value, dict) else value
-    return f"{value / scale:.{digits}f}"
-
-
-def _table(columns: list[str], lines: list[list[str]]) -> str:
-    """A Markdown table, without the columns that are empty in every line."""
-    kept = [i for i in range(len(columns)) if any(line[i] for line in lines)]
-    rows = [columns, ["---"] * len(columns), *lines]
-    return "".join(f"| {' | '.join(row[i] for i in kept)} |\n" for row in rows)
-
-
 def _joined(rows: list[Row], key: str, digits: int = 0) -> str:
     """The values for 1, 4 and 8 micro-batches, or the only one."""
-    return " / ".join(_number(row[key], digits) for row in rows if key in row)
+    return " / ".join(number(row[key], digits) for row in rows if key in row)
 
 
 def _natural(rows: list[Row]) -> str:
@@ -68,8 +54,8 @@ def _natural(rows: list[Row]) -> str:
     for (name, mode), found in groups.items():
         first = found[0]
         rate = "forward_tflops" if first["forward_only"] else "step_tflops"
-        host = [_number(first.get(key)) for key in ("host_no_grad_us", "host_grad_us")]
-        launched = [_number(first.get(f"{part}_launches")) for part in ("forward", "backward")]
+        host = [number(first.get(key)) for key in ("host_no_grad_us", "host_grad_us")]
+        launched = [number(first.get(f"{part}_launches")) for part in ("forward", "backward")]
         lines.append(
             [
                 name,
@@ -79,14 +65,14 @@ def _natural(rows: list[Row]) -> str:
                 _joined(found, rate),
                 _joined(found, "times_stock", 2),
                 _joined(found, "sustained_times_stock", 2),
-                _number(first.get("peak_bytes"), 2, 2**30),
-                _number(first.get("cached_weight_bytes"), 2, 2**30),
+                number(first.get("peak_bytes"), 2, 2**30),
+                number(first.get("cached_weight_bytes"), 2, 2**30),
                 ", ".join(part for part in host if part),
                 " + ".join(part for part in launched if part),
-                _number(first.get("first_step_s"), 1),
+                number(first.get("first_step_s"), 1),
             ]
         )
-    return _table(columns, lines)
+    return table(columns, lines)
 
 
 def _routings(rows: list[Row]) -> str:
@@ -103,9 +89,9 @@ def _routings(rows: list[Row]) -> str:
         for row in main_rows(found):
             ratio = f" ({row['times_stock']:.2f})" if "times_stock" in row else ""
             line = lines.setdefault(row["competitor"], {})
-            line[routing] = f"{_number(row[key])}{ratio}"
+            line[routing] = f"{number(row[key])}{ratio}"
     filled = [[name, *(line.get(each, "") for each in routings)] for name, line in lines.items()]
-    return "\n" + _table(columns, filled)
+    return "\n" + table(columns, filled)
 
 
 def _notes(rows: list[Row]) -> str:

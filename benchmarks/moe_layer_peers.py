@@ -55,18 +55,17 @@ class _Expand(torch.autograd.Function):
         return rows.sum(1, dtype=torch.float32).to(grad.dtype), None, None, None
 
 
-class _Reorder(torch.autograd.Function):
-    """Rows in another order. The gradient is the inverse order, without atomics."""
+class Reorder(torch.autograd.Function):
+    """``rows[order]`` for a permutation, of which the gradient takes the inverse."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(order)
-        return rows.index_select(0, inverse)
+        ctx.save_for_backward(inverse)
+        return rows.index_select(0, order)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (order,) = ctx.saved_tensors
-        return grad.index_select(0, order), None, None
+        return grad.index_select(0, *ctx.saved_tensors), None, None
 
 
 class Stock(Competitor):
@@ -102,7 +101,7 @@ class Stock(Competitor):
         rows: Tensor = _Expand.apply(tokens, order, inverse, topk)
         middle = swiglu(torch._grouped_mm(rows, self.fc1.mT, offs=ends))
         rows = torch._grouped_mm(middle, self.fc2.mT, offs=ends)
-        rows = _Reorder.apply(rows, order, inverse)
+        rows = Reorder.apply(rows, inverse, order)
         return weighted_sum(rows.view(-1, topk, rows.shape[1]), weights)
 
 

@@ -62,7 +62,7 @@ def peer_timeout(error: BaseException) -> PeerTimeoutError | None:
 
 
 def with_peers(op: Any, *arguments: Any, **options: Any) -> Any:
-    """Calls an op that may wait for other ranks; the error of one that is missing gets its class."""
+    """Calls an op as in :class:`peer_errors`, which takes the host longer: for layers, whose calls are short."""
     try:
         return op(*arguments, **options)
     except RuntimeError as error:

@@ -19,13 +19,11 @@
 
 namespace transformer_plugin {
 
-// A string as an argument of a template.
+// A string as an argument of a template, to which a literal converts.
 template <size_t size>
 struct OpName {
   char text[size];
-  constexpr OpName(const char (&literal)[size]) {
-    std::copy_n(literal, size, text);
-  }  // NOLINT: a literal is one
+  constexpr OpName(const char (&literal)[size]) { std::copy_n(literal, size, text); }
 };
 
 // The op of this name of the library.
