@@ -5,6 +5,9 @@ All ranks make the same calls as often. Each round begins on all of them togethe
 
 from __future__ import annotations
 
+import re
+import shutil
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,6 +38,8 @@ class Call:
     mode: str
     #: how often the function does the work.
     repeat: int = 1
+    #: what has to live as long: a graph reads its inputs where they were.
+    inputs: Any = None
 
 
 def agreed(note: str | None) -> str | None:
@@ -153,47 +158,42 @@ def captured(
     (error,) = largest(errors, device)
     if not error < GRAPH_BOUND:
         return eager, f"wrong in a graph: relative error {error:.1e}"
-    return Call(graphs[0].replay, "graph", IN_GRAPH), None
+    return Call(graphs[0].replay, "graph", IN_GRAPH, inputs=call), None
+
+
+def link_bytes(text: str) -> list[int]:
+    """Bytes sent and received over all links of a GPU, as ``nvidia-smi nvlink -gt d`` prints them in KiB."""
+    return [
+        1024 * sum(int(value) for value in re.findall(rf"Data {way}: (\d+) KiB", text))
+        for way in ("Tx", "Rx")
+    ]
 
 
 class LinkCounters:
     """The bytes that this process's GPU has sent and received over NVLink, as its driver counts them."""
 
-    #: NVML's fields of data sent and received over a link, in KiB; a GPU has up to 18 links.
-    SENT, RECEIVED, LINKS = 138, 139, 18
-
     def __init__(self, device: torch.device) -> None:
-        self.nvml: Any = None
-        if device.type == "cpu":
-            return
-        try:
-            import pynvml
-
-            pynvml.nvmlInit()
+        self.command: list[str] = []
+        if device.type == "cuda" and shutil.which("nvidia-smi"):
             uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-            self.handle, self.nvml = pynvml.nvmlDeviceGetHandleByUUID(uuid), pynvml
-            self._read()
-        except Exception:  # without the module, or a driver that counts: the columns are left out
-            self.nvml = None
+            self.command = ["nvidia-smi", "nvlink", "-gt", "d", "-i", uuid]
 
     def _read(self) -> list[int]:
-        fields = [(field, link) for field in (self.SENT, self.RECEIVED) for link in range(self.LINKS)]
-        values = self.nvml.nvmlDeviceGetFieldValues(self.handle, fields)
-        kib = [value.value.ullVal if value.nvmlReturn == 0 else 0 for value in values]
-        return [1024 * sum(kib[: self.LINKS]), 1024 * sum(kib[self.LINKS :])]
+        if not self.command:
+            return [0, 0]
+        # Not through NVML's Python module: with one field for each link, its process ended with a broken heap.
+        run = subprocess.run(self.command, capture_output=True, text=True, timeout=60, check=False)
+        return link_bytes(run.stdout)
 
     def of(self, call: Call, device: torch.device, times: int = 4) -> dict[str, int]:
         """The bytes of one work, the most of any rank; nothing where they are not counted."""
-        before = after = [0, 0]
-        if self.nvml is not None:
-            before = self._read()
+        before = self._read()
         begin_together(device)  # no rank sends before all have read
         for _ in range(times):
             call.function()
         synchronize(device)
         begin_together(device)
-        if self.nvml is not None:
-            after = self._read()
+        after = self._read()
         each = [(new - old) / times / call.repeat for new, old in zip(after, before, strict=True)]
         sent, received = (round(value) for value in largest(each, device))
         return {"counted_sent": sent, "counted_received": received} if sent > 0 else {}

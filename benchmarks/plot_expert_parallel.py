@@ -60,7 +60,7 @@ def _layers(axes: Any, rows: list[Row]) -> None:
         2,
     )
     axes.axvline(1.0, color="black", lw=1, ls=":", zorder=0)
-    axes.set_xlabel("time of a forward and backward over that of ours in bfloat16", fontsize=8)
+    axes.set_xlabel("forward and backward over ours in bf16", fontsize=8)
 
 
 def _over_one_rank(axes: Any, rows: list[Row]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -143,32 +143,25 @@ def test_wrong_competitors_are_reported_and_not_timed() -> None:
     assert another == (None, another[1]) and another[1].startswith("wrong: sum of the dispatched rows")
 
 
-class Counts:
-    """What pynvml would tell: each of 18 links sends 8 KiB and receives 16 KiB between two reads; some do not count."""
-
-    reads = 0
-
-    def nvmlDeviceGetFieldValues(self, handle: Any, fields: list[tuple[int, int]]) -> list[Any]:  # noqa: N802
-        self.reads += 1
-        values = [SimpleNamespace(ullVal=(8 if field == 138 else 16) * self.reads) for field, _ in fields]
-        return [
-            SimpleNamespace(value=value, nvmlReturn=0 if link < 6 else 3)
-            for value, (_, link) in zip(values, fields, strict=True)
-        ]
+#: Stands for nvidia-smi: each of 6 links has sent 8 KiB and received 16 KiB between two calls; a 7th does not count.
+COUNTS = """echo >> {file}; n=$(wc -l < {file}); echo "GPU 0: NVIDIA (UUID: GPU-7)"
+for link in 0 1 2 3 4 5; do
+  echo "\t Link $link: Data Tx: $((8 * n)) KiB"; echo "\t Link $link: Data Rx: $((16 * n)) KiB"
+done; echo "\t Link 6: Data Tx: N/A" """
 
 
-def counted(rank: Rank) -> tuple[list[int], dict[str, int], dict[str, int]]:
+def counted(rank: Rank, folder: str) -> tuple[list[int], dict[str, int], dict[str, int]]:
     calls: list[int] = []
     counters = LinkCounters(rank.device)
     without = counters.of(Call(lambda: calls.append(0), "eager"), rank.device)
-    counters.nvml, counters.handle = Counts(), None
+    counters.command = ["sh", "-c", COUNTS.format(file=f"{folder}/{rank.rank}")]
     found = counters.of(Call(lambda: calls.append(1), "graph", repeat=2), rank.device, times=4)
     return calls, without, found
 
 
-def test_bytes_on_links_are_those_of_one_call() -> None:
+def test_bytes_on_links_are_those_of_one_call(tmp_path: Path) -> None:
     with RankPool(2) as pool:
-        for calls, without, found in pool.run(counted):
+        for calls, without, found in pool.run(counted, str(tmp_path)):
             assert calls == [0] * 4 + [1] * 4 and without == {}
             assert found == {"counted_sent": 6 * 8 * 1024 // 8, "counted_received": 6 * 16 * 1024 // 8}
 
