@@ -212,9 +212,9 @@ TORCH_LIBRARY(transformer_plugin, m) {
   m.def("check_group_sizes() -> ()");
 
   // activation: with "group_sizes" rows past the last group are neither read nor written; their gradients of probs are 0.
-  m.def("swiglu(Tensor input, Tensor? probs=None, Tensor? group_sizes=None) -> Tensor");
+  m.def("swiglu(Tensor input, Tensor? probs=None, Tensor? group_sizes=None, int interleave=0) -> Tensor");
   m.def(
-      "swiglu_backward(Tensor grad, Tensor input, Tensor? probs=None, Tensor? group_sizes=None) -> (Tensor, Tensor)");
+      "swiglu_backward(Tensor grad, Tensor input, Tensor? probs=None, Tensor? group_sizes=None, int interleave=0) -> (Tensor, Tensor)");
 
   // norm: over the last dimension. The forward ops also return what the backward wants of them; those that quantize give
   // the bytes of the steps, in one pass.

@@ -20,18 +20,21 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 // Checks and the output, the same for every backend.
-Tensor swiglu_output(const Tensor& input, const OptionalTensor& probs, const OptionalTensor& group_sizes) {
+Tensor swiglu_output(const Tensor& input, const OptionalTensor& probs, const OptionalTensor& group_sizes,
+                     int64_t interleave) {
   constexpr const char* op = "swiglu";
   check_swiglu(op, input, probs);
+  check_interleave({op, "input", input}, input.sym_size(1) / 2, interleave);
   if (group_sizes) check_group_sizes({op, "group_sizes", *group_sizes}, {op, "input", input});
   return empty(input, {input.sym_size(0), input.sym_size(1) / 2}, input.scalar_type());
 }
 
 std::tuple<Tensor, Tensor> swiglu_backward_outputs(const Tensor& grad, const Tensor& input,
                                                    const OptionalTensor& probs,
-                                                   const OptionalTensor& group_sizes) {
+                                                   const OptionalTensor& group_sizes, int64_t interleave) {
   constexpr const char* op = "swiglu_backward";
   check_swiglu(op, input, probs);
+  check_interleave({op, "input", input}, input.sym_size(1) / 2, interleave);
   check_swiglu_grad(op, grad, input);
   if (group_sizes) check_group_sizes({op, "group_sizes", *group_sizes}, {op, "input", input});
   const c10::SymInt rows = probs ? input.sym_size(0) : c10::SymInt(0);
@@ -49,8 +52,9 @@ const int32_t* end_of(const Tensor& offsets) {
   return offsets.defined() ? offsets.const_data_ptr<int32_t>() + offsets.size(0) - 1 : nullptr;
 }
 
-Tensor swiglu(const Tensor& input, const OptionalTensor& probs, const OptionalTensor& group_sizes) {
-  const Tensor output = swiglu_output(input, probs, group_sizes);
+Tensor swiglu(const Tensor& input, const OptionalTensor& probs, const OptionalTensor& group_sizes,
+              int64_t interleave) {
+  const Tensor output = swiglu_output(input, probs, group_sizes, interleave);
   const Tensor offsets = offsets_of("swiglu", input, group_sizes);
   const Tensor x = input.contiguous();
   const Tensor p = probs ? probs->contiguous() : Tensor();
@@ -60,7 +64,8 @@ Tensor swiglu(const Tensor& input, const OptionalTensor& probs, const OptionalTe
                         x.size(0),
                         x.size(1) / 2,
                         to_dtype(x.scalar_type()),
-                        end_of(offsets)};
+                        end_of(offsets),
+                        interleave != 0};
 #ifdef TRANSFORMER_PLUGIN_CUDA
   if (x.is_cuda()) {
     const CudaScope scope(x);
@@ -73,8 +78,9 @@ Tensor swiglu(const Tensor& input, const OptionalTensor& probs, const OptionalTe
 }
 
 std::tuple<Tensor, Tensor> swiglu_backward(const Tensor& grad, const Tensor& input,
-                                           const OptionalTensor& probs, const OptionalTensor& group_sizes) {
-  auto outputs = swiglu_backward_outputs(grad, input, probs, group_sizes);
+                                           const OptionalTensor& probs, const OptionalTensor& group_sizes,
+                                           int64_t interleave) {
+  auto outputs = swiglu_backward_outputs(grad, input, probs, group_sizes, interleave);
   const Tensor offsets = offsets_of("swiglu_backward", input, group_sizes);
   const auto& [grad_input, grad_probs] = outputs;
   const Tensor g = grad.contiguous();
@@ -95,7 +101,8 @@ std::tuple<Tensor, Tensor> swiglu_backward(const Tensor& grad, const Tensor& inp
                                 x.size(0),
                                 x.size(1) / 2,
                                 to_dtype(x.scalar_type()),
-                                end_of(offsets)};
+                                end_of(offsets),
+                                interleave != 0};
 #ifdef TRANSFORMER_PLUGIN_CUDA
   if (x.is_cuda()) {
     const CudaScope scope(x);
@@ -120,28 +127,43 @@ class SwigluFunction : public DifferentiableOnce<SwigluFunction> {
   static constexpr bool is_traceable = true;
 
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const OptionalTensor& probs,
-                        const OptionalTensor& group_sizes) {
+                        const OptionalTensor& group_sizes, int64_t interleave) {
     ctx->save_for_backward({input, or_undefined(probs), or_undefined(group_sizes)});
+    if (interleave != 0) ctx->saved_data["interleave"] = interleave;
     const BelowAutograd guard;
-    return ops::swiglu(input, probs, group_sizes);
+    return ops::swiglu(input, probs, group_sizes, interleave);
   }
 
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
     const OptionalTensor probs = as_optional(saved[1]), group_sizes = as_optional(saved[2]);
-    const auto [grad_input, grad_probs] = ops::swiglu_backward(grads[0], saved[0], probs, group_sizes);
+    const auto interleave = ctx->saved_data.find("interleave");
+    const auto [grad_input, grad_probs] =
+        ops::swiglu_backward(grads[0], saved[0], probs, group_sizes,
+                             interleave == ctx->saved_data.end() ? 0 : interleave->second.toInt());
     return {group_sizes ? before_tail(grad_input, *group_sizes) : grad_input, probs ? grad_probs : Tensor(),
-            Tensor()};
+            Tensor(), Tensor()};
   }
 };
 
-Tensor swiglu_autograd(const Tensor& input, const OptionalTensor& probs, const OptionalTensor& group_sizes) {
-  if (any_wants_grad(input, probs)) return SwigluFunction::apply(input, probs, group_sizes);
+Tensor swiglu_autograd(const Tensor& input, const OptionalTensor& probs, const OptionalTensor& group_sizes,
+                       int64_t interleave) {
+  if (any_wants_grad(input, probs)) return SwigluFunction::apply(input, probs, group_sizes, interleave);
   const BelowAutograd guard;
-  return ops::swiglu(input, probs, group_sizes);
+  return ops::swiglu(input, probs, group_sizes, interleave);
 }
 
 }  // namespace
+
+void check_interleave(const Argument& argument, const c10::SymInt& features, int64_t interleave) {
+  TP_CHECK_VALUE(interleave == 0 || interleave == kInterleave, argument.op, "interleave",
+                 "0 (the gate's columns first) or 32 (32 of the gate, 32 of the linear part, in turn)",
+                 interleave, "Reorder the rows of the weight");
+  TP_CHECK_VALUE(interleave == 0 || features % kInterleave == 0, argument.op, argument.name,
+                 "whole blocks of 32 columns of the gate and of the linear part",
+                 describe(argument.tensor) << " for " << features << " of each",
+                 "Take a multiple of 32, or interleave=0");
+}
 
 void check_swiglu(const char* op, const Tensor& input, const OptionalTensor& probs) {
   const Argument input_argument{op, "input", input};

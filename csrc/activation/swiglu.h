@@ -2,6 +2,7 @@
 //
 // input [rows, 2F] holds the gate in its first F columns and the linear part in its last F:
 //   output[i, j] = silu(input[i, j]) * input[i, F + j] * probs[i],   silu(a) = a / (1 + exp(-a)).
+// Interleaved, 32 columns of the gate and 32 of the linear part follow each other in turn.
 // All in FP32, rounded once. The row sums of the backward have a fixed order, so that they are deterministic
 // and the same on CPU and CUDA: within each 128 columns neighbours are added, then neighbours of the sums,
 // and so on, seven times (missing columns count as 0); then the sums of the 128s are added in order, from
@@ -16,6 +17,21 @@
 namespace transformer_plugin::activation {
 
 inline constexpr int kSumTile = 128;  // columns that are summed as a tree
+inline constexpr int kInterleave = 32;
+
+// Where column `j` of F lies in a row of the input: its gate, and how far behind that its linear part.
+struct GluColumns {
+  int64_t features;
+  bool interleaved;
+
+  TP_HOST_DEVICE int64_t gate(int64_t j) const { return interleaved ? j + j / kInterleave * kInterleave : j; }
+  TP_HOST_DEVICE int64_t linear_offset() const { return interleaved ? kInterleave : features; }
+  // Columns from `j` on, of `count`, whose gates are adjacent.
+  TP_HOST_DEVICE int64_t run(int64_t j, int64_t count) const {
+    const int64_t left = kInterleave - j % kInterleave;
+    return interleaved && left < count ? left : count;
+  }
+};
 
 struct SwigluArgs {
   const void* input;   // [rows, 2F]
@@ -25,8 +41,10 @@ struct SwigluArgs {
   int64_t features;  // F
   DType dtype;
   const int32_t* end = nullptr;  // rows from `*end` on are neither read nor written; null if there are none
+  bool interleaved = false;
 
   TP_HOST_DEVICE int64_t used_rows() const { return end != nullptr ? *end : rows; }
+  TP_HOST_DEVICE GluColumns columns() const { return {features, interleaved}; }
 };
 
 struct SwigluBackwardArgs {
@@ -42,8 +60,10 @@ struct SwigluBackwardArgs {
   // Rows from `*end` on are neither read nor written, except that their gradient of the probability is zero; null if
   // there are none. `partial` then is not grad_probs.
   const int32_t* end = nullptr;
+  bool interleaved = false;
 
   TP_HOST_DEVICE int64_t used_rows() const { return end != nullptr ? *end : rows; }
+  TP_HOST_DEVICE GluColumns columns() const { return {features, interleaved}; }
 };
 
 TP_HOST_DEVICE float swiglu_value(float gate, float linear, float prob) {

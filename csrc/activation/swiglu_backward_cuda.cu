@@ -53,8 +53,10 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t f = args.features, first_row = static_cast<int64_t>(band) * kRowsPerThread;
   const int64_t column = static_cast<int64_t>(tile) * kSumTile + lane * kColumns;
   const T* grad = static_cast<const T*>(args.grad) + first_row * f + column;
-  const T* gate = static_cast<const T*>(args.input) + first_row * 2 * f + column;
-  T* target = static_cast<T*>(args.grad_input) + first_row * 2 * f + column;
+  const GluColumns columns = args.columns();
+  const int64_t first = first_row * 2 * f + columns.gate(column), linear = columns.linear_offset();
+  const T* gate = static_cast<const T*>(args.input) + first;
+  T* target = static_cast<T*>(args.grad_input) + first;
   // The rows of the last threads may be after the last row.
   const int64_t used = args.used_rows();
   const auto is_row = [&](int r) { return first_row + r < used; };
@@ -66,7 +68,7 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t count = is_row(r) ? f - column : 0;
     grads[r] = read_vector<T, aligned>(grad + r * f, count);
     gates[r] = read_vector<T, aligned>(gate + r * 2 * f, count);
-    linears[r] = read_vector<T, aligned>(gate + r * 2 * f + f, count);
+    linears[r] = read_vector<T, aligned>(gate + r * 2 * f + linear, count);
     probs[r] = args.probs && is_row(r) ? args.probs[first_row + r] : 1.0f;
   }
   RowSums<kRowsPerThread, kLanes> sums;
@@ -85,7 +87,7 @@ __global__ void __launch_bounds__(kThreads)
     sums.at[r] = sum_of_tile<kColumns>(terms);
     const int64_t count = is_row(r) ? f - column : 0;
     write_vector<T, aligned>(target + r * 2 * f, count, of_gate.rounded());
-    write_vector<T, aligned>(target + r * 2 * f + f, count, of_linear.rounded());
+    write_vector<T, aligned>(target + r * 2 * f + linear, count, of_linear.rounded());
   }
   if (!args.partial) return;
   sums.fold(lane);

@@ -18,14 +18,12 @@ TP_CPU_CLONES void forward_row(const T* gate, const T* linear, float prob, T* ou
   }
 }
 
-// Gradients of up to kSumTile columns. Returns the sum of grad * activation. Without __restrict compilers do
-// not vectorize the loop.
+// Gradients of adjacent columns, and the terms grad * activation. Without __restrict compilers do not vectorize the loop.
 template <typename T>
-TP_CPU_CLONES float backward_tile(const T* __restrict grad, const T* __restrict gate,
-                                  const T* __restrict linear, float prob, T* __restrict grad_gate,
-                                  T* __restrict grad_linear, int cols) {
-  alignas(64) float terms[kSumTile];
-  for (int c = 0; c < cols; ++c) {
+TP_CPU_CLONES void backward_columns(const T* __restrict grad, const T* __restrict gate,
+                                    const T* __restrict linear, float prob, T* __restrict grad_gate,
+                                    T* __restrict grad_linear, float* __restrict terms, int64_t cols) {
+  for (int64_t c = 0; c < cols; ++c) {
     const float g = static_cast<float>(grad[c]);
     const SwigluGradient d =
         swiglu_gradient(g, static_cast<float>(gate[c]), static_cast<float>(linear[c]), prob);
@@ -33,18 +31,26 @@ TP_CPU_CLONES float backward_tile(const T* __restrict grad, const T* __restrict 
     grad_linear[c] = static_cast<T>(d.linear);
     terms[c] = g * d.activation;
   }
-  for (int c = cols; c < kSumTile; ++c) terms[c] = 0.0f;
-  return sum_of_tile(terms);
 }
+
+TP_CPU_CLONES float sum_of_terms(const float* terms) { return sum_of_tile(terms); }
 
 // Returns the row's sum of grad * activation.
 template <typename T>
-float backward_row(const T* grad, const T* gate, const T* linear, float prob, T* grad_gate, T* grad_linear,
-                   int64_t features) {
+float backward_row(const T* grad, const T* input, float prob, T* grad_input, const GluColumns& columns) {
+  const int64_t features = columns.features, linear = columns.linear_offset();
   float sum = 0.0f;
-  for (int64_t j = 0; j < features; j += kSumTile) {
-    const int cols = static_cast<int>(std::min<int64_t>(kSumTile, features - j));
-    sum = sum + backward_tile<T>(grad + j, gate + j, linear + j, prob, grad_gate + j, grad_linear + j, cols);
+  for (int64_t tile = 0; tile < features; tile += kSumTile) {
+    alignas(64) float terms[kSumTile];
+    const int64_t end = std::min(features, tile + kSumTile);
+    std::fill(terms + (end - tile), terms + kSumTile, 0.0f);
+    for (int64_t j = tile; j < end;) {
+      const int64_t count = columns.run(j, end - j), gate = columns.gate(j);
+      backward_columns<T>(grad + j, input + gate, input + gate + linear, prob, grad_input + gate,
+                          grad_input + gate + linear, terms + (j - tile), count);
+      j += count;
+    }
+    sum = sum + sum_of_terms(terms);
   }
   return sum;
 }
@@ -60,11 +66,18 @@ void swiglu_cpu(const SwigluArgs& args) {
   visit_float(args.dtype, [&](auto element) {
     using T = decltype(element);
     const int64_t f = args.features;
+    const GluColumns columns = args.columns();
     at::parallel_for(0, args.used_rows(), rows_per_task(f), [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
-        const T* gate = static_cast<const T*>(args.input) + i * 2 * f;
-        forward_row<T>(gate, gate + f, args.probs ? args.probs[i] : 1.0f,
-                       static_cast<T*>(args.output) + i * f, f);
+        const T* input = static_cast<const T*>(args.input) + i * 2 * f;
+        T* output = static_cast<T*>(args.output) + i * f;
+        for (int64_t j = 0; j < f;) {
+          const int64_t count = columns.run(j, f - j);
+          const T* gate = input + columns.gate(j);
+          forward_row<T>(gate, gate + columns.linear_offset(), args.probs ? args.probs[i] : 1.0f, output + j,
+                         count);
+          j += count;
+        }
       }
     });
   });
@@ -79,10 +92,9 @@ void swiglu_backward_cpu(const SwigluBackwardArgs& args) {
     const int64_t f = args.features;
     at::parallel_for(0, used, rows_per_task(f), [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
-        const T* gate = static_cast<const T*>(args.input) + i * 2 * f;
-        T* grad_gate = static_cast<T*>(args.grad_input) + i * 2 * f;
-        const float sum = backward_row<T>(static_cast<const T*>(args.grad) + i * f, gate, gate + f,
-                                          args.probs ? args.probs[i] : 1.0f, grad_gate, grad_gate + f, f);
+        const float sum = backward_row<T>(
+            static_cast<const T*>(args.grad) + i * f, static_cast<const T*>(args.input) + i * 2 * f,
+            args.probs ? args.probs[i] : 1.0f, static_cast<T*>(args.grad_input) + i * 2 * f, args.columns());
         if (args.grad_probs) args.grad_probs[i] = sum;
       }
     });

@@ -22,7 +22,8 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t first_row = static_cast<int64_t>(band) * kRowsPerThread;
   const int64_t column = static_cast<int64_t>(index - band * vectors) * kVectorSize<T>;
   const int64_t f = args.features;
-  const T* gate = static_cast<const T*>(args.input) + first_row * 2 * f + column;
+  const GluColumns columns = args.columns();
+  const T* gate = static_cast<const T*>(args.input) + first_row * 2 * f + columns.gate(column);
   const int rows = static_cast<int>(min(static_cast<int64_t>(kRowsPerThread), args.used_rows() - first_row));
   uint4 gates[kRowsPerThread] = {}, linears[kRowsPerThread] = {};
   float probs[kRowsPerThread];
@@ -31,7 +32,7 @@ __global__ void __launch_bounds__(kThreads)
     probs[r] = 1.0f;
     if (r >= rows) continue;  // also in threads after the last row
     gates[r] = *reinterpret_cast<const uint4*>(gate + r * 2 * f);
-    linears[r] = *reinterpret_cast<const uint4*>(gate + r * 2 * f + f);
+    linears[r] = *reinterpret_cast<const uint4*>(gate + r * 2 * f + columns.linear_offset());
     if (args.probs) probs[r] = args.probs[first_row + r];
   }
 #pragma unroll
@@ -48,15 +49,16 @@ __global__ void __launch_bounds__(kThreads)
 // The same for any width and alignment: a grid-stride loop over the elements of the output.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) swiglu_kernel(const __grid_constant__ SwigluArgs args) {
+  const GluColumns columns = args.columns();
   const int64_t elements = args.used_rows() * args.features;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
   for (int64_t k = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; k < elements; k += step) {
     const int64_t i = k / args.features;
     const int64_t j = k - i * args.features;
-    const T* gate = static_cast<const T*>(args.input) + i * 2 * args.features + j;
+    const T* gate = static_cast<const T*>(args.input) + i * 2 * args.features + columns.gate(j);
     const float prob = args.probs ? args.probs[i] : 1.0f;
     static_cast<T*>(args.output)[k] =
-        from_float<T>(swiglu_value(to_float(gate[0]), to_float(gate[args.features]), prob));
+        from_float<T>(swiglu_value(to_float(gate[0]), to_float(gate[columns.linear_offset()]), prob));
   }
 }
 

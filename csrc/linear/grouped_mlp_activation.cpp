@@ -76,14 +76,14 @@ Hidden product_then_activation(QuantizedOperand input, QuantizedWeight weight, c
                           mlp.input.scalar_type(), mlp.options, weight.matrices, std::nullopt, zero_tail);
   input = {};
   weight = {};
-  const Tensor halves = deinterleave(hidden.linear, mlp.interleave);
-  if (!fuses_quantize(formats.input, formats.input_key)) {
-    const Tensor activation = ops::swiglu(halves, mlp.probs, used_sizes(mlp.group_sizes, zero_tail));
+  if (mlp.interleave != 0 || !fuses_quantize(formats.input, formats.input_key)) {
+    const Tensor activation =
+        ops::swiglu(hidden.linear, mlp.probs, used_sizes(mlp.group_sizes, zero_tail), mlp.interleave);
     hidden.activation = quantize_operand(activation, mlp.group_sizes, formats.input, formats.input_key, true,
                                          columns, zero_tail);
     return hidden;
   }
-  hidden.activation = operand_of(quantize::call_swiglu_quantize(halves, formats.input_key, mlp.probs,
+  hidden.activation = operand_of(quantize::call_swiglu_quantize(hidden.linear, formats.input_key, mlp.probs,
                                                                 mlp.group_sizes, {true, columns}, zero_tail),
                                  formats.input, formats.input_key);
   return hidden;
@@ -130,10 +130,9 @@ HiddenGradient data_gradient_then_activation_backward(Quantized grad, const Quan
     return result;
   }
   Tensor grad_linear;
-  std::tie(grad_linear, result.probs) = ops::swiglu_backward(
-      grad_activation, deinterleave(linear, interleave), probs, used_sizes(group_sizes, zero_tail));
+  std::tie(grad_linear, result.probs) =
+      ops::swiglu_backward(grad_activation, linear, probs, used_sizes(group_sizes, zero_tail), interleave);
   grad_activation.reset();
-  grad_linear = interleave_columns(grad_linear, interleave);
   result.linear = round_hidden_gradient(grad_linear, group_sizes, formats, wanted, zero_tail);
   return result;
 }

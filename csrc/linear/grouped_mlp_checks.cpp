@@ -1,5 +1,6 @@
 #include "linear/grouped_mlp_checks.h"
 
+#include "activation/swiglu_checks.h"
 #include "common/autograd.h"
 #include "common/group_offsets.h"
 #include "common/row_index.h"
@@ -86,9 +87,8 @@ OperandFormats check_grouped_mlp(const MlpArguments& mlp, std::string_view input
   check_same_device(probs, input);
   if (mlp.fc1_bias) check_bias({mlp.op, "fc1_bias", *mlp.fc1_bias}, input, all_groups, linear);
   if (mlp.fc2_bias) check_bias({mlp.op, "fc2_bias", *mlp.fc2_bias}, input, all_groups, fc2_weight.rows());
-  check_interleave(mlp.op, mlp.interleave);
   const std::string fc1_name = fc1_weight.first_name(), fc2_name = fc2_weight.first_name();
-  check_interleaved_columns({mlp.op, fc1_name.c_str(), fc1_weight.first()}, linear / 2, mlp.interleave);
+  activation::check_interleave({mlp.op, fc1_name.c_str(), fc1_weight.first()}, linear / 2, mlp.interleave);
   check_launch_options(mlp.op, mlp.options);
   check_ragged_formats(mlp.op, formats);
   check_widths(input, {mlp.op, fc2_name.c_str(), fc2_weight.first()}, formats);

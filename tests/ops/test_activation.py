@@ -7,7 +7,8 @@ import torch
 
 from tests.opcheck import opcheck
 from transformer_plugin import ops, reference
-from transformer_plugin.testing.cases import Case, swiglu_cases
+from transformer_plugin.reference.activation import halves_apart
+from transformer_plugin.testing.cases import FLOAT_DTYPES, Case, swiglu_cases
 from transformer_plugin.testing.numerics import assert_close_in_ulp, assert_same_bits
 
 CASES = list(swiglu_cases())
@@ -68,6 +69,86 @@ def test_cuda_gives_the_bits_of_the_cpu(case: Case) -> None:
         ops.swiglu_backward(grad.cuda(), *device), ops.swiglu_backward(grad, *host), strict=True
     ):
         assert_same_bits(got, expected)
+
+
+def interleaved(input: torch.Tensor) -> torch.Tensor:
+    """32 columns of each half in turn, written out by column."""
+    features = input.shape[1] // 2
+    columns = [j + half * features for j in range(0, features, 32) for half in (0, 1)]
+    return torch.cat([input[:, first : first + 32] for first in columns], dim=1)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 5, 133])
+@pytest.mark.parametrize("features", [32, 96, 128, 160, 1056])
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+def test_interleaved_columns_have_the_bits_of_halves(
+    rows: int, features: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    generator = torch.Generator().manual_seed(rows + features)
+    input = (3 * torch.randn(rows, 2 * features, generator=generator)).to(dtype).to(device)
+    grad = torch.randn(rows, features, generator=generator).to(dtype).to(device)
+    probs = torch.rand(rows, generator=generator).to(device)
+    blocks = interleaved(input)
+    assert rows == 0 or features == 32 or not torch.equal(blocks, input)
+    assert_same_bits(halves_apart(blocks, 32), input)
+    assert_same_bits(ops.swiglu(blocks, probs, None, 32), ops.swiglu(input, probs))
+    grad_input, grad_probs = ops.swiglu_backward(grad, blocks, probs, None, 32)
+    of_halves = ops.swiglu_backward(grad, input, probs)
+    assert_same_bits(grad_input, interleaved(of_halves[0]))
+    assert_same_bits(grad_probs, of_halves[1])
+    if rows < 5:
+        return
+    sizes = torch.tensor([3, 0, 1], device=device)
+    output = ops.swiglu(blocks, probs, sizes, 32)
+    assert_same_bits(output[:4], ops.swiglu(input, probs)[:4])
+    grad_input, grad_probs = ops.swiglu_backward(grad, blocks, probs, sizes, 32)
+    assert_same_bits(grad_input[:4], interleaved(of_halves[0])[:4])
+    assert_same_bits(grad_probs[:4], of_halves[1][:4])
+    assert not grad_probs[4:].any()
+
+
+def test_gradient_of_interleaved_columns(device: torch.device) -> None:
+    input = torch.randn(6, 128, device=device)
+    probs = torch.rand(6, device=device)
+    grad = torch.randn(6, 64, device=device)
+    (expected,) = torch.autograd.grad(ops.swiglu(input.requires_grad_(), probs), input, grad)
+    blocks = interleaved(input.detach()).requires_grad_()
+    (got,) = torch.autograd.grad(ops.swiglu(blocks, probs, None, 32), blocks, grad)
+    assert_same_bits(got, interleaved(expected))
+    for arguments in ((blocks, probs, None, 32), (blocks.detach(), None, None, 32)):
+        opcheck(torch.ops.transformer_plugin.swiglu.default, arguments)
+    for function in (reference.swiglu, ops.swiglu):
+        torch.testing.assert_close(function(blocks, probs, None, 32), ops.swiglu(input, probs))
+    got, of_probs = reference.swiglu_backward(grad, blocks.detach(), probs, None, 32)
+    torch.testing.assert_close(got, interleaved(expected))
+    assert_same_bits(of_probs, reference.swiglu_backward(grad, input.detach(), probs)[1])
+
+
+@pytest.mark.parametrize(
+    ("columns", "interleave", "text"),
+    [
+        (
+            64,
+            16,
+            "'interleave': expected 0 (the gate's columns first) or 32 (32 of the gate, 32 of the linear part, in "
+            "turn), got 16. Reorder the rows of the weight.",
+        ),
+        (
+            96,
+            32,
+            "'input': expected whole blocks of 32 columns of the gate and of the linear part, got float32[2, 96] on "
+            "cpu for 48 of each. Take a multiple of 32, or interleave=0.",
+        ),
+    ],
+)
+def test_errors_of_the_order(columns: int, interleave: int, text: str) -> None:
+    input, grad = torch.zeros(2, columns), torch.zeros(2, columns // 2)
+    with pytest.raises(ValueError) as caught:
+        ops.swiglu(input, None, None, interleave)
+    assert str(caught.value) == f"transformer_plugin::swiglu: argument {text}"
+    with pytest.raises(ValueError) as caught:
+        ops.swiglu_backward(grad, input, None, None, interleave)
+    assert str(caught.value) == f"transformer_plugin::swiglu_backward: argument {text}"
 
 
 def test_extreme_values_agree_with_reference(device: torch.device) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,7 +30,7 @@ from tests.ops.test_grouped_mlp import (
 )
 from tests.ops.test_linear_ops import saved_bytes
 from transformer_plugin import ops
-from transformer_plugin.testing.grouped_mlp_cases import MlpShape, mlp_arguments
+from transformer_plugin.testing.grouped_mlp_cases import MLP_SHAPES, MlpShape, mlp_arguments
 from transformer_plugin.testing.numerics import assert_same_bits
 
 
@@ -77,6 +79,43 @@ def test_activations_are_quantized_by_the_op_that_computes_them(name: str) -> No
     assert calls_of(formats, (False, False), ("probs",))[-3:] == [
         *("grouped quantize", product, "swiglu_backward"),
     ]
+
+
+class CopiedRows(TorchDispatchMode):
+    """Counts the copies that torch's ops make of matrices of at least ``rows`` rows."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.rows, self.copies = rows, 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "aten" and func.overloadpacket.__name__ in (
+            "clone",
+            "copy_",
+            "contiguous",
+            "cat",
+        ):
+            self.copies += result.dim() > 1 and result.shape[0] >= self.rows
+        return result
+
+
+@by_formats
+def test_alternating_columns_are_not_copied(formats: Formats) -> None:
+    """A copy would be one of all rows, of groups or not."""
+    shape = MLP_SHAPES[1].fitted(formats)
+    shape = replace(shape, features=-(-shape.features // 32) * 32)
+    arguments = mlp_arguments(
+        shape, torch.bfloat16, (False, False), torch.device("cpu"), torch.Generator().manual_seed(1)
+    )
+    copies = []
+    for interleave in (0, 32):
+        with CopiedRows(shape.rows) as calls:
+            run(partial(ops.grouped_mlp, interleave=interleave), arguments, formats)
+        copies.append(calls.copies)
+    assert copies[1] == copies[0]
 
 
 def test_weight_gradients_are_computed_when_they_take_least_memory() -> None:

@@ -71,11 +71,6 @@ def _check_interleave(interleave: int, ffn_hidden: int) -> None:
         )
 
 
-def _gate_first(linear: Tensor, interleave: int) -> Tensor:
-    """Reorders the columns of fc1's output ``[T, 2F]`` from alternating blocks to gate, then linear part."""
-    return linear.unflatten(1, (-1, 2, interleave)).transpose(1, 2).flatten(1) if interleave else linear
-
-
 class GroupedMLP(LaunchedModule):
     """``fc2(swiglu(fc1(input)) * probs)`` for each group, with its own weights.
 
@@ -234,7 +229,7 @@ class GroupedMLP(LaunchedModule):
         of_first = {} if dgrad_out is None else {"dgrad_out": dgrad_out}
         of_second = {} if out is None else {"out": out}
         linear = fc1(input, group_sizes, **of_first)
-        activation = ops.swiglu(_gate_first(linear, self.glu_interleave), of_activation)
+        activation = ops.swiglu(linear, of_activation, None, self.glu_interleave)
         scale = probs if getattr(fc2, "scale_bias", self.bias) else None
         return fc2(activation, group_sizes, scale, **of_second)
 
@@ -271,7 +266,7 @@ class GroupedMLP(LaunchedModule):
             return call_forward_hooks(fc2, second, self._fused(fc1, fc2, args[0], group_sizes, probs))
         # Hooks have changed what the layers get, or the layers themselves.
         linear = call_forward_hooks(fc1, first, fc1.forward(*args, **kwargs))
-        activation = ops.swiglu(_gate_first(linear, self.glu_interleave), probs)
+        activation = ops.swiglu(linear, probs, None, self.glu_interleave)
         if not is_made:
             second = (activation, group_sizes, scale), second[1]
         return call_forward_hooks(fc2, second, fc2.forward(*second[0], **second[1]))

@@ -9,8 +9,7 @@ a step would write is rounded as if it were written, so on one device the result
 
 ``interleave`` is the order of the columns of ``h`` (the rows of ``W1``). 0: F gate columns, then F linear columns, as
 in :func:`~transformer_plugin.ops.swiglu`. 32: blocks of 32 gate columns and their 32 linear columns, alternating; F
-is a multiple of 32 (TransformerEngine's ``glu_interleave_size``). Where the steps run, ``h`` is copied into the first
-order for SwiGLU.
+is a multiple of 32 (TransformerEngine's ``glu_interleave_size``).
 
 Tail rows are zero in every result and are not read in the inputs. ``max_sms`` and ``expected_rows`` are those of
 :mod:`transformer_plugin.ops.gemm_plan`.

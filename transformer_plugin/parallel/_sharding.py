@@ -108,12 +108,14 @@ def _sum_of(parameter: Any) -> str:
     return "whole" if parameter is None else "sum"
 
 
-def _swiglu(input: Any, probs: Any = None, group_sizes: Any = None) -> Rules:
+def _swiglu(input: Any, probs: Any = None, group_sizes: Any = None, interleave: int = 0) -> Rules:
     rules = _by_rows(["rows"], [("rows", input), ("rows", probs), ("whole", group_sizes)])
     return rules if group_sizes is None else rules[:1]  # sizes count the rows of the whole
 
 
-def _swiglu_backward(grad: Any, input: Any, probs: Any = None, group_sizes: Any = None) -> Rules:
+def _swiglu_backward(
+    grad: Any, input: Any, probs: Any = None, group_sizes: Any = None, interleave: int = 0
+) -> Rules:
     of_probs = "whole" if probs is None else "rows"
     arguments = [("rows", grad), ("rows", input), ("rows", probs), ("whole", group_sizes)]
     rules = _by_rows(["rows", of_probs], arguments)

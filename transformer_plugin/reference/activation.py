@@ -14,9 +14,16 @@ __all__ = [
 ]
 
 
-def swiglu(input: Tensor, probs: Tensor | None = None, group_sizes: Tensor | None = None) -> Tensor:
+def halves_apart(h: Tensor, interleave: int) -> Tensor:
+    """All columns of the gate first."""
+    return h.unflatten(1, (-1, 2, interleave)).transpose(1, 2).flatten(1) if interleave else h
+
+
+def swiglu(
+    input: Tensor, probs: Tensor | None = None, group_sizes: Tensor | None = None, interleave: int = 0
+) -> Tensor:
     """silu(gate) * linear * probs in float32, rounded once. Rows past the groups, which the op leaves out, are 0."""
-    gate, linear = input.float().chunk(2, dim=-1)
+    gate, linear = halves_apart(input.float(), interleave).chunk(2, dim=-1)
     output = F.silu(gate) * linear
     if probs is not None:
         output = output * probs[:, None]
@@ -24,17 +31,23 @@ def swiglu(input: Tensor, probs: Tensor | None = None, group_sizes: Tensor | Non
 
 
 def swiglu_backward(
-    grad: Tensor, input: Tensor, probs: Tensor | None = None, group_sizes: Tensor | None = None
+    grad: Tensor,
+    input: Tensor,
+    probs: Tensor | None = None,
+    group_sizes: Tensor | None = None,
+    interleave: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """The chain rule, written out: the slope of silu(a) is s + a s (1 - s) with s = sigmoid(a). The order of the
     factors is that of the op, where a product of two factors may overflow or underflow float32. Past the groups both
     are 0, of which the op does not write the first."""
-    gate, linear = input.float().chunk(2, dim=-1)
+    gate, linear = halves_apart(input.float(), interleave).chunk(2, dim=-1)
     sigmoid = torch.sigmoid(gate)
     silu = gate * sigmoid
     prob = 1.0 if probs is None else probs[:, None]
     grad_gate = grad.float() * linear * prob * (sigmoid + silu * (1 - sigmoid))
-    grad_input = torch.cat([grad_gate, grad.float() * silu * prob], dim=-1).to(input.dtype)
+    both = [grad_gate, grad.float() * silu * prob]
+    blocks = torch.stack([part.unflatten(1, (-1, interleave or part.shape[1])) for part in both], dim=2)
+    grad_input = blocks.flatten(1).to(input.dtype)
     grad_input = before_tail(grad_input, group_sizes)
     if probs is None:
         return grad_input, torch.empty(0, dtype=torch.float32, device=input.device)

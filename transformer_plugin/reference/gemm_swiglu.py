@@ -7,6 +7,7 @@ from torch import Tensor
 
 from transformer_plugin.formats import Format
 from transformer_plugin.reference import activation
+from transformer_plugin.reference.activation import halves_apart as halves_apart
 from transformer_plugin.reference.gemm import grouped_gemm
 from transformer_plugin.reference.quantize import quantize
 
@@ -14,11 +15,6 @@ __all__ = [
     "grouped_gemm_swiglu",
     "grouped_gemm_swiglu_quantize",
 ]
-
-
-def halves_apart(h: Tensor, interleave: int) -> Tensor:
-    """All columns of the gate first."""
-    return h.unflatten(1, (-1, 2, interleave)).transpose(1, 2).flatten(1) if interleave else h
 
 
 def grouped_gemm_swiglu(
@@ -34,7 +30,7 @@ def grouped_gemm_swiglu(
 ) -> tuple[Tensor, Tensor]:
     """swiglu(h, probs) of h = a_g @ b[g].T + bias[g], and h. Rows past the groups are 0, also without ``zero_tail``."""
     h = grouped_gemm(a, b, group_sizes, bias, rows=rows)
-    act = activation.swiglu(halves_apart(h, interleave), probs, group_sizes)
+    act = activation.swiglu(h, probs, group_sizes, interleave)
     return act, h if keep_input else h[:0]
 
 

@@ -6,8 +6,9 @@
 
 namespace transformer_plugin::ops {
 
-inline constexpr Op<"swiglu", Tensor(const Tensor& input, OptionalTensorArg probs, OptionalTensorArg group_sizes)> swiglu;
+inline constexpr Op<"swiglu", Tensor(const Tensor& input, OptionalTensorArg probs, OptionalTensorArg group_sizes,
+    int64_t interleave)> swiglu;
 inline constexpr Op<"swiglu_backward", std::tuple<Tensor, Tensor>(const Tensor& grad, const Tensor& input,
-    OptionalTensorArg probs, OptionalTensorArg group_sizes)> swiglu_backward;
+    OptionalTensorArg probs, OptionalTensorArg group_sizes, int64_t interleave)> swiglu_backward;
 
 }  // namespace transformer_plugin::ops

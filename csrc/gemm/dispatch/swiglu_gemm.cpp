@@ -1,5 +1,6 @@
 #include "gemm/dispatch/swiglu_gemm.h"
 
+#include "activation/swiglu_checks.h"
 #include "common/ops/activation.h"
 #include "common/row_index.h"
 #include "common/tensor.h"
@@ -28,12 +29,6 @@ void clear_tail(const Tensor& tensor, const Tensor& offsets) {
   tensor.narrow(0, end, tensor.size(0) - end).zero_();
 }
 
-// [T, 2F] viewed as [T, first, second, columns] with the two middle dimensions exchanged.
-Tensor exchanged(const Tensor& h, const c10::SymInt& first, const c10::SymInt& second) {
-  const c10::SymInt rows = h.sym_size(0), columns = h.sym_size(1);
-  return h.reshape_symint({rows, first, second, kInterleave}).transpose(1, 2).reshape_symint({rows, columns});
-}
-
 Tensor product_of(const GroupedGemmSwiglu& product) {
   const OptionalTensor none;
   return run_grouped_gemm({product.a,
@@ -58,19 +53,6 @@ Tensor kept(const GroupedGemmSwiglu& product, const Tensor& h) {
 
 }  // namespace
 
-void check_interleave(const char* op, int64_t interleave) {
-  TP_CHECK_VALUE(interleave == 0 || interleave == kInterleave, op, "interleave",
-                 "0 (the gate's columns first) or 32 (32 of the gate, 32 of the linear part, in turn)",
-                 interleave, "Reorder the rows of the weight");
-}
-
-void check_interleaved_columns(const Argument& argument, const c10::SymInt& features, int64_t interleave) {
-  TP_CHECK_VALUE(interleave == 0 || features % kInterleave == 0, argument.op, argument.name,
-                 "whole blocks of 32 columns of the gate and of the linear part",
-                 describe(argument.tensor) << " for " << features << " of each",
-                 "Take a multiple of 32, or interleave=0");
-}
-
 void check_probs(const Argument& probs, const Argument& rows) {
   check_dtype(probs, {at::kFloat});
   check_dim(probs, 1);
@@ -90,21 +72,12 @@ void check_swiglu_product(const char* op, const Tensor& a, const Tensor& b, cons
   TP_CHECK_VALUE(b.sym_size(1) % 2 == 0, op, "b",
                  "an even number of rows in each matrix (gate and linear part)", describe(b),
                  "Concatenate the weights of both");
-  check_interleave(op, interleave);
-  check_interleaved_columns(b_argument, b.sym_size(1) / 2, interleave);
+  activation::check_interleave(b_argument, b.sym_size(1) / 2, interleave);
   check_groups({op, "group_sizes", group_sizes}, a_argument, b_argument);
   if (rows) check_row_index({op, "rows", *rows}, a_argument);
   if (probs) check_probs({op, "probs", *probs}, rows ? Argument{op, "rows", *rows} : a_argument);
   if (bias) check_bias({op, "bias", *bias}, a_argument, b.sym_size(0), b.sym_size(1));
   check_launch_options(op, options);
-}
-
-Tensor deinterleave(const Tensor& h, int64_t interleave) {
-  return interleave == 0 ? h : exchanged(h, h.sym_size(1) / (2 * kInterleave), 2);
-}
-
-Tensor interleave_columns(const Tensor& h, int64_t interleave) {
-  return interleave == 0 ? h : exchanged(h, 2, h.sym_size(1) / (2 * kInterleave));
 }
 
 TwoTensors run_gemm_swiglu(const GroupedGemmSwiglu& product) {
@@ -115,7 +88,7 @@ TwoTensors run_gemm_swiglu(const GroupedGemmSwiglu& product) {
 #endif
   const Tensor h = product_of(product);
   const auto sizes = product.zero_tail ? std::nullopt : OptionalTensor(product.group_sizes);
-  const Tensor act = ops::swiglu(deinterleave(h, product.interleave), product.probs, sizes);
+  const Tensor act = ops::swiglu(h, product.probs, sizes, product.interleave);
   if (product.zero_tail) clear_tail(act, product.offsets);
   return {act, kept(product, h)};
 }
@@ -127,8 +100,12 @@ ThreeTensors run_gemm_swiglu_quantize(const GroupedGemmSwiglu& product, const Sw
   }
 #endif
   const Tensor h = product_of(product);
-  const quantize::Outputs act = quantize::call_swiglu_quantize(
-      deinterleave(h, product.interleave), result.key, product.probs, result.group_sizes, {true, false});
+  constexpr quantize::Directions directions{true, false};
+  const quantize::Outputs act =
+      product.interleave == 0
+          ? quantize::call_swiglu_quantize(h, result.key, product.probs, result.group_sizes, directions)
+          : quantize::call_quantize(ops::swiglu(h, product.probs, std::nullopt, product.interleave),
+                                    result.key, result.group_sizes, directions);
   return {act.data, act.scale, kept(product, h)};
 }
 

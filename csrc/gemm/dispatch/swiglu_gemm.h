@@ -13,12 +13,6 @@
 
 namespace transformer_plugin::gemm {
 
-// The order of gate and linear part in h [T, 2F]: 0, the gate's F columns first; or this many columns of each alternate.
-inline constexpr int64_t kInterleave = 32;
-
-void check_interleave(const char* op, int64_t interleave);
-// Checks F, for the argument that determines it.
-void check_interleaved_columns(const Argument& argument, const c10::SymInt& features, int64_t interleave);
 void check_probs(const Argument& probs, const Argument& rows);
 
 // The checks of all ops that apply SwiGLU to a GEMM.
@@ -27,10 +21,6 @@ void check_swiglu_product(const char* op, const at::Tensor& a, const at::Tensor&
                           const std::optional<at::Tensor>& bias, int64_t interleave,
                           const std::optional<at::Tensor>& rows, const LaunchOptions& options);
 
-// h with the gate's columns first, and back. A copy if columns alternate, else h itself.
-at::Tensor deinterleave(const at::Tensor& h, int64_t interleave);
-at::Tensor interleave_columns(const at::Tensor& h, int64_t interleave);
-
 struct GroupedGemmSwiglu {
   const at::Tensor& a;        // [T, K], or any rows of K
   const at::Tensor& b;        // [G, 2F, K]
@@ -38,6 +28,7 @@ struct GroupedGemmSwiglu {
   const at::Tensor& group_sizes;
   const std::optional<at::Tensor>& probs;
   const std::optional<at::Tensor>& bias;  // [G, 2F]
+  // The order of gate and linear part in the result: 0, the gate's F columns first; or 32 columns of each in turn.
   int64_t interleave;
   bool keep_input;
   const std::optional<at::Tensor>& rows;  // a[rows[i]] replaces a[i]

@@ -92,10 +92,8 @@ Tensor before_tail(const Tensor& rows, const Tensor& group_sizes) {
 std::pair<Tensor, Tensor> gradients_of_swiglu(const Tensor& grad, const Tensor& h, const Tensor& sizes,
                                               const OptionalTensor& probs, int64_t interleave,
                                               bool wants_probs) {
-  const auto [grad_halves, grad_probs] =
-      ops::swiglu_backward(grad, deinterleave(h, interleave), probs, std::nullopt);
-  return {interleave_columns(grad_halves, interleave),
-          wants_probs ? before_tail(grad_probs, sizes) : Tensor()};
+  const auto [grad_h, grad_probs] = ops::swiglu_backward(grad, h, probs, std::nullopt, interleave);
+  return {grad_h, wants_probs ? before_tail(grad_probs, sizes) : Tensor()};
 }
 
 // Three nodes have the name of the op. With h as a result, the product and SwiGLU have one each: torch's schedules that delay the
