@@ -285,8 +285,6 @@ TORCH_LIBRARY(transformer_plugin, m) {
   m.def(
       "unpermute_backward(Tensor grad, Tensor? rows, Tensor slot, Tensor source, Tensor? weights=None) -> "
       "(Tensor grad_rows, Tensor grad_weights)");
-  m.def("permute_weights(Tensor weights, Tensor slot, Tensor source) -> Tensor");
-  m.def("permute_weights_backward(Tensor grad, Tensor slot) -> Tensor");
 
   // expert_parallel: sends tokens to the experts on other ranks and back (expert_parallel/ops/plan.cpp). group_name "": this
   // process alone. wanted: the gradients that autograd will compute (1: of the rows, 2: of the weights), which it fills in.

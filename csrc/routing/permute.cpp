@@ -1,4 +1,4 @@
-// permute, unpermute and permute_weights: copies rows to their experts and back (slots_args.h, rows_args.h).
+// permute and unpermute: copies rows to their experts and back (slots_args.h, rows_args.h).
 
 #include "common/autograd.h"
 #include "common/check.h"
@@ -151,35 +151,6 @@ std::tuple<Tensor, Tensor> unpermute_backward(const Tensor& grad, const Optional
           rows && weights ? dot_slots(*rows, slot, grad) : empty(grad, {0}, weight_type)};
 }
 
-Tensor permute_weights_meta(const Tensor& weights, const Tensor& slot, const Tensor& source) {
-  const Argument weights_argument{"permute_weights", "weights", weights};
-  const Argument slot_argument{"permute_weights", "slot", slot};
-  check_dtype(weights_argument, {at::kFloat, at::kDouble});
-  check_dim(weights_argument, 2);
-  check_map(slot_argument, 2, weights_argument);
-  check_map({"permute_weights", "source", source}, 1, weights_argument);
-  check_weights(weights_argument, slot_argument, weights_argument);
-  return empty(weights, {source.sym_size(0)}, weights.scalar_type());
-}
-
-Tensor permute_weights(const Tensor& weights, const Tensor& slot, const Tensor& source) {
-  permute_weights_meta(weights, slot, source);
-  return weights_to_slots(weights, slot, source);
-}
-
-Tensor permute_weights_backward_meta(const Tensor& grad, const Tensor& slot) {
-  const Argument grad_argument{"permute_weights_backward", "grad", grad};
-  check_dtype(grad_argument, {at::kFloat, at::kDouble});
-  check_dim(grad_argument, 1);
-  check_map({"permute_weights_backward", "slot", slot}, 2, grad_argument);
-  return empty(grad, slot.sym_sizes(), grad.scalar_type());
-}
-
-Tensor permute_weights_backward(const Tensor& grad, const Tensor& slot) {
-  permute_weights_backward_meta(grad, slot);
-  return weights_from_slots(grad, slot);
-}
-
 class PermuteFunction : public DifferentiableOnce<PermuteFunction> {
  public:
   static constexpr const char* kName = "permute";
@@ -249,47 +220,17 @@ Tensor unpermute_autograd(const Tensor& rows, const Tensor& slot, const Tensor& 
   return UnpermuteFunction::call(rows, slot, source, weights);
 }
 
-class PermuteWeightsFunction : public DifferentiableOnce<PermuteWeightsFunction> {
- public:
-  static constexpr const char* kName = "permute_weights";
-  static constexpr bool is_traceable = true;
-
-  static Tensor call(const Tensor& weights, const Tensor& slot, const Tensor& source) {
-    return ops::permute_weights(weights, slot, source);
-  }
-
-  static Tensor forward(AutogradContext* ctx, const Tensor& weights, const Tensor& slot,
-                        const Tensor& source) {
-    ctx->save_for_backward({slot});
-    const BelowAutograd guard;
-    return call(weights, slot, source);
-  }
-
-  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
-    return {ops::permute_weights_backward(grads[0], ctx->get_saved_variables()[0]), Tensor(), Tensor()};
-  }
-};
-
-Tensor permute_weights_autograd(const Tensor& weights, const Tensor& slot, const Tensor& source) {
-  if (any_wants_grad(weights)) return PermuteWeightsFunction::apply(weights, slot, source);
-  const BelowAutograd guard;
-  return PermuteWeightsFunction::call(weights, slot, source);
-}
-
 }  // namespace
 
 // One host function serves both devices: the functions of slots.h and rows.h choose by the device of the
 // tensors.
 TP_IMPL(permute, permute, permute_meta, permute_autograd);
 TP_IMPL(unpermute, unpermute, unpermute_meta, unpermute_autograd);
-TP_IMPL(permute_weights, permute_weights, permute_weights_meta, permute_weights_autograd);
 
 // The backward ops have no Autograd registration.
 TP_IMPL_CPU_CUDA(permute_backward, permute_backward);
 TP_IMPL_FOR(Meta, permute_backward, permute_backward_meta);
 TP_IMPL_CPU_CUDA(unpermute_backward, unpermute_backward);
 TP_IMPL_FOR(Meta, unpermute_backward, unpermute_backward_meta);
-TP_IMPL_CPU_CUDA(permute_weights_backward, permute_weights_backward);
-TP_IMPL_FOR(Meta, permute_weights_backward, permute_weights_backward_meta);
 
 }  // namespace transformer_plugin::routing

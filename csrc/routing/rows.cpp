@@ -127,33 +127,13 @@ void weights_to_slots_out(const Tensor& weights, const Tensor& slot, const Tenso
   const Tensor w = weights.contiguous();
   const Tensor m = slot.contiguous();
   const Tensor s = source.contiguous();
-  const MoveWeightsArgs args{w.const_data_ptr(),
-                             map_data(m),
-                             map_data(s),
-                             output.mutable_data_ptr(),
-                             m.size(0),
-                             m.size(1),
-                             s.size(0),
-                             w.scalar_type() == at::kDouble,
-                             true};
-  run(w, args, TP_BOTH(move_weights));
+  const WeightsToSlotsArgs args{w.const_data_ptr(), map_data(m), map_data(s), output.mutable_data_ptr(),
+                                m.size(0),          m.size(1),   s.size(0),   w.scalar_type() == at::kDouble};
+  run(w, args, TP_BOTH(weights_to_slots));
 }
 
 Tensor weights_from_slots(const Tensor& values, const Tensor& slot) {
-  const Tensor v = values.contiguous();
-  const Tensor m = slot.contiguous();
-  const Tensor output = empty(v, m.sym_sizes(), v.scalar_type());
-  const MoveWeightsArgs args{v.const_data_ptr(),
-                             map_data(m),
-                             nullptr,
-                             output.mutable_data_ptr(),
-                             m.size(0),
-                             m.size(1),
-                             v.size(0),
-                             v.scalar_type() == at::kDouble,
-                             false};
-  run(v, args, TP_BOTH(move_weights));
-  return output;
+  return gather_rows(values.unsqueeze(1), slot.contiguous().view(-1)).view(slot.sizes());
 }
 
 }  // namespace transformer_plugin::routing

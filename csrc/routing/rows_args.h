@@ -72,18 +72,16 @@ struct DotSlotsArgs {
   DType dtype;
 };
 
-// to_slots: output[s] = weights[source[s], k] if slot[source[s], k] = s, otherwise 0.
-// else:     output[n, k] = weights[slot[n, k]], or 0 without a slot.
-struct MoveWeightsArgs {
+// output[s] = weights[source[s], k] if slot[source[s], k] = s, otherwise 0.
+struct WeightsToSlotsArgs {
   const void* weights;
   const int32_t* slot;    // [tokens, topk]
-  const int32_t* source;  // [capacity]; null when not to_slots
+  const int32_t* source;  // [capacity]
   void* output;
   int64_t tokens;
   int64_t topk;
   int64_t capacity;
   bool is_float64;
-  bool to_slots;
 };
 
 TP_HOST_DEVICE float fused(float a, float b, float c) { return fmaf(a, b, c); }
@@ -101,7 +99,7 @@ void gather_rows_cpu(const GatherRowsArgs& args);
 void gather_scaled_rows_cpu(const GatherScaledRowsArgs& args);
 void sum_slots_cpu(const SumSlotsArgs& args);
 void dot_slots_cpu(const DotSlotsArgs& args);
-void move_weights_cpu(const MoveWeightsArgs& args);
+void weights_to_slots_cpu(const WeightsToSlotsArgs& args);
 void launch_gather_rows(const GatherRowsArgs& args, void* stream);
 // The same where a GPU has bulk copies and the map from tokens to slots says where each goes; false elsewhere.
 // Rows begin at multiples of 16 bytes.
@@ -109,6 +107,6 @@ bool launch_spread_rows(const GatherRowsArgs& args, void* stream);
 void launch_gather_scaled_rows(const GatherScaledRowsArgs& args, void* stream);
 void launch_sum_slots(const SumSlotsArgs& args, void* stream);
 void launch_dot_slots(const DotSlotsArgs& args, void* stream);
-void launch_move_weights(const MoveWeightsArgs& args, void* stream);
+void launch_weights_to_slots(const WeightsToSlotsArgs& args, void* stream);
 
 }  // namespace transformer_plugin::routing

@@ -142,16 +142,9 @@ void dot_slots(const DotSlotsArgs& args) {
 }
 
 template <typename T>
-void move_weights(const MoveWeightsArgs& args) {
+void weights_to_slots(const WeightsToSlotsArgs& args) {
   const T* weights = static_cast<const T*>(args.weights);
   T* output = static_cast<T*>(args.output);
-  if (!args.to_slots) {
-    for (int64_t i = 0; i < args.tokens * args.topk; ++i) {
-      const int64_t s = args.slot[i];
-      output[i] = s >= 0 && s < args.capacity ? weights[s] : T(0);
-    }
-    return;
-  }
   for (int64_t s = 0; s < args.capacity; ++s) {
     const int64_t n = args.source[s];
     const bool found = n >= 0 && n < args.tokens;
@@ -191,8 +184,8 @@ void dot_slots_cpu(const DotSlotsArgs& args) {
   visit_real(args.dtype, [&](auto element) { dot_slots<decltype(element)>(args); });
 }
 
-void move_weights_cpu(const MoveWeightsArgs& args) {
-  return args.is_float64 ? move_weights<double>(args) : move_weights<float>(args);
+void weights_to_slots_cpu(const WeightsToSlotsArgs& args) {
+  return args.is_float64 ? weights_to_slots<double>(args) : weights_to_slots<float>(args);
 }
 
 }  // namespace transformer_plugin::routing

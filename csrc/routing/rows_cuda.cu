@@ -2,7 +2,7 @@
 // slot [tokens, topk], source [capacity]. Blocks of 256 threads.
 //   gather_scaled_rows_kernel   one warp per slot
 //   dot_slots_kernel            one warp per (token, k)
-//   move_weights_kernel         one thread per element
+//   weights_to_slots_kernel     one thread per slot
 #include "routing/rows_cuda.cuh"
 
 namespace transformer_plugin::routing {
@@ -52,18 +52,11 @@ __global__ void dot_slots_kernel(DotSlotsArgs args) {
 }
 
 template <typename T>
-__global__ void move_weights_kernel(MoveWeightsArgs args) {
+__global__ void weights_to_slots_kernel(WeightsToSlotsArgs args) {
   const T* weights = static_cast<const T*>(args.weights);
   T* output = static_cast<T*>(args.output);
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
-  if (!args.to_slots) {
-    for (int64_t i = first; i < args.tokens * args.topk; i += step) {
-      const int64_t s = args.slot[i];
-      output[i] = s >= 0 && s < args.capacity ? weights[s] : T(0);
-    }
-    return;
-  }
   for (int64_t s = first; s < args.capacity; s += step) {
     const int64_t n = args.source[s];
     const bool found = n >= 0 && n < args.tokens;
@@ -95,16 +88,16 @@ void launch_dot_slots(const DotSlotsArgs& args, void* stream) {
   check_launch("dot_slots_kernel");
 }
 
-void launch_move_weights(const MoveWeightsArgs& args, void* stream) {
-  const int64_t items = args.to_slots ? args.capacity : args.tokens * args.topk;
-  if (items == 0) return;
+void launch_weights_to_slots(const WeightsToSlotsArgs& args, void* stream) {
+  if (args.capacity == 0) return;
+  const unsigned grid = grid_size(args.capacity, kThreads);
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   if (args.is_float64) {
-    move_weights_kernel<double><<<grid_size(items, kThreads), kThreads, 0, cuda_stream>>>(args);
+    weights_to_slots_kernel<double><<<grid, kThreads, 0, cuda_stream>>>(args);
   } else {
-    move_weights_kernel<float><<<grid_size(items, kThreads), kThreads, 0, cuda_stream>>>(args);
+    weights_to_slots_kernel<float><<<grid, kThreads, 0, cuda_stream>>>(args);
   }
-  check_launch("move_weights_kernel");
+  check_launch("weights_to_slots_kernel");
 }
 
 }  // namespace transformer_plugin::routing

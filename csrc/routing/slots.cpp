@@ -194,7 +194,7 @@ class WeightedSlotsFunction : public DifferentiableOnce<WeightedSlotsFunction> {
     const BelowAutograd guard;
     const auto [slot, source, group_sizes, total, probs] =
         call(indices, weights, first, experts, capacity, alignment, total_experts);
-    ctx->save_for_backward({slot});
+    ctx->save_for_backward({slot, source});
     ctx->mark_non_differentiable({slot, source, group_sizes, total});
     ctx->set_materialize_grads(false);
     return {slot, source, group_sizes, total, probs};
@@ -203,7 +203,12 @@ class WeightedSlotsFunction : public DifferentiableOnce<WeightedSlotsFunction> {
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     variable_list result(7);
     if (!grads[4].defined()) return result;
-    result[1] = ops::permute_weights_backward(grads[4], ctx->get_saved_variables()[0]);
+    const variable_list saved = ctx->get_saved_variables();
+    const Tensor &slot = saved[0], &source = saved[1];
+    // Rows of one column, by the inverse of the map.
+    const Tensor values = ops::permute_rows(grads[4].unsqueeze(1), source.unsqueeze(1),
+                                            slot.contiguous().view_symint({slot.sym_numel()}), std::nullopt);
+    result[1] = values.view_symint(slot.sym_sizes());
     return result;
   }
 };

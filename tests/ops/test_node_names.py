@@ -29,9 +29,7 @@ def permuted(name: str) -> Tensor:
         return rows
     if name == "permute_rows":
         return ops.permute_rows(of(T, K), slot, source)
-    if name == "unpermute":
-        return ops.unpermute(of(T, K), slot, source)
-    return ops.permute_weights(of(T, 1), slot, source)
+    return ops.unpermute(of(T, K), slot, source)
 
 
 def connected() -> Tensor:
@@ -68,7 +66,6 @@ CALLS: list[tuple[str, Callable[[], Tensor]]] = [
     ("permute", lambda: permuted("permute")),
     ("unpermute", lambda: permuted("unpermute")),
     ("permute_rows", lambda: permuted("permute_rows")),
-    ("permute_weights", lambda: permuted("permute_weights")),
     ("topk_router", lambda: ops.topk_router(of(T, 4), None, 2)[0]),
     ("topk_router_with_load", lambda: ops.topk_router_with_load(of(T, 4), None, 2)[0]),
     ("router_logits", lambda: ops.router_logits(of(T, K), of(N, K))),

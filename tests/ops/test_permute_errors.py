@@ -89,12 +89,6 @@ DTYPE = "Convert it with .to() first."
             "float32[2, 3] on cpu. Pass tensors whose sizes agree.",
         ),
         (
-            lambda: ops.permute_weights(torch.zeros(3, 2), MAP, SOURCE),
-            ValueError,
-            "permute_weights: argument 'weights': expected size 2 in dimension 0 (the tokens of 'slot'), got "
-            "float32[3, 2] on cpu. Pass tensors whose sizes agree.",
-        ),
-        (
             lambda: ops.assign_weighted_slots(INDICES, torch.zeros(2, 2, dtype=torch.float64), 0, 2, 4),
             TypeError,
             f"assign_weighted_slots: argument 'weights': expected one of the dtypes float32, got float64. {DTYPE}",

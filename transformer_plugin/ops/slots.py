@@ -23,8 +23,6 @@ __all__ = [
     "permute",
     "permute_backward",
     "permute_rows",
-    "permute_weights",
-    "permute_weights_backward",
     "unpermute",
     "unpermute_backward",
 ]
@@ -78,7 +76,7 @@ def assign_weighted_slots(
     alignment: int = 1,
     total_experts: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """:func:`assign_slots` and :func:`permute_weights` in one: the map, and the weight of each row.
+    """:func:`assign_slots`, and the weight of each row.
 
     Args:
         indices, first_expert, num_experts, capacity, alignment, total_experts: as in :func:`assign_slots`.
@@ -90,7 +88,7 @@ def assign_weighted_slots(
         is not used.
 
     Differentiable in ``weights``: the gradient comes back in the order of the input, 0 where a pair has no slot.
-    The same bits as the two ops on CPU and CUDA, no host read.
+    The same bits on CPU and CUDA, no host read.
 
     Raises:
         TypeError: another dtype. ValueError: what :func:`assign_slots` refuses, ``weights`` of another size or device.
@@ -191,24 +189,3 @@ def unpermute_backward(
         ``grad_rows [capacity, H]`` and ``grad_weights [T, K]`` (``[0]`` when ``rows`` or ``weights`` is None).
     """
     return _ops.unpermute_backward.default(grad, rows, slot, source, weights)
-
-
-def permute_weights(weights: Tensor, slot: Tensor, source: Tensor) -> Tensor:
-    """Let a value per (token, k) follow its row: ``[T, K]`` to ``[capacity]``, 0 in padding.
-
-    Args:
-        weights: ``[T, K]`` float32 or float64.
-        slot, source: from the :func:`permute` or :func:`assign_slots` that moved the rows.
-
-    Differentiable: the gradient comes back in the order of the input, 0 where a (token, k) has no slot. The same bits
-    on CPU and CUDA, no host read.
-
-    Raises:
-        TypeError: another dtype. ValueError: sizes that disagree, another device.
-    """
-    return _ops.permute_weights.default(weights, slot, source)
-
-
-def permute_weights_backward(grad: Tensor, slot: Tensor) -> Tensor:
-    """The gradient of :func:`permute_weights`: ``[T, K]`` from ``grad [capacity]`` and ``slot [T, K]``."""
-    return _ops.permute_weights_backward.default(grad, slot)

@@ -13,8 +13,6 @@ __all__ = [
     "permute",
     "permute_backward",
     "permute_rows",
-    "permute_weights",
-    "permute_weights_backward",
     "router_logits",
     "router_logits_backward",
     "router_logits_with_tokens",
@@ -288,7 +286,7 @@ def assign_weighted_slots(
     slot, source, _, group_sizes, total = assign_slots(
         indices, first_expert, num_experts, capacity, alignment, total_experts
     )
-    return slot, source, group_sizes, total, permute_weights(weights, slot, source)
+    return slot, source, group_sizes, total, weights_to_slots(weights, slot, source)
 
 
 def count_tokens_per_expert(indices: Tensor, num_experts: int) -> Tensor:
@@ -351,7 +349,7 @@ def unpermute_backward(
     grad_rows = gather_rows(grad.to(wide), source)
     grad_weights = torch.empty(0, dtype=wide, device=grad.device)
     if weights is not None:
-        grad_rows = grad_rows * permute_weights(weights, slot, source)[:, None]
+        grad_rows = grad_rows * weights_to_slots(weights, slot, source)[:, None]
         if rows is not None:
             placed = is_placed(slot, rows.shape[0])
             products = gather_rows(rows.to(wide), slot.flatten()).unflatten(0, slot.shape)
@@ -360,13 +358,8 @@ def unpermute_backward(
     return grad_rows.to(grad.dtype), grad_weights
 
 
-def permute_weights(weights: Tensor, slot: Tensor, source: Tensor) -> Tensor:
+def weights_to_slots(weights: Tensor, slot: Tensor, source: Tensor) -> Tensor:
     """Writes each weight to its slot."""
     output = weights.new_zeros(source.shape[0])
     placed = is_placed(slot, source.shape[0])
     return output.index_put((slot[placed].long(),), weights[placed])
-
-
-def permute_weights_backward(grad: Tensor, slot: Tensor) -> Tensor:
-    """Reads the gradient of each weight from its slot."""
-    return gather_rows(grad[:, None], slot.reshape(-1)).view(slot.shape)

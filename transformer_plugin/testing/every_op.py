@@ -235,8 +235,6 @@ def _routing_calls(draw: Draw) -> Calls:
         yield "permute_rows", name, {"tokens": draw(tokens, K), **slots, **of_rows}
     yield "unpermute", "", {"rows": rows, **slots, **weights}
     yield "unpermute_backward", "", {"grad": draw(tokens, K), "rows": rows, **slots, **weights}
-    yield "permute_weights", "", {**weights, **slots}
-    yield "permute_weights_backward", "", {"grad": draw(capacity), "slot": slot}
     yield from _expert_parallel_calls(draw, indices, experts, capacity)
 
 

@@ -41,7 +41,5 @@ inline constexpr Op<"unpermute", Tensor(const Tensor& rows, const Tensor& slot, 
     OptionalTensorArg weights)> unpermute;
 inline constexpr Op<"unpermute_backward", std::tuple<Tensor, Tensor>(const Tensor& grad, OptionalTensorArg rows,
     const Tensor& slot, const Tensor& source, OptionalTensorArg weights)> unpermute_backward;
-inline constexpr Op<"permute_weights", Tensor(const Tensor& weights, const Tensor& slot, const Tensor& source)> permute_weights;
-inline constexpr Op<"permute_weights_backward", Tensor(const Tensor& grad, const Tensor& slot)> permute_weights_backward;
 
 }  // namespace transformer_plugin::ops
