@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -313,3 +314,26 @@ def test_the_check_is_of_the_module() -> None:
     """The check for one op reads only attributes that every module has."""
     assert not module_of_mlp._is_plain(torch.nn.Identity())
     assert module_of_mlp._is_plain(GroupedLinear(1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("probs", "error", "got"),
+    [
+        (torch.rand(9), ValueError, "Tensor [9] of float32 on cpu"),
+        (torch.ones(8, dtype=torch.int32), TypeError, "Tensor [8] of int32 on cpu"),
+        (0.5, TypeError, "float"),
+    ],
+)
+def test_wrong_probabilities_change_no_state(probs: Any, error: type[Exception], got: str) -> None:
+    """The first layer would record amaxes of delayed scaling before the op that takes them sees them."""
+    mlp = GroupedMLP(2, 32, 32, recipe=DelayedScaling())
+    before = copy.deepcopy(mlp.state_dict())
+    with pytest.raises(error) as caught:
+        mlp(torch.randn(8, 32), torch.tensor([5, 3]), probs)
+    assert str(caught.value) == (
+        "transformer_plugin::GroupedMLP: argument 'probs': expected a floating-point tensor [8] on cpu, a value for "
+        f"each row of 'input', got {got}. Pass one value for each row."
+    )
+    for name, value in mlp.state_dict().items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, before[name]), name

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_plugin._arguments import is_strided
+from transformer_plugin._arguments import check_strided, is_strided
 from transformer_plugin.functional._values import is_quantized, with_dtype
+from transformer_plugin.tensor._layout import describe
 
 #: The dtypes that :func:`as_float32` converts. Codes of 8 bits are no factors without their scale.
 _FACTORS = (torch.bfloat16, torch.float16, torch.float64)
@@ -64,6 +65,19 @@ def fits_rows(factor: Any, input: Tensor) -> bool:
     """Whether an op takes a factor for each row of a matrix."""
     fits = is_strided(factor) and factor.shape == input.shape[:1]
     return fits and factor.dtype == torch.float32 and factor.device == input.device
+
+
+def check_rows_factor(owner: str, name: str, factor: Any, input: Tensor) -> None:
+    """Raises the error of an op that takes a factor for each row of ``input``, before anything is computed."""
+    if fits_rows(factor, input):
+        return
+    if isinstance(factor, Tensor):
+        check_strided(owner, name, factor)
+    error = ValueError if isinstance(factor, Tensor) and factor.dtype == torch.float32 else TypeError
+    raise error(
+        f"transformer_plugin::{owner}: argument '{name}': expected a floating-point tensor [{input.shape[0]}] on "
+        f"{input.device}, a value for each row of 'input', got {describe(factor)}. Pass one value for each row."
+    )
 
 
 def _dtype(input: Tensor) -> torch.dtype | None:

@@ -12,7 +12,7 @@ from transformer_plugin import ops
 from transformer_plugin._arguments import class_name, is_strided, typed
 from transformer_plugin.launch import LaunchOptions, checked
 from transformer_plugin.nn._attributes import fixed, quantize_layers, recipe_layers
-from transformer_plugin.nn._autocast import as_float32, fits_rows
+from transformer_plugin.nn._autocast import as_float32, check_rows_factor
 from transformer_plugin.nn._caller_buffers import (
     buffer_of,
     check_buffer,
@@ -223,9 +223,10 @@ class GroupedMLP(LaunchedModule):
             of_activation = parallel.copied(probs)  # fc2 copies those of its bias
         elif out is None and dgrad_out is None and self._can_fuse(fc1, fc2) and allow_one_op(fc1, fc2):
             return self._fused_with_hooks(input, group_sizes, probs)
-        if is_strided(input) and input.dim() == 2 and not fits_rows(probs, input):
-            # The op rejects these here, before the first layer changes its state of delayed scaling.
-            ops.swiglu(input.new_empty(()).expand(input.shape[0], 2 * self.ffn_hidden), probs)
+        if (
+            is_strided(input) and input.dim() == 2
+        ):  # before the first layer changes its state of delayed scaling
+            check_rows_factor(class_name(self), "probs", probs, input)
         of_first = {} if dgrad_out is None else {"dgrad_out": dgrad_out}
         of_second = {} if out is None else {"out": out}
         linear = fc1(input, group_sizes, **of_first)
