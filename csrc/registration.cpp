@@ -346,19 +346,19 @@ TORCH_LIBRARY(transformer_plugin, m) {
   m.def(
       "finish_reduce_scatter(Tensor token, Tensor parts, int num_ranks=1, str group_name=\"\", int timeout_ms=-1, "
       "Tensor? after=None) -> Tensor");
-  m.def("sum_over_ranks(Tensor input, int num_ranks=1, str group_name=\"\", int timeout_ms=-1) -> Tensor");
+  m.def("all_reduce(Tensor input, int num_ranks=1, str group_name=\"\", int timeout_ms=-1) -> Tensor");
   m.def(
-      "copy_to_ranks(Tensor(a) input, int num_ranks=1, str group_name=\"\", int timeout_ms=-1) -> Tensor(a)");
-  // cross_entropy_over_ranks: the losses of rows of logits whose columns are sharded over ranks. The forward also returns of each
+      "copy_to_group(Tensor(a) input, int num_ranks=1, str group_name=\"\", int timeout_ms=-1) -> Tensor(a)");
+  // vocab_parallel_cross_entropy: the losses of rows of logits whose columns are sharded over ranks. The forward also returns of each
   // row the largest logit and the sum of the exponentials of the differences to it.
   m.def(
-      "cross_entropy_over_ranks(Tensor logits, Tensor target, int vocabulary, int num_ranks, str group_name, "
+      "vocab_parallel_cross_entropy(Tensor logits, Tensor target, int vocabulary, int num_ranks, str group_name, "
       "float label_smoothing=0.0, int ignore_index=-100, int timeout_ms=-1) -> Tensor");
   m.def(
-      "cross_entropy_over_ranks_forward(Tensor logits, Tensor target, int vocabulary, int num_ranks, str group_name, "
+      "vocab_parallel_cross_entropy_forward(Tensor logits, Tensor target, int vocabulary, int num_ranks, str group_name, "
       "float label_smoothing=0.0, int ignore_index=-100, int timeout_ms=-1) -> (Tensor losses, Tensor stats)");
   m.def(
-      "cross_entropy_over_ranks_backward(Tensor grad, Tensor logits, Tensor target, Tensor stats, int vocabulary, "
+      "vocab_parallel_cross_entropy_backward(Tensor grad, Tensor logits, Tensor target, Tensor stats, int vocabulary, "
       "int num_ranks, str group_name, float label_smoothing=0.0, int ignore_index=-100) -> Tensor");
 
   // sharded: weights whose first dimension is sharded over ranks. `shard`, and `weight_shard` of layers: the key of such a weight

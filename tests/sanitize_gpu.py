@@ -247,7 +247,7 @@ def _losses(device: torch.device) -> Iterator[tuple[str, Call]]:
 
 
 def _loss(*arguments: Any) -> None:
-    ops.cross_entropy_over_ranks(*arguments).mean().backward()
+    ops.vocab_parallel_cross_entropy(*arguments).mean().backward()
 
 
 def _call_with_arguments(call: Callable[..., Any], case: Any, device: torch.device) -> None:

@@ -19,14 +19,14 @@ inline constexpr Phase kReduceScatter{201, "reduce_scatter", "parts"};
 inline constexpr Phase kAllGatherList{202, "all_gather_list_out", "parts"};
 inline constexpr Phase kReduceScatterOut{203, "reduce_scatter_out", "parts"};
 
-inline constexpr Phase kSumOverRanks{204, "sum_over_ranks", "parts"};
-inline constexpr Phase kCrossEntropy{205, "cross_entropy_over_ranks", "parts"};
+inline constexpr Phase kAllReduce{204, "all_reduce", "parts"};
+inline constexpr Phase kCrossEntropy{205, "vocab_parallel_cross_entropy", "parts"};
 
 inline constexpr Phase kStartAllGather{206, "start_all_gather", "parts"};
 inline constexpr Phase kStartReduceScatter{207, "start_reduce_scatter", "parts"};
 
-inline constexpr Phase kAll[] = {kAllGather,    kReduceScatter, kAllGatherList,  kReduceScatterOut,
-                                 kSumOverRanks, kCrossEntropy,  kStartAllGather, kStartReduceScatter};
+inline constexpr Phase kAll[] = {kAllGather, kReduceScatter, kAllGatherList,  kReduceScatterOut,
+                                 kAllReduce, kCrossEntropy,  kStartAllGather, kStartReduceScatter};
 
 }  // namespace phases
 

@@ -85,7 +85,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, classes: int, tensor_ranks: D
     from transformer_plugin import ops
 
     group = tensor_ranks.size(), tensor_ranks.get_group().group_name
-    return ops.cross_entropy_over_ranks(logits, targets, classes, *group).mean()
+    return ops.vocab_parallel_cross_entropy(logits, targets, classes, *group).mean()
 
 
 def whole_logits(logits: Tensor, classes: int, tensor_ranks: DeviceMesh | None) -> Tensor:

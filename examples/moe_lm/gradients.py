@@ -16,7 +16,7 @@ def average_in_rank_order(
     stop.
     """
     gradients = bucket.buffer()
-    mean = tp.ops.sum_over_ranks(gradients, group.size(), group.group_name) / group.size()
+    mean = tp.ops.all_reduce(gradients, group.size(), group.group_name) / group.size()
     future = torch.futures.Future(devices=[mean.device] if mean.is_cuda else [])
     future.set_result(mean)
     return future

@@ -16,7 +16,7 @@ PHASES = (
     "all_gather's gradient",
     "all_gather_list_out",
     "reduce_scatter_out",
-    "cross_entropy_over_ranks",
+    "vocab_parallel_cross_entropy",
 )
 
 
@@ -30,7 +30,7 @@ def lose(rank: Rank, phase: str, how: str) -> Outcome:
         "all_gather's gradient": whole.sum().backward,
         "all_gather_list_out": lambda: ops.all_gather_list_out([part.detach()], [whole.detach()], *group),
         "reduce_scatter_out": lambda: ops.reduce_scatter_out(whole.detach(), part.detach(), True, *group),
-        "cross_entropy_over_ranks": lambda: ops.cross_entropy_over_ranks(
+        "vocab_parallel_cross_entropy": lambda: ops.vocab_parallel_cross_entropy(
             part, torch.zeros(3, dtype=torch.int64), 6, rank.size, rank.group_name, timeout_ms=group[2]
         ),
     }[phase]

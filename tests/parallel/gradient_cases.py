@@ -14,7 +14,7 @@ from tests.parallel.plain_layers import Tensors, experts, grouped, mixture, norm
 from transformer_plugin import nn as tnn
 from transformer_plugin import ops, recipes
 from transformer_plugin.launch import LaunchOptions
-from transformer_plugin.parallel.styles import SlicedExperts
+from transformer_plugin.parallel.styles import ExpertTensorParallel
 
 #: Rows of an input, and widths: slices of four ranks have blocks of 16, of two ranks 32.
 ROWS, K, N, F = 24, 64, 128, 64
@@ -227,7 +227,7 @@ def moe_case(way: str, bias: bool, router: Any) -> Case:
                 mesh = torch.distributed.device_mesh.DeviceMesh.from_group(
                     place.tensor.group, place.device.type
                 )
-                SlicedExperts()._apply(layer.experts, mesh)
+                ExpertTensorParallel()._apply(layer.experts, mesh)
             return layer
         over = place.tensor if way == "experts rows" else place.data
         options |= {"group": over.group, "dispatch": tnn.DispatchConfig(max_tokens=ROWS)}
@@ -349,7 +349,7 @@ class Head(torch.nn.Module):
         )
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        return ops.cross_entropy_over_ranks(self.output(input), target, VOCABULARY, *self.group)
+        return ops.vocab_parallel_cross_entropy(self.output(input), target, VOCABULARY, *self.group)
 
 
 def head_case(target: Tensor, rows: bool) -> Case:

@@ -46,7 +46,7 @@ def local(tensor: Any) -> Tensor:
 
 
 def full_state(model: Any) -> dict[str, Tensor]:
-    state = parallel.whole_state_dict(model)
+    state = parallel.full_state_dict(model)
     return {
         n: (v.full_tensor() if hasattr(v, "to_local") else local(v)).detach().cpu().clone()
         for n, v in state.items()

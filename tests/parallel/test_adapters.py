@@ -107,7 +107,7 @@ def check_right(rank: Rank, order: str, config: Callable[[], Any]) -> None:
             for model in (adapted, wanted):
                 getattr(model, act)(**options)
             close_enough(adapted(on_device), wanted(x), act)
-            for name, value in parallel.whole_state_dict(adapted).items():
+            for name, value in parallel.full_state_dict(adapted).items():
                 close_enough(value, wanted.state_dict()[name], f"{act} {name}")
     with tempfile.TemporaryDirectory() as folder:
         adapted.save_pretrained(folder)
@@ -116,7 +116,7 @@ def check_right(rank: Rank, order: str, config: Callable[[], Any]) -> None:
     merged, wanted = adapted.merge_and_unload(), wanted.merge_and_unload()
     close_enough(merged(on_device), wanted(x), "merged")
     assert merged.up.weight.shape == (4, H)
-    for name, value in parallel.whole_state_dict(merged).items():
+    for name, value in parallel.full_state_dict(merged).items():
         close_enough(value, wanted.state_dict()[name], name)
 
 
@@ -157,7 +157,7 @@ def check_merged_and_quantized(rank: Rank) -> None:
     a, b = (getattr(adapted.base_model.model[1], f"lora_{each}")["default"].weight.cpu() for each in "AB")
     merged = adapted.merge_and_unload()
     assert merged[0].weight is merged[1].weight
-    close_enough(parallel.whole_weight(merged[0].weight), full + 1.5 * b @ a, "tied")
+    close_enough(parallel.full_tensor(merged[0].weight), full + 1.5 * b @ a, "tied")
 
 
 def test_merged_and_quantized(pair: RankPool) -> None:
@@ -209,11 +209,11 @@ def check_refusals(rank: Rank) -> None:
     adapted = peft().get_peft_model(sharded(rank), lora(target_modules=["up"], modules_to_save=["down"]))
     with tempfile.TemporaryDirectory() as folder:
         with pytest.raises(
-            ValueError, match=r"expected a tensor whose elements are all on this rank.*whole_state_dict"
+            ValueError, match=r"expected a tensor whose elements are all on this rank.*full_state_dict"
         ):
             adapted.save_pretrained(folder)
         fill(adapted, 5)
-        adapted.save_pretrained(folder, state_dict=parallel.whole_state_dict(adapted))
+        adapted.save_pretrained(folder, state_dict=parallel.full_state_dict(adapted))
         loaded = peft().PeftModel.from_pretrained(Model(), folder)
     x = inputs(rank)[rank.rank]
     close_enough(adapted(x.to(rank.device)), loaded(x), "saved modules")

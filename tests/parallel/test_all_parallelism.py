@@ -70,7 +70,7 @@ def check(rank: Rank, wide: bool) -> None:
     torch.manual_seed(0)
     whole = Block()
     block, data, place = sharded(rank, wide)
-    for name, value in parallel.whole_state_dict(block).items():
+    for name, value in parallel.full_state_dict(block).items():
         assert_same_bits(value, whole.state_dict()[name], name)
     count = {name: layout_of(p).shape[0] // p.shape[0] for name, p in block.named_parameters() if part_of(p)}  # type: ignore[union-attr]
     assert count["moe.experts.fc1.weight"] == (8 if wide else 4)
@@ -96,7 +96,7 @@ def check(rank: Rank, wide: bool) -> None:
     torch.testing.assert_close(parallel.clip_grad_norm_(model, 0.5), want, rtol=1e-5, atol=0)
     for trained in (whole, block):
         torch.optim.SGD(trained.parameters(), lr=0.1).step()
-    for name, value in parallel.whole_state_dict(block).items():
+    for name, value in parallel.full_state_dict(block).items():
         torch.testing.assert_close(value, whole.state_dict()[name], rtol=1e-4, atol=1e-5, msg=name)
 
 

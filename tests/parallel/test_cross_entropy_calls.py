@@ -1,5 +1,5 @@
-"""Calls of cross_entropy_over_ranks: fullgraph, CUDA graphs, opcheck, errors, ranks that disagree. Values:
-test_cross_entropy_over_ranks.py."""
+"""Calls of vocab_parallel_cross_entropy: fullgraph, CUDA graphs, opcheck, errors, ranks that disagree. Values:
+test_vocab_parallel_cross_entropy.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.opcheck import opcheck
 from tests.ops.on_gpu import captured
-from tests.parallel.test_cross_entropy_over_ranks import FLOATS, SIZES, TIMEOUT_MS, drawn
+from tests.parallel.test_vocab_parallel_cross_entropy import FLOATS, SIZES, TIMEOUT_MS, drawn
 from transformer_plugin import ops
 from transformer_plugin.testing.distributed import Rank, RankPool
 from transformer_plugin.testing.numerics import assert_same_bits
@@ -25,7 +25,7 @@ def check_compiled(rank: Rank, backend: str) -> None:
 
     def step(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
         logits = hidden @ weight.t()
-        losses = ops.cross_entropy_over_ranks(
+        losses = ops.vocab_parallel_cross_entropy(
             logits, target, 2 * 16 - 1, rank.size, rank.group_name, 0.1, -100, TIMEOUT_MS
         )
         return losses.sum() * 0.5
@@ -60,7 +60,7 @@ def check_graph(rank: Rank) -> None:
     options = vocabulary, rank.size, rank.group_name, 0.1, -100, TIMEOUT_MS
 
     def step() -> None:
-        losses = ops.cross_entropy_over_ranks(part, target, *options)
+        losses = ops.vocab_parallel_cross_entropy(part, target, *options)
         (part.grad,) = torch.autograd.grad(losses.mean(), part)
         out.copy_(losses.detach())
 
@@ -74,7 +74,7 @@ def check_graph(rank: Rank) -> None:
             part.copy_(whole.chunk(rank.size, -1)[rank.rank])
         target.copy_(torch.randint(vocabulary, (rows,), generator=generator))
         graph.replay()
-        wanted = ops.cross_entropy_over_ranks(part, target, *options)
+        wanted = ops.vocab_parallel_cross_entropy(part, target, *options)
         assert_same_bits(out, wanted.detach())
         assert_same_bits(grads, torch.autograd.grad(wanted.mean(), part)[0])
     del graph
@@ -89,29 +89,30 @@ def test_opcheck(device: torch.device) -> None:
     for sizes, vocabulary in SIZES:
         whole, target = (t.to(device) for t in drawn(sizes, vocabulary, vocabulary, torch.float32))
         whole, arguments = whole.nan_to_num(0.0, 0.0, 0.0), (target, vocabulary, 1, "", 0.1)
-        opcheck(_ops.cross_entropy_over_ranks.default, (whole.requires_grad_(), *arguments))
+        opcheck(_ops.vocab_parallel_cross_entropy.default, (whole.requires_grad_(), *arguments))
         logits = whole.detach()
-        opcheck(_ops.cross_entropy_over_ranks_forward.default, (logits, *arguments))
-        _, stats = ops.cross_entropy_over_ranks_forward(logits, *arguments)
+        opcheck(_ops.vocab_parallel_cross_entropy_forward.default, (logits, *arguments))
+        _, stats = ops.vocab_parallel_cross_entropy_forward(logits, *arguments)
         grad = torch.ones(sizes, device=device)
         opcheck(
-            _ops.cross_entropy_over_ranks_backward.default, (grad, logits, target, stats, vocabulary, 1, "")
+            _ops.vocab_parallel_cross_entropy_backward.default,
+            (grad, logits, target, stats, vocabulary, 1, ""),
         )
 
 
 def test_meta() -> None:
     logits = torch.empty(2, 3, 16, dtype=torch.bfloat16, device="meta")
     target = torch.empty(2, 3, dtype=torch.int32, device="meta")
-    losses = ops.cross_entropy_over_ranks(logits, target, 60, 4, "a group that is not here")
+    losses = ops.vocab_parallel_cross_entropy(logits, target, 60, 4, "a group that is not here")
     assert losses.shape == (2, 3) and losses.dtype == torch.float32
 
 
 def test_differentiable_once() -> None:
     logits = torch.randn(2, 3, requires_grad=True)
-    losses = ops.cross_entropy_over_ranks(logits, torch.tensor([0, 1]), 3, 1, "")
+    losses = ops.vocab_parallel_cross_entropy(logits, torch.tensor([0, 1]), 3, 1, "")
     (grad,) = torch.autograd.grad(losses.sum(), logits, create_graph=True)
     with pytest.raises(
-        RuntimeError, match="cross_entropy_over_ranks: gradient: expected to be differentiated"
+        RuntimeError, match="vocab_parallel_cross_entropy: gradient: expected to be differentiated"
     ):
         grad.sum().backward()
 
@@ -174,8 +175,8 @@ ROWS = {"logits": torch.zeros(2, 4), "target": torch.zeros(2, dtype=torch.int64)
 def test_errors(changed: dict[str, Any], error: type[Exception], text: str) -> None:
     arguments = {**ROWS, "num_ranks": 1, "group_name": "", **changed}
     with pytest.raises(error, match=re.escape(text)) as raised:
-        ops.cross_entropy_over_ranks(**arguments)
-    assert str(raised.value).startswith("transformer_plugin::cross_entropy_over_ranks: argument '")
+        ops.vocab_parallel_cross_entropy(**arguments)
+    assert str(raised.value).startswith("transformer_plugin::vocab_parallel_cross_entropy: argument '")
 
 
 def test_errors_of_the_backward() -> None:
@@ -192,7 +193,7 @@ def test_errors_of_the_backward() -> None:
         ("stats", torch.ones(2), ValueError, "'stats': expected two numbers for each row of 'logits'"),
     ):
         with pytest.raises(error, match=re.escape(text)):
-            ops.cross_entropy_over_ranks_backward(**{**good, name: value})
+            ops.vocab_parallel_cross_entropy_backward(**{**good, name: value})
 
 
 def check_disagreements(rank: Rank) -> None:
@@ -201,7 +202,7 @@ def check_disagreements(rank: Rank) -> None:
 
     def loss(rows: int, width: int, vocabulary: int, dtype: torch.dtype, *options: Any) -> Tensor:
         target = torch.zeros(rows, dtype=torch.int64)
-        return ops.cross_entropy_over_ranks(
+        return ops.vocab_parallel_cross_entropy(
             torch.zeros(rows, width, dtype=dtype), target, vocabulary, *group, *options
         )
 
@@ -216,8 +217,10 @@ def check_disagreements(rank: Rank) -> None:
         with pytest.raises(ValueError, match=text):
             loss(*arguments)
     with pytest.raises(ValueError, match="expected indices of the vocabulary"):
-        ops.cross_entropy_over_ranks(torch.zeros(1, 3), torch.tensor([6]), 6, *group)
-    with pytest.raises(ValueError, match="op is cross_entropy_over_ranks on rank 0, all_gather on rank 1"):
+        ops.vocab_parallel_cross_entropy(torch.zeros(1, 3), torch.tensor([6]), 6, *group)
+    with pytest.raises(
+        ValueError, match="op is vocab_parallel_cross_entropy on rank 0, all_gather on rank 1"
+    ):
         loss(2, 3, 6, torch.float32) if r == 0 else ops.all_gather(torch.ones(2, 3), *group)
     torch.testing.assert_close(loss(1, 3, 6, torch.float32), torch.tensor([6.0]).log())
 

@@ -23,7 +23,7 @@ from tests.parallel.sharded_models import (
 )
 from transformer_plugin import nn as tnn
 from transformer_plugin import ops, parallel
-from transformer_plugin.parallel import shard_, whole_state_dict, whole_weight
+from transformer_plugin.parallel import full_state_dict, full_tensor, shard_
 from transformer_plugin.parallel._part_tensor import PartTensor
 from transformer_plugin.parallel._weight_part import part_of
 from transformer_plugin.testing.distributed import Rank, RankPool
@@ -63,7 +63,7 @@ def compare(rank: Rank, whole: Any, cut: Any, step: int, experts: int = 3, mean:
                 assert_same_bits(own.grads[name], mine.grads[name], name)
             continue
         assert parameter.dim() == 2
-        assert_same_bits(whole_weight(parameter), whole.get_parameter(name).detach(), name)
+        assert_same_bits(full_tensor(parameter), whole.get_parameter(name).detach(), name)
         if name in own.grads:
             want = expected_grad([results.grads[name] for results in each], parameter, mean)
             assert_same_bits(own.grads[name], want, name)
@@ -331,20 +331,20 @@ def check_states(rank: Rank, folder: str, save: bool) -> None:
     assert list(state["last.weight1"].shape) == [50, 128]
     if save:
         dcp.save({"model": state}, checkpoint_id=folder)
-        whole = whole_state_dict(model)
+        whole = full_state_dict(model)
         if rank.rank == 0:
             torch.save(whole, f"{folder}/expected.pt")
         return
     dcp.load({"model": state}, checkpoint_id=folder)
     model.load_state_dict(state)
     expected = torch.load(f"{folder}/expected.pt", map_location=rank.device)
-    for name, value in whole_state_dict(model).items():
+    for name, value in full_state_dict(model).items():
         assert_same_bits(value, expected[name], name)
     for layout in ("list", "packed"):
         other = Lists(None, rank.device, rows=50, layout=layout)
         other.load_state_dict(expected)  # what is not cut loads it
         shard_(model := Lists(None, rank.device, rows=50), rank.group).load_state_dict(other.state_dict())
-        for name, value in whole_state_dict(model).items():
+        for name, value in full_state_dict(model).items():
             assert_same_bits(value, expected[name], f"{layout} {name}")
     copied = copy.deepcopy(model)
     assert part_of(copied.last.weight1) is part_of(model.last.weight1)  # type: ignore[arg-type]

@@ -14,7 +14,12 @@ from tests.parallel.sharded_models import RECIPES
 from tests.parallel.tensor_parallel_models import ROWS, Block, F, K, drawn
 from transformer_plugin import nn as tnn
 from transformer_plugin import ops, parallel
-from transformer_plugin.parallel.styles import ColumnParallel, RowParallel, SequenceParallel, SlicedExperts
+from transformer_plugin.parallel.styles import (
+    ColumnParallel,
+    ExpertTensorParallel,
+    RowParallel,
+    SequenceParallel,
+)
 from transformer_plugin.testing.distributed import Rank, RankPool
 from transformer_plugin.testing.numerics import assert_same_bits
 
@@ -58,7 +63,7 @@ def check_experts(rank: Rank) -> None:
     model = torch.nn.Sequential(
         tnn.GroupedMLP(2, 16, 32, True, device=rank.device), tnn.Embedding(10, 4, device=rank.device)
     )
-    parallelize_module(model, mesh, {"0": SlicedExperts(), "1": RowParallel()})
+    parallelize_module(model, mesh, {"0": ExpertTensorParallel(), "1": RowParallel()})
     assert repr(model[0]) == repr(made) and model[1].weight.shape == (5, 4)
     for one, other in zip(model[0].parameters(), made.parameters(), strict=True):
         assert_same_bits(one.detach(), other.detach())
@@ -100,7 +105,7 @@ def test_experts_and_errors(make_pool: Any) -> None:
 
 def check_random(rank: Rank) -> None:
     """Other numbers on each rank inside, the same outside, and the same again from the same state."""
-    random = parallel.RankRandom(rank.group, rank.device)
+    random = parallel.TensorParallelRNG(rank.group, rank.device)
     torch.manual_seed(3)
     draws = []
     for _ in range(2):
@@ -127,7 +132,7 @@ def test_random_numbers(ranks: RankPool) -> None:
 
 def check_recomputed(rank: Rank) -> None:
     """A checkpointed activation is recomputed with the same dropout."""
-    random = parallel.RankRandom(rank.group, rank.device)
+    random = parallel.TensorParallelRNG(rank.group, rank.device)
 
     def run(x: torch.Tensor) -> torch.Tensor:
         with random:

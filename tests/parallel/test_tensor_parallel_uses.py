@@ -41,7 +41,7 @@ def losses_of(rank: Rank, model: Tied, logits_of: Any, tp: tuple[int, str]) -> l
         tokens = torch.randint(VOCABULARY, (8,), generator=torch.Generator().manual_seed(step)).to(
             rank.device
         )
-        loss = ops.cross_entropy_over_ranks(logits_of(tokens), tokens.roll(1), VOCABULARY, *tp).mean()
+        loss = ops.vocab_parallel_cross_entropy(logits_of(tokens), tokens.roll(1), VOCABULARY, *tp).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -88,10 +88,10 @@ def check_own_values(rank: Rank) -> None:
     torch.manual_seed(4)
     whole.apply(initialize)
     torch.manual_seed(4)
-    with parallel.whole_parameters(model):
+    with parallel.initialize_full_params(model):
         model.apply(initialize)
     for name, parameter in model.named_parameters():
-        assert_same_bits(parallel.whole_weight(parameter), whole.get_parameter(name).detach(), name)
+        assert_same_bits(parallel.full_tensor(parameter), whole.get_parameter(name).detach(), name)
     torch.manual_seed(rank.rank)
     dispatch = tnn.DispatchConfig(max_tokens=8)
     moe = tnn.MoE(

@@ -73,7 +73,7 @@ class TensorParallel:
             return input
         if self.sequence_parallel:
             return ops.all_gather(input, *self.group)
-        return ops.copy_to_ranks(input, *self.group)
+        return ops.copy_to_group(input, *self.group)
 
     def before(
         self, input: Tensor, bias: Tensor | None, own_bias: Tensor | None, into: dict[str, Any] | None
@@ -96,17 +96,17 @@ class TensorParallel:
         """What the layer returns; ``bias`` is that of mode "row", which is added once."""
         if self.mode == "column":
             return product
-        summed = ops.reduce_scatter if self.sequence_parallel else ops.sum_over_ranks
+        summed = ops.reduce_scatter if self.sequence_parallel else ops.all_reduce
         output = summed(product, *self.group)
         return output if bias is None else output + bias
 
     def copied(self, tensor: Given) -> Given:
         """A whole tensor that each rank uses in another way; its gradient is the sum over ranks."""
-        return None if tensor is None else ops.copy_to_ranks(tensor, *self.group)
+        return None if tensor is None else ops.copy_to_group(tensor, *self.group)
 
     def mean(self, value: Tensor) -> Tensor:
         """The mean over the ranks of a value that each has for its rows."""
-        return ops.sum_over_ranks(value, *self.group) / len(self.ranks)
+        return ops.all_reduce(value, *self.group) / len(self.ranks)
 
     def of_rows(self, parameter: Given) -> Given:
         """A whole parameter that is applied to this rank's rows; its gradient is the sum over ranks."""
@@ -285,7 +285,7 @@ def plan_of(
 
 
 @contextmanager
-def whole_parameters(
+def initialize_full_params(
     layer: ShardedWeightMixin, made_by_id: dict[int, Parameter] | None = None
 ) -> Iterator[None]:
     """Context in which a layer has whole parameters, of which it keeps this rank's slices and rows.

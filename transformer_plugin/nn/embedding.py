@@ -15,9 +15,9 @@ from transformer_plugin.nn._sharded_weight import ShardedWeightMixin
 from transformer_plugin.nn._tensor_parallel import (
     SlicePlan,
     TensorParallel,
+    initialize_full_params,
     shard_parameters,
     tensor_parallel_of,
-    whole_parameters,
 )
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Embedding(ShardedWeightMixin, torch.nn.Embedding):
 
     def reset_parameters(self) -> None:
         """Fresh initial values, as in :class:`torch.nn.Embedding`."""
-        with whole_parameters(self):
+        with initialize_full_params(self):
             super().reset_parameters()
 
     @layer_forward

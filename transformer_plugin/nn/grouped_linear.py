@@ -33,10 +33,10 @@ from transformer_plugin.nn._tensor_parallel import (
     ParallelMode,
     TensorParallel,
     check_division,
+    initialize_full_params,
     plan_of,
     shard_parameters,
     tensor_parallel_of,
-    whole_parameters,
     without_buffers,
 )
 from transformer_plugin.nn.quantized_parameters import chosen_recipe, in_high_precision, quantize_parameter
@@ -235,7 +235,7 @@ class GroupedLinear(RecipeModule):
 
     def reset_parameters(self) -> None:
         """Uniform within ``1 / sqrt(K)``, as in ``torch.nn.Linear``. Also resets the state of delayed scaling."""
-        with torch.no_grad(), in_high_precision(self, *self._weight_names), whole_parameters(self):
+        with torch.no_grad(), in_high_precision(self, *self._weight_names), initialize_full_params(self):
             weights = self._parameters_named(self._weight_names[:1])
             columns = weights[0].shape[-1] if weights else 0
             bound = 1 / math.sqrt(columns) if columns else 0.0

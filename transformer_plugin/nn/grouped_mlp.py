@@ -21,7 +21,7 @@ from transformer_plugin.nn._caller_buffers import (
     with_gradient_into,
 )
 from transformer_plugin.nn._hooks import allow_one_op, call_forward_hooks, call_pre_hooks, have_hooks
-from transformer_plugin.nn._launched import LaunchedModule
+from transformer_plugin.nn._launch_options import LaunchOptionsMixin
 from transformer_plugin.nn._layouts import Layout
 from transformer_plugin.nn._module import check_sizes, layer_forward, registered
 from transformer_plugin.nn._recipe import RoleFormats
@@ -71,7 +71,7 @@ def _check_interleave(interleave: int, ffn_hidden: int) -> None:
         )
 
 
-class GroupedMLP(LaunchedModule):
+class GroupedMLP(LaunchOptionsMixin):
     """``fc2(swiglu(fc1(input)) * probs)`` for each group, with its own weights.
 
     The probability of a row scales the row between the two products, and also the bias of ``fc2``. The output is the

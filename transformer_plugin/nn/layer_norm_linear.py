@@ -21,10 +21,10 @@ from transformer_plugin.nn._recipe import RecipeModule
 from transformer_plugin.nn._tensor_parallel import (
     TensorParallel,
     check_division,
+    initialize_full_params,
     plan_of,
     shard_parameters,
     tensor_parallel_of,
-    whole_parameters,
     without_buffers,
 )
 from transformer_plugin.nn.norms import checked_eps
@@ -157,7 +157,7 @@ class LayerNormLinear(RecipeModule):
         torch.nn.init.constant_(self.norm_weight, 0.0 if self.zero_centered else 1.0)
         if self.norm_bias is not None:
             torch.nn.init.zeros_(self.norm_bias)
-        with in_high_precision(self, "weight"), whole_parameters(self):
+        with in_high_precision(self, "weight"), initialize_full_params(self):
             torch.nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
             if self.bias is not None:
                 bound = 1 / math.sqrt(self.in_features)

@@ -19,10 +19,10 @@ from transformer_plugin.nn._tensor_parallel import (
     ParallelMode,
     TensorParallel,
     check_division,
+    initialize_full_params,
     plan_of,
     shard_parameters,
     tensor_parallel_of,
-    whole_parameters,
     without_buffers,
 )
 from transformer_plugin.nn.quantized_parameters import chosen_recipe, in_high_precision, quantize_parameter
@@ -65,7 +65,7 @@ class Linear(RecipeModule, torch.nn.Linear):
         sections: with ``"column"``, sizes that add up to N, each of which is divided among the ranks: for weights with
             several outputs, such as gate and up, or query, key and value.
         pad_outputs: with ``"column"`` and without sections, whether N need not divide by the ranks; the outputs of the
-            last ranks are then zeros. For the logits of :func:`~transformer_plugin.ops.cross_entropy_over_ranks`.
+            last ranks are then zeros. For the logits of :func:`~transformer_plugin.ops.vocab_parallel_cross_entropy`.
 
     Buffers: with ``DelayedScaling`` ``delayed_history [H, 3]``, ``delayed_scale [3]`` and ``delayed_amax [3]``,
     float32, of the input, the weight and the gradient. Otherwise none.
@@ -116,7 +116,7 @@ class Linear(RecipeModule, torch.nn.Linear):
 
     def reset_parameters(self) -> None:
         """Fresh initial values, as in :class:`torch.nn.Linear`. Also resets the state of delayed scaling."""
-        with in_high_precision(self, "weight"), whole_parameters(self):
+        with in_high_precision(self, "weight"), initialize_full_params(self):
             super().reset_parameters()
         self._reset_state()
 

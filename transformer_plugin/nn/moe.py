@@ -13,7 +13,7 @@ from transformer_plugin.nn import _tracing
 from transformer_plugin.nn._attributes import fixed, row_rules_in
 from transformer_plugin.nn._autocast import operand
 from transformer_plugin.nn._caller_buffers import check_buffer, copied_into, with_gradient_into
-from transformer_plugin.nn._launched import LaunchedModule
+from transformer_plugin.nn._launch_options import LaunchOptionsMixin
 from transformer_plugin.nn._layouts import Layout
 from transformer_plugin.nn._module import check_sizes, layer_forward, registered, serializable
 from transformer_plugin.nn._recipe import DTYPES, RowRules, formats_of, row_rules
@@ -109,7 +109,7 @@ def _size_of(group: ProcessGroup, dtensor: bool) -> int:
     return group.size()
 
 
-class MoE(LaunchedModule):
+class MoE(LaunchOptionsMixin):
     """A mixture of E SwiGLU experts: each token goes to ``topk`` of them and gets the weighted sum of their outputs.
 
     With a ``group`` or a ``mesh`` of R ranks each rank holds E / R consecutive experts, and the ranks exchange tokens.

@@ -26,17 +26,17 @@ from transformer_plugin.ops._operands import are
 __all__ = [
     "all_gather",
     "all_gather_list_out",
-    "copy_to_ranks",
-    "cross_entropy_over_ranks",
-    "cross_entropy_over_ranks_backward",
-    "cross_entropy_over_ranks_forward",
+    "all_reduce",
+    "copy_to_group",
     "finish_all_gather",
     "finish_reduce_scatter",
     "reduce_scatter",
     "reduce_scatter_out",
     "start_all_gather",
     "start_reduce_scatter",
-    "sum_over_ranks",
+    "vocab_parallel_cross_entropy",
+    "vocab_parallel_cross_entropy_backward",
+    "vocab_parallel_cross_entropy_forward",
 ]
 
 _ops = torch.ops.transformer_plugin
@@ -146,7 +146,7 @@ def finish_all_gather(
     return with_peers(_ops.finish_all_gather.default, token, part, num_ranks, group_name, timeout_ms, after)
 
 
-def cross_entropy_over_ranks(
+def vocab_parallel_cross_entropy(
     logits: Tensor,
     target: Tensor,
     vocabulary: int,
@@ -174,13 +174,13 @@ def cross_entropy_over_ranks(
 
     Returns:
         float32 ``[...]``, contiguous, the same on every rank. Computed in float32; sums have a fixed order
-        (``csrc/tensor_parallel/cross_entropy_over_ranks.h``), so that the bits repeat and are the same on CPU and CUDA,
-        except those of a NaN. NaN in a row whose logits hold NaN or infinity, or are all -infinity. One collective
-        moves three floats of each row and rank, four with ``label_smoothing``.
+        (``csrc/tensor_parallel/vocab_parallel_cross_entropy.h``), so that the bits repeat and are the same on CPU and
+        CUDA, except those of a NaN. NaN in a row whose logits hold NaN or infinity, or are all -infinity. One
+        collective moves three floats of each row and rank, four with ``label_smoothing``.
 
-    Differentiable in ``logits``, by :func:`cross_entropy_over_ranks_backward`, without a collective: each rank gets the
-    gradient of its columns. The graph keeps the logits and two floats of each row. Backpropagate the same gradient of
-    the losses on every rank.
+    Differentiable in ``logits``, by :func:`vocab_parallel_cross_entropy_backward`, without a collective: each rank gets
+    the gradient of its columns. The graph keeps the logits and two floats of each row. Backpropagate the same gradient
+    of the losses on every rank.
 
     On CUDA a target that is neither in the vocabulary nor ``ignore_index`` makes the loss and the gradient of its row
     NaN: the host does not read the targets.
@@ -192,10 +192,10 @@ def cross_entropy_over_ranks(
         PeerTimeoutError: a rank did not take part in time.
     """
     options = vocabulary, num_ranks, group_name, label_smoothing, ignore_index, timeout_ms
-    return with_peers(_ops.cross_entropy_over_ranks.default, logits, target, *options)
+    return with_peers(_ops.vocab_parallel_cross_entropy.default, logits, target, *options)
 
 
-def cross_entropy_over_ranks_forward(
+def vocab_parallel_cross_entropy_forward(
     logits: Tensor,
     target: Tensor,
     vocabulary: int,
@@ -205,7 +205,7 @@ def cross_entropy_over_ranks_forward(
     ignore_index: int = -100,
     timeout_ms: int = -1,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`cross_entropy_over_ranks`, and the statistics for its backward. Not differentiable.
+    """:func:`vocab_parallel_cross_entropy`, and the statistics for its backward. Not differentiable.
 
     Args:
         logits, target, vocabulary, num_ranks, group_name, label_smoothing, ignore_index, timeout_ms: as there.
@@ -216,13 +216,13 @@ def cross_entropy_over_ranks_forward(
         of large logits. Both are NaN where the logits make the loss NaN, and 0 in rows that are ignored.
 
     Raises:
-        TypeError, ValueError, PeerTimeoutError: as :func:`cross_entropy_over_ranks`.
+        TypeError, ValueError, PeerTimeoutError: as :func:`vocab_parallel_cross_entropy`.
     """
     options = vocabulary, num_ranks, group_name, label_smoothing, ignore_index, timeout_ms
-    return with_peers(_ops.cross_entropy_over_ranks_forward.default, logits, target, *options)
+    return with_peers(_ops.vocab_parallel_cross_entropy_forward.default, logits, target, *options)
 
 
-def cross_entropy_over_ranks_backward(
+def vocab_parallel_cross_entropy_backward(
     grad: Tensor,
     logits: Tensor,
     target: Tensor,
@@ -238,7 +238,7 @@ def cross_entropy_over_ranks_backward(
     Args:
         grad: float32 ``[...]``, that of the losses, any strides.
         logits, target, vocabulary, num_ranks, group_name, label_smoothing, ignore_index: those of the forward.
-        stats: what :func:`cross_entropy_over_ranks_forward` returned.
+        stats: what :func:`vocab_parallel_cross_entropy_forward` returned.
 
     Returns:
         ``[..., V]`` in the dtype of ``logits``, rounded once: ``(exp(logit - largest) / sum - q) * grad``, where q is
@@ -249,7 +249,7 @@ def cross_entropy_over_ranks_backward(
         TypeError, ValueError: sizes, dtypes or devices do not match.
     """
     options = vocabulary, num_ranks, group_name, label_smoothing, ignore_index
-    return _ops.cross_entropy_over_ranks_backward.default(grad, logits, target, stats, *options)
+    return _ops.vocab_parallel_cross_entropy_backward.default(grad, logits, target, stats, *options)
 
 
 def reduce_scatter(
@@ -355,7 +355,7 @@ def reduce_scatter_out(
     )
 
 
-def sum_over_ranks(input: Tensor, num_ranks: int = 1, group_name: str = "", timeout_ms: int = -1) -> Tensor:
+def all_reduce(input: Tensor, num_ranks: int = 1, group_name: str = "", timeout_ms: int = -1) -> Tensor:
     """Return the sum of a tensor over all ranks, on every rank.
 
     For products whose inner dimension is sharded over ranks: each rank has a part of the sum.
@@ -374,10 +374,10 @@ def sum_over_ranks(input: Tensor, num_ranks: int = 1, group_name: str = "", time
         TypeError, ValueError: sizes or dtypes do not match, on this rank or between ranks.
         PeerTimeoutError: a rank did not take part in time.
     """
-    return with_peers(_ops.sum_over_ranks.default, input, num_ranks, group_name, timeout_ms)
+    return with_peers(_ops.all_reduce.default, input, num_ranks, group_name, timeout_ms)
 
 
-def copy_to_ranks(input: Tensor, num_ranks: int = 1, group_name: str = "", timeout_ms: int = -1) -> Tensor:
+def copy_to_group(input: Tensor, num_ranks: int = 1, group_name: str = "", timeout_ms: int = -1) -> Tensor:
     """Return a tensor that is the same on all ranks, and of which each uses a different part or in a different way.
 
     For the input of products whose weight is sharded over ranks, and for parameters that each rank applies to other
@@ -390,11 +390,11 @@ def copy_to_ranks(input: Tensor, num_ranks: int = 1, group_name: str = "", timeo
     Returns:
         ``input``, or a view of it.
 
-    Differentiable in ``input``: the gradient is the sum over ranks, as :func:`sum_over_ranks` makes it. All ranks take
+    Differentiable in ``input``: the gradient is the sum over ranks, as :func:`all_reduce` makes it. All ranks take
     part in the backward, with zeros where a rank has no gradient.
 
     Raises:
         TypeError, ValueError: wrong arguments, on this rank; in the backward, differences between ranks.
         PeerTimeoutError: in the backward, a rank did not take part in time.
     """
-    return with_peers(_ops.copy_to_ranks.default, input, num_ranks, group_name, timeout_ms)
+    return with_peers(_ops.copy_to_group.default, input, num_ranks, group_name, timeout_ms)

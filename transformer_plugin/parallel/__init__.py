@@ -16,9 +16,9 @@ from transformer_plugin.parallel.compat.transformer_engine import (
 from transformer_plugin.parallel.data import ExpertDataParallel, data_parallel, fully_shard
 from transformer_plugin.parallel.expert import EpConfig, EpContext, EpPlan
 from transformer_plugin.parallel.foreign import attach_distributed_weights
-from transformer_plugin.parallel.random import RankRandom
+from transformer_plugin.parallel.full_state import full_state_dict, full_tensor, initialize_full_params
+from transformer_plugin.parallel.random import TensorParallelRNG
 from transformer_plugin.parallel.sharded import shard_
-from transformer_plugin.parallel.whole import whole_parameters, whole_state_dict, whole_weight
 
 __all__ = [
     "EpBuffer",
@@ -26,7 +26,7 @@ __all__ = [
     "EpContext",
     "EpPlan",
     "ExpertDataParallel",
-    "RankRandom",
+    "TensorParallelRNG",
     "WeightShard",
     "attach_distributed_weights",
     "clip_grad_norm_",
@@ -36,12 +36,12 @@ __all__ = [
     "ep_dispatch",
     "ep_finalize",
     "ep_prepare",
+    "full_state_dict",
+    "full_tensor",
     "fully_shard",
+    "initialize_full_params",
     "is_ep_bootstrapped",
     "quantize_all_gather",
     "set_gather_order",
     "shard_",
-    "whole_parameters",
-    "whole_state_dict",
-    "whole_weight",
 ]

@@ -102,12 +102,12 @@ def _with_full_weights(method: Callable[..., Any]) -> Callable[..., Any]:
 @contextmanager
 def _full_weights(layer: Any) -> Iterator[None]:
     """Context in which a layer has its full weights, of which it keeps this rank's shards. All ranks call it."""
-    from transformer_plugin.nn._tensor_parallel import whole_parameters
-    from transformer_plugin.parallel.whole import whole_weight
+    from transformer_plugin.nn._tensor_parallel import initialize_full_params
+    from transformer_plugin.parallel.full_state import full_tensor
 
     note_layer(layer)
-    values = {name: whole_weight(layer._parameters[name]) for name in layer.weight_parts}
-    with whole_parameters(layer):
+    values = {name: full_tensor(layer._parameters[name]) for name in layer.weight_parts}
+    with initialize_full_params(layer):
         for name, value in values.items():
             layer._parameters[name].data = value
         yield

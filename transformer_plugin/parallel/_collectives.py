@@ -47,7 +47,7 @@ def all_reduce_sum(op: str, phase: str, value: Tensor, group: ProcessGroup) -> T
     """The sum over ranks, in ascending order of ranks. As :func:`all_gather`."""
     if value.dtype == torch.float64 and value.is_cuda:  # no kernel adds these
         return all_gather(op, phase, value, group).sum(0)
-    return _wait(op, phase, ops.sum_over_ranks, value, group.size(), group.group_name)
+    return _wait(op, phase, ops.all_reduce, value, group.size(), group.group_name)
 
 
 def all_gather_value(op: str, phase: str, value: Any, group: ProcessGroup) -> list[Any]:

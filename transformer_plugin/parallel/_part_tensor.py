@@ -72,13 +72,13 @@ class PartTensor(Tensor):
             own.part.copy_(args[1].part)
             return own
         got = f"{func}, which computes with values that other ranks have"
-        advice = "Use .part for what this rank has, or transformer_plugin.parallel.whole_weight(parameter)"
+        advice = "Use .part for what this rank has, or transformer_plugin.parallel.full_tensor(parameter)"
         raise NotImplementedError(message("PartTensor", "self", "an op that copies or moves", got, advice))
 
     def untyped_storage(self) -> Any:
         """Raises an error: savers that read the memory of a tensor, as safetensors does, would save nothing."""
         got = f"{self}, of which other ranks have the rest"
-        advice = "Save parallel.whole_state_dict(model), or use torch.distributed.checkpoint"
+        advice = "Save parallel.full_state_dict(model), or use torch.distributed.checkpoint"
         raise ValueError(
             message("PartTensor", "self", "a tensor whose elements are all on this rank", got, advice)
         )

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 
-class RankRandom:
+class TensorParallelRNG:
     """A context in which each rank of a group draws other random numbers: for dropout of what ranks have slices of.
 
     ::
 
-        random = RankRandom(mesh["tp"])
+        random = TensorParallelRNG(mesh["tp"])
         with random:
             hidden = torch.nn.functional.dropout(hidden, 0.1)  # hidden: this rank's columns, or its rows
         output = torch.nn.functional.dropout(output, 0.1)  # the same on all ranks
@@ -32,7 +32,7 @@ class RankRandom:
     def __init__(self, group: Any, device: torch.device | str | None = None) -> None:
         from transformer_plugin.nn._tensor_parallel import group_of
 
-        _, ranks = group_of("RankRandom", group)
+        _, ranks = group_of("TensorParallelRNG", group)
         self._place = ranks.index(torch.distributed.get_rank())
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -49,7 +49,7 @@ class RankRandom:
         generator: torch.Generator = torch.cuda.default_generators[index]
         return generator
 
-    def __enter__(self) -> RankRandom:
+    def __enter__(self) -> TensorParallelRNG:
         generator = self._generator()
         if self._device.type == "cpu":
             # One number of the common state seeds the numbers inside, so that they differ each time.

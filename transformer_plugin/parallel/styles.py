@@ -28,7 +28,7 @@ from transformer_plugin.nn.norms import LayerNorm, RMSNorm
 from transformer_plugin.parallel._collectives import torch_collectives
 from transformer_plugin.tensor._layout import message
 
-__all__ = ["ColumnParallel", "NormColwiseParallel", "RowParallel", "SequenceParallel", "SlicedExperts"]
+__all__ = ["ColumnParallel", "ExpertTensorParallel", "NormColwiseParallel", "RowParallel", "SequenceParallel"]
 
 
 class _Style(ParallelStyle):
@@ -119,7 +119,7 @@ class SequenceParallel(_Style):
         return module
 
 
-class SlicedExperts(_Style):
+class ExpertTensorParallel(_Style):
     """Each rank keeps a slice of every expert of a :class:`~transformer_plugin.nn.GroupedMLP`."""
 
     kinds = (GroupedMLP,)

@@ -32,13 +32,13 @@ start_reduce_scatter = start_all_gather
 finish_all_gather, finish_reduce_scatter = all_gather, reduce_scatter
 
 
-def sum_over_ranks(input: list[Tensor]) -> list[Tensor]:
+def all_reduce(input: list[Tensor]) -> list[Tensor]:
     """Returns the sum on every rank, made in ascending order of ranks and rounded once."""
     whole = torch.cat([part.reshape(1, -1) for part in input]).t()  # a row for each element
     return [torch.cat(reduce_scatter(list(whole.unbind(1)))).view(input[0].shape) for _ in input]
 
 
-def copy_to_ranks(input: list[Tensor]) -> list[Tensor]:
+def copy_to_group(input: list[Tensor]) -> list[Tensor]:
     """Returns the input on every rank."""
     return list(input)
 
@@ -61,7 +61,7 @@ def reduce_scatter_out(
         buffer.copy_(buffer.to(wide) + total if accumulate else total)
 
 
-def cross_entropy_over_ranks_forward(
+def vocab_parallel_cross_entropy_forward(
     logits: list[Tensor],
     target: Tensor,
     vocabulary: int,
@@ -89,7 +89,7 @@ def cross_entropy_over_ranks_forward(
     return [(losses, stats) for _ in logits]
 
 
-def cross_entropy_over_ranks(
+def vocab_parallel_cross_entropy(
     logits: list[Tensor],
     target: Tensor,
     vocabulary: int,
@@ -97,7 +97,7 @@ def cross_entropy_over_ranks(
     ignore_index: int = -100,
 ) -> list[Tensor]:
     """Returns on every rank the losses of rows of logits whose columns the ranks have."""
-    made = cross_entropy_over_ranks_forward(logits, target, vocabulary, label_smoothing, ignore_index)
+    made = vocab_parallel_cross_entropy_forward(logits, target, vocabulary, label_smoothing, ignore_index)
     return [losses for losses, _ in made]
 
 

@@ -246,10 +246,10 @@ def _cross_entropy_calls(draw: Draw) -> Calls:
     logits, target = draw(T, K), draw.indices(T, 1, K - 1)[:, 0]
     options = {"vocabulary": K - 1, "num_ranks": 1, "group_name": "", "label_smoothing": 0.1}
     rows = {"logits": logits, "target": target, **options, "ignore_index": 0}
-    for op in ("cross_entropy_over_ranks", "cross_entropy_over_ranks_forward"):
+    for op in ("vocab_parallel_cross_entropy", "vocab_parallel_cross_entropy_forward"):
         yield op, "", {**rows, "timeout_ms": 1000}
     stats = torch.stack([logits.amax(1), draw.rand(T) + 1.0], 1)
-    yield "cross_entropy_over_ranks_backward", "", {"grad": draw(T), **rows, "stats": stats}
+    yield "vocab_parallel_cross_entropy_backward", "", {"grad": draw(T), **rows, "stats": stats}
 
 
 def _expert_parallel_calls(draw: Draw, indices: Tensor, experts: int, capacity: int) -> Calls:
@@ -290,8 +290,8 @@ def _collective_calls(draw: Draw, indices: Tensor, experts: int) -> Calls:
     group = {"group_name": "", "timeout_ms": 1000}
     yield "all_gather", "", {"part": draw(tokens, K), "num_ranks": 1, **group}
     yield "reduce_scatter", "", {"parts": draw(tokens, K), "num_ranks": 1, **group}
-    yield "sum_over_ranks", "", {"input": draw(tokens, K), "num_ranks": 1, **group}
-    yield "copy_to_ranks", "", {"input": draw(tokens, K), "num_ranks": 1, **group}
+    yield "all_reduce", "", {"input": draw(tokens, K), "num_ranks": 1, **group}
+    yield "copy_to_group", "", {"input": draw(tokens, K), "num_ranks": 1, **group}
     token = torch.zeros(1, dtype=torch.int64, device=indices.device)
     for name, given in (
         ("all_gather", {"part": draw(tokens, K)}),

@@ -22,18 +22,18 @@ inline constexpr Op<"start_reduce_scatter", Tensor(const Tensor& parts, int64_t 
     int64_t timeout_ms, int64_t wanted)> start_reduce_scatter;
 inline constexpr Op<"finish_reduce_scatter", Tensor(const Tensor& token, const Tensor& parts, int64_t num_ranks,
     std::string_view group_name, int64_t timeout_ms, OptionalTensorArg after)> finish_reduce_scatter;
-inline constexpr Op<"sum_over_ranks", Tensor(const Tensor& input, int64_t num_ranks, std::string_view group_name,
-    int64_t timeout_ms)> sum_over_ranks;
-inline constexpr Op<"copy_to_ranks", Tensor(const Tensor& input, int64_t num_ranks, std::string_view group_name,
-    int64_t timeout_ms)> copy_to_ranks;
-inline constexpr Op<"cross_entropy_over_ranks", Tensor(const Tensor& logits, const Tensor& target, int64_t vocabulary,
+inline constexpr Op<"all_reduce", Tensor(const Tensor& input, int64_t num_ranks, std::string_view group_name,
+    int64_t timeout_ms)> all_reduce;
+inline constexpr Op<"copy_to_group", Tensor(const Tensor& input, int64_t num_ranks, std::string_view group_name,
+    int64_t timeout_ms)> copy_to_group;
+inline constexpr Op<"vocab_parallel_cross_entropy", Tensor(const Tensor& logits, const Tensor& target, int64_t vocabulary,
     int64_t num_ranks, std::string_view group_name, double label_smoothing, int64_t ignore_index,
-    int64_t timeout_ms)> cross_entropy_over_ranks;
-inline constexpr Op<"cross_entropy_over_ranks_forward", std::tuple<Tensor, Tensor>(const Tensor& logits, const Tensor& target,
+    int64_t timeout_ms)> vocab_parallel_cross_entropy;
+inline constexpr Op<"vocab_parallel_cross_entropy_forward", std::tuple<Tensor, Tensor>(const Tensor& logits, const Tensor& target,
     int64_t vocabulary, int64_t num_ranks, std::string_view group_name, double label_smoothing, int64_t ignore_index,
-    int64_t timeout_ms)> cross_entropy_over_ranks_forward;
-inline constexpr Op<"cross_entropy_over_ranks_backward", Tensor(const Tensor& grad, const Tensor& logits, const Tensor& target,
-    const Tensor& stats, int64_t vocabulary, int64_t num_ranks, std::string_view group_name, double label_smoothing,
-    int64_t ignore_index)> cross_entropy_over_ranks_backward;
+    int64_t timeout_ms)> vocab_parallel_cross_entropy_forward;
+inline constexpr Op<"vocab_parallel_cross_entropy_backward", Tensor(const Tensor& grad, const Tensor& logits,
+    const Tensor& target, const Tensor& stats, int64_t vocabulary, int64_t num_ranks, std::string_view group_name,
+    double label_smoothing, int64_t ignore_index)> vocab_parallel_cross_entropy_backward;
 
 }  // namespace transformer_plugin::ops

@@ -1,7 +1,7 @@
-// The kernels of cross_entropy_over_ranks and of its gradient.
+// The kernels of vocab_parallel_cross_entropy and of its gradient.
 #include "common/launch.cuh"
 #include "common/units.cuh"
-#include "tensor_parallel/cross_entropy_over_ranks.h"
+#include "tensor_parallel/vocab_parallel_cross_entropy.h"
 
 namespace transformer_plugin::tensor_parallel {
 namespace {

@@ -1,9 +1,9 @@
-// cross_entropy_over_ranks and its gradient on a CPU: rows in parallel, lanes vectorized.
+// vocab_parallel_cross_entropy and its gradient on a CPU: rows in parallel, lanes vectorized.
 #include <ATen/Parallel.h>
 
 #include <algorithm>
 
-#include "tensor_parallel/cross_entropy_over_ranks.h"
+#include "tensor_parallel/vocab_parallel_cross_entropy.h"
 
 namespace transformer_plugin::tensor_parallel {
 namespace {

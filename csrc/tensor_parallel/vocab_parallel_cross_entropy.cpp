@@ -1,6 +1,6 @@
-// cross_entropy_over_ranks: checks, the one collective of the forward, and the gradient, which has none
-// (tensor_parallel/cross_entropy_over_ranks.h).
-#include "tensor_parallel/cross_entropy_over_ranks.h"
+// vocab_parallel_cross_entropy: checks, the one collective of the forward, and the gradient, which has none
+// (tensor_parallel/vocab_parallel_cross_entropy.h).
+#include "tensor_parallel/vocab_parallel_cross_entropy.h"
 
 #include <bit>
 
@@ -17,9 +17,9 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-constexpr const char* kOp = "cross_entropy_over_ranks";
-constexpr const char* kForward = "cross_entropy_over_ranks_forward";
-constexpr const char* kBackward = "cross_entropy_over_ranks_backward";
+constexpr const char* kOp = "vocab_parallel_cross_entropy";
+constexpr const char* kForward = "vocab_parallel_cross_entropy_forward";
+constexpr const char* kBackward = "vocab_parallel_cross_entropy_backward";
 
 struct Options {
   int64_t vocabulary;
@@ -175,7 +175,7 @@ Tensor backward_output(const BackwardCall& call) {
   sizes.emplace_back(2);
   TP_CHECK_VALUE(call.stats.sym_sizes() == c10::SymIntArrayRef(sizes), kBackward, "stats",
                  "two numbers for each row of 'logits', " << describe(call.logits), describe(call.stats),
-                 "Pass what cross_entropy_over_ranks_forward returned");
+                 "Pass what vocab_parallel_cross_entropy_forward returned");
   return empty(call.logits, call.logits.sym_sizes(), call.logits.scalar_type());
 }
 
@@ -236,14 +236,14 @@ Tensor loss_backward(const Tensor& grad, const Tensor& logits, const Tensor& tar
 
 class CrossEntropyFunction : public DifferentiableOnce<CrossEntropyFunction> {
  public:
-  static constexpr const char* kName = "cross_entropy_over_ranks";
+  static constexpr const char* kName = "vocab_parallel_cross_entropy";
   static constexpr bool is_traceable = true;
 
   static Tensor forward(AutogradContext* ctx, const Tensor& logits, const Tensor& target, int64_t vocabulary,
                         int64_t num_ranks, std::string_view group_name, double label_smoothing,
                         int64_t ignore_index, int64_t timeout_ms) {
     const BelowAutograd guard;
-    const auto [losses, stats] = ops::cross_entropy_over_ranks_forward(
+    const auto [losses, stats] = ops::vocab_parallel_cross_entropy_forward(
         logits, target, vocabulary, num_ranks, group_name, label_smoothing, ignore_index, timeout_ms);
     ctx->save_for_backward({logits, target, stats});
     ctx->set_materialize_grads(false);
@@ -260,7 +260,7 @@ class CrossEntropyFunction : public DifferentiableOnce<CrossEntropyFunction> {
     if (!grads[0].defined()) return result;
     const variable_list saved = ctx->get_saved_variables();
     auto& options = ctx->saved_data;
-    result[0] = ops::cross_entropy_over_ranks_backward(
+    result[0] = ops::vocab_parallel_cross_entropy_backward(
         grads[0], saved[0], saved[1], saved[2], options["vocabulary"].toInt(), options["num_ranks"].toInt(),
         options["group_name"].toStringRef(), options["label_smoothing"].toDouble(),
         options["ignore_index"].toInt());
@@ -276,18 +276,18 @@ Tensor loss_autograd(const Tensor& logits, const Tensor& target, int64_t vocabul
                                        ignore_index, timeout_ms);
   }
   const BelowAutograd guard;
-  return ops::cross_entropy_over_ranks(logits, target, vocabulary, num_ranks, group_name, label_smoothing,
-                                       ignore_index, timeout_ms);
+  return ops::vocab_parallel_cross_entropy(logits, target, vocabulary, num_ranks, group_name, label_smoothing,
+                                           ignore_index, timeout_ms);
 }
 
 }  // namespace
 
-TP_IMPL(cross_entropy_over_ranks, loss<run_loss>, loss<loss_outputs>, loss_autograd);
+TP_IMPL(vocab_parallel_cross_entropy, loss<run_loss>, loss<loss_outputs>, loss_autograd);
 
 // These have no Autograd registration.
-TP_IMPL_CPU_CUDA(cross_entropy_over_ranks_forward, loss_forward<run_loss>);
-TP_IMPL_FOR(Meta, cross_entropy_over_ranks_forward, loss_forward<loss_outputs>);
-TP_IMPL_CPU_CUDA(cross_entropy_over_ranks_backward, loss_backward<run_backward>);
-TP_IMPL_FOR(Meta, cross_entropy_over_ranks_backward, loss_backward<backward_output>);
+TP_IMPL_CPU_CUDA(vocab_parallel_cross_entropy_forward, loss_forward<run_loss>);
+TP_IMPL_FOR(Meta, vocab_parallel_cross_entropy_forward, loss_forward<loss_outputs>);
+TP_IMPL_CPU_CUDA(vocab_parallel_cross_entropy_backward, loss_backward<run_backward>);
+TP_IMPL_FOR(Meta, vocab_parallel_cross_entropy_backward, loss_backward<backward_output>);
 
 }  // namespace transformer_plugin::tensor_parallel

@@ -1,4 +1,4 @@
-"""sum_over_ranks and copy_to_ranks: values bit for bit those of the reference, gradients, errors, fullgraph."""
+"""all_reduce and copy_to_group: values bit for bit those of the reference, gradients, errors, fullgraph."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def check_values(rank: Rank) -> None:
     for shape in [(), *SHAPES, *LARGE]:
         for dtype in FLOATS:
             parts = drawn(rank.size, shape, dtype)
-            expected = all_ranks.sum_over_ranks(parts)[rank.rank]
+            expected = all_ranks.all_reduce(parts)[rank.rank]
             given = parts[rank.rank].to(rank.device)
             for part in strided(given) if shape else [given]:
                 before = part.clone()
-                got = ops.sum_over_ranks(part, *group_of(rank))
+                got = ops.all_reduce(part, *group_of(rank))
                 assert got.is_contiguous() and got.shape == shape
                 assert_same_bits(got, expected if rank.size > 1 else part, f"{shape} {dtype}")
                 assert_same_bits(part, before, "the input is not changed")
@@ -49,9 +49,9 @@ def check_gradients(rank: Rank) -> None:
     (whole[0] @ whole[1]).square().sum().backward()
     part = slice(4 * rank.rank, 4 * rank.rank + 4)
     mine = [x.clone().requires_grad_(), w[part].clone().requires_grad_()]
-    rows = ops.copy_to_ranks(mine[0], *group)
+    rows = ops.copy_to_group(mine[0], *group)
     assert_same_bits(rows.detach(), x)
-    ops.sum_over_ranks(rows[:, part] @ mine[1], *group).square().sum().backward()
+    ops.all_reduce(rows[:, part] @ mine[1], *group).square().sum().backward()
     torch.testing.assert_close(mine[0].grad, whole[0].grad, rtol=1e-4, atol=1e-2)
     torch.testing.assert_close(mine[1].grad, whole[1].grad[part], rtol=1e-4, atol=1e-2)  # type: ignore[index]
 
@@ -64,11 +64,11 @@ def check_sum_of_gradients(rank: Rank) -> None:
     """Other gradients on each rank; one rank has none."""
     factors = drawn(rank.size, (7, 3), torch.bfloat16)
     x = torch.ones(7, 3, dtype=torch.bfloat16, device=rank.device, requires_grad=True)
-    used = ops.copy_to_ranks(x, *group_of(rank))
+    used = ops.copy_to_group(x, *group_of(rank))
     both = torch.stack([used * factors[rank.rank].to(rank.device), torch.ones_like(used)])
     (both[0] if rank.rank else both[1] * 0.0 + used.detach()).sum().backward()
     factors[0].zero_()
-    assert_same_bits(x.grad, all_ranks.sum_over_ranks(factors)[0])
+    assert_same_bits(x.grad, all_ranks.all_reduce(factors)[0])
 
 
 def test_sum_of_gradients(pair: RankPool) -> None:
@@ -80,7 +80,7 @@ def check_compiled(rank: Rank, backend: str) -> None:
     size, name, timeout = group_of(rank)
 
     def step(x: Tensor, w: Tensor) -> Tensor:
-        return ops.sum_over_ranks(ops.copy_to_ranks(x * 2.0, size, name, timeout) @ w, size, name, timeout)
+        return ops.all_reduce(ops.copy_to_group(x * 2.0, size, name, timeout) @ w, size, name, timeout)
 
     compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=backend)
     for rows in (4, 6, 10):
@@ -104,22 +104,22 @@ def test_compiled(pair: RankPool, backend: str) -> None:
 def test_opcheck(device: torch.device) -> None:
     for shape in SHAPES:
         x = torch.randn(shape, device=device, requires_grad=True)
-        opcheck(_ops.sum_over_ranks.default, (x, 1))
-        opcheck(_ops.copy_to_ranks.default, (x, 1))
+        opcheck(_ops.all_reduce.default, (x, 1))
+        opcheck(_ops.copy_to_group.default, (x, 1))
 
 
 def test_meta() -> None:
     x = torch.empty(6, 5, dtype=torch.bfloat16, device="meta")
-    assert ops.sum_over_ranks(x, 4, "a group that is not here").shape == (6, 5)
-    assert ops.copy_to_ranks(x, 3, "a group that is not here").shape == (6, 5)
+    assert ops.all_reduce(x, 4, "a group that is not here").shape == (6, 5)
+    assert ops.copy_to_group(x, 3, "a group that is not here").shape == (6, 5)
 
 
 def test_second_derivatives(device: torch.device) -> None:
     x = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradgradcheck(lambda x: ops.sum_over_ranks(ops.copy_to_ranks(x)) ** 3, x)
+    assert torch.autograd.gradgradcheck(lambda x: ops.all_reduce(ops.copy_to_group(x)) ** 3, x)
 
 
-@pytest.mark.parametrize("op", [ops.sum_over_ranks, ops.copy_to_ranks])
+@pytest.mark.parametrize("op", [ops.all_reduce, ops.copy_to_group])
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
@@ -150,10 +150,10 @@ def check_disagreements(rank: Rank) -> None:
     """Every rank raises, no payload moves, and the group stays usable."""
     group = group_of(rank)
     with pytest.raises(ValueError, match="rows is 1 on rank 0, 2 on rank 1"):
-        ops.sum_over_ranks(torch.ones(rank.rank + 1, 3), *group)
+        ops.all_reduce(torch.ones(rank.rank + 1, 3), *group)
     with pytest.raises(ValueError, match="dtype is float32 on rank 0, bfloat16 on rank 1"):
-        ops.sum_over_ranks(torch.ones(2, dtype=FLOATS[rank.rank]), *group)
-    assert ops.sum_over_ranks(torch.ones(1), *group).item() == 2
+        ops.all_reduce(torch.ones(2, dtype=FLOATS[rank.rank]), *group)
+    assert ops.all_reduce(torch.ones(1), *group).item() == 2
 
 
 def test_disagreements(make_pool: Any) -> None:

@@ -19,13 +19,13 @@ from transformer_plugin.parallel.foreign import refuse_shards
 
 
 @typed
-def whole_weight(parameter: Tensor) -> Tensor:
+def full_tensor(parameter: Tensor) -> Tensor:
     """The whole weight ``[N, ...]`` of a part, without padding, on every rank: a copy without a gradient.
 
     Of sharded weights and of tensor-parallel ones, of quantized ones the values. All ranks that have parts call it. A
     parameter that is not a part is returned as a copy.
     """
-    refuse_shards("whole_weight", "parameter", [parameter])
+    refuse_shards("full_tensor", "parameter", [parameter])
     if layout_of(parameter) is None:
         note_shards()
     part, slices = part_of(parameter), slices_of(parameter)
@@ -38,16 +38,16 @@ def whole_weight(parameter: Tensor) -> Tensor:
 
 
 @typed
-def whole_state_dict(module: torch.nn.Module) -> dict[str, Any]:
+def full_state_dict(module: torch.nn.Module) -> dict[str, Any]:
     """The ``state_dict()`` of a module with whole tensors, as the module would have it on one rank.
 
     For exports and for readers that know no parts. All ranks call it, and all get all tensors, on the module's device.
     """
-    refuse_shards("whole_state_dict", "module", module.parameters())
+    refuse_shards("full_state_dict", "module", module.parameters())
     state: dict[str, Any] = module.state_dict()
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if name in state and (part_of(parameter) or slices_of(parameter)):
-            state[name] = whole_weight(parameter)
+            state[name] = full_tensor(parameter)
     for name, value in state.items():
         if isinstance(value, PartTensor) and value.part_layout.slices is not None:  # of delayed scaling
             state[name] = _joined(value.part, value.part_layout.slices)
@@ -61,20 +61,20 @@ def _joined(own: Tensor, slices: TensorSlices) -> Tensor:
 
 @typed
 @contextmanager
-def whole_parameters(module: torch.nn.Module) -> Iterator[None]:
+def initialize_full_params(module: torch.nn.Module) -> Iterator[None]:
     """Context in which layers have whole, uninitialized parameters, of which they keep slices and rows.
 
     For initial values of your own, which must be those of one model and not the same for each rank::
 
         torch.manual_seed(0)  # the same on all ranks
-        with parallel.whole_parameters(model):
+        with parallel.initialize_full_params(model):
             model.apply(initialize)
 
     What ``initialize`` does not set is undefined afterwards, in the layers that have slices or parts of weights.
     Parameters that all tensor-parallel ranks have get the values of the first of them. All ranks call it, before the
     optimizer has a state.
     """
-    from transformer_plugin.nn._tensor_parallel import whole_parameters as of_layer
+    from transformer_plugin.nn._tensor_parallel import initialize_full_params as of_layer
 
     made: dict[int, torch.nn.Parameter] = {}
     with ExitStack() as stack:

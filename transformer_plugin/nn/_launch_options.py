@@ -9,7 +9,7 @@ from transformer_plugin.nn._delayed_wgrad import DelayedWgradContainer
 from transformer_plugin.nn.grouped_linear import GroupedLinear
 
 
-class LaunchedModule(DelayedWgradContainer, SharedRecipeModule):
+class LaunchOptionsMixin(DelayedWgradContainer, SharedRecipeModule):
     """A module whose ``launch_options`` get and set those of all its grouped layers."""
 
     @property

@@ -1,5 +1,5 @@
-"""Values of cross_entropy_over_ranks: near torch's cross entropy of the whole logits in float64, the same bits on all
-ranks, devices and numbers of threads; gradients, padding, ignored rows, NaN, strides."""
+"""Values of vocab_parallel_cross_entropy: near torch's cross entropy of the whole logits in float64, the same bits on
+all ranks, devices and numbers of threads; gradients, padding, ignored rows, NaN, strides."""
 
 from __future__ import annotations
 
@@ -75,12 +75,12 @@ def check_values(rank: Rank, dtype: torch.dtype) -> None:
             name = f"{sizes} {vocabulary} over {rank.size}, {extra} more, smoothing {smoothing}"
             part = whole.chunk(rank.size, -1)[rank.rank].to(rank.device).requires_grad_()
             options = vocabulary, rank.size, rank.group_name, smoothing, -100, TIMEOUT_MS
-            got = ops.cross_entropy_over_ranks(part, target.to(rank.device), *options)
+            got = ops.vocab_parallel_cross_entropy(part, target.to(rank.device), *options)
             assert got.dtype == torch.float32 and got.is_contiguous()
             assert_near(got.detach().double(), losses, loss_error(whole[..., :vocabulary], losses), name)
             with torch.no_grad():
                 assert_same_bits(
-                    ops.cross_entropy_over_ranks(part, target.to(rank.device).int(), *options), got
+                    ops.vocab_parallel_cross_entropy(part, target.to(rank.device).int(), *options), got
                 )
             got.backward(grad.to(rank.device))
             assert part.grad is not None and part.grad.dtype == dtype
@@ -106,7 +106,7 @@ def check_same_bits(rank: Rank) -> tuple[Tensor, Tensor]:
     whole, target = drawn((40,), 5000 * rank.size, 5000 * rank.size - 7, torch.bfloat16)
     part = whole.chunk(rank.size, -1)[rank.rank].to(rank.device)
     options = 5000 * rank.size - 7, rank.size, rank.group_name, 0.1
-    losses, stats = ops.cross_entropy_over_ranks_forward(part, target.to(rank.device), *options)
+    losses, stats = ops.vocab_parallel_cross_entropy_forward(part, target.to(rank.device), *options)
     return losses.cpu(), stats.cpu()
 
 
@@ -127,7 +127,9 @@ def test_devices_have_the_same_bits(dtype: torch.dtype) -> None:
             grad, results = torch.linspace(-1.0, 2.0, rows), []
             for device in ("cpu", "cuda"):
                 logits = whole.detach().clone().to(device).requires_grad_()
-                losses = ops.cross_entropy_over_ranks(logits, target.to(device), vocabulary, 1, "", smoothing)
+                losses = ops.vocab_parallel_cross_entropy(
+                    logits, target.to(device), vocabulary, 1, "", smoothing
+                )
                 losses.backward(grad.to(device))
                 results.append((losses.detach(), logits.grad))
             for name, got, wanted in zip(("losses", "gradient"), *results[::-1], strict=True):
@@ -139,7 +141,7 @@ def test_threads_do_not_change_bits() -> None:
     before, results = torch.get_num_threads(), []
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        results.append(ops.cross_entropy_over_ranks(whole, target, 3000, 1, "", 0.1))
+        results.append(ops.vocab_parallel_cross_entropy(whole, target, 3000, 1, "", 0.1))
     torch.set_num_threads(before)
     assert_same_bits(*results)
 
@@ -155,12 +157,12 @@ def test_strides(device: torch.device) -> None:
     results = []
     for logits, places in ((whole, target), (wide[..., 1::2], target), (moved, apart)):
         leaf = logits.detach().requires_grad_()
-        losses = ops.cross_entropy_over_ranks(leaf, places, 40, 1, "")
+        losses = ops.vocab_parallel_cross_entropy(leaf, places, 40, 1, "")
         (losses.sum() / ignored).backward()
         results.append((losses.detach(), leaf.grad))
     shifted = torch.empty(whole.numel() + 1, device=device, dtype=whole.dtype)[1:].view_as(whole).copy_(whole)
     leaf = shifted.requires_grad_()
-    losses = ops.cross_entropy_over_ranks(leaf, target, 40, 1, "")
+    losses = ops.vocab_parallel_cross_entropy(leaf, target, 40, 1, "")
     losses.backward(torch.ones_like(losses) / ignored)
     for got in (*results[1:], (losses.detach(), leaf.grad)):
         for each, first in zip(got, results[0], strict=True):
@@ -171,7 +173,7 @@ def test_large_logits(device: torch.device) -> None:
     """Differences to the largest logit are taken before anything is rounded."""
     logits = (torch.tensor([[3e4, 3e4 + 1, 3e4 - 2.5], [-1e30, 1e30, 0.0]], device=device)).requires_grad_()
     target = torch.tensor([0, 1], device=device)
-    losses = ops.cross_entropy_over_ranks(logits, target, 3, 1, "")
+    losses = ops.vocab_parallel_cross_entropy(logits, target, 3, 1, "")
     (grad,) = torch.autograd.grad(losses.sum(), logits)
     wanted, grads = expected(logits.detach().cpu(), target.cpu(), 3, torch.ones(2), 0.0)
     assert_near(losses.detach().double(), wanted, 1e-6, "losses")
@@ -191,13 +193,13 @@ def test_logits_that_are_not_finite(device: torch.device, smoothing: float) -> N
     target = torch.tensor([0, 1, 2, 17, 4, 5, 6, -100])
     losses, grads = expected(logits, target, 3000, torch.ones(8), smoothing)
     leaf = logits.to(device).requires_grad_()
-    got = ops.cross_entropy_over_ranks(leaf, target.to(device), 3000, 1, "", smoothing)
+    got = ops.vocab_parallel_cross_entropy(leaf, target.to(device), 3000, 1, "", smoothing)
     (grad,) = torch.autograd.grad(got.sum(), leaf)
     assert_near(got.detach().double(), losses, 1e-5, "losses")
     assert_near(grad[:7].double(), grads[:7], 1e-6, "gradient")
     assert not grad[7].any() and got[7] == 0.0
     assert_near(
-        got.detach(), all_ranks.cross_entropy_over_ranks([logits], target, 3000, smoothing)[0], 1e-5, ""
+        got.detach(), all_ranks.vocab_parallel_cross_entropy([logits], target, 3000, smoothing)[0], 1e-5, ""
     )
 
 
@@ -208,7 +210,7 @@ def check_not_finite(rank: Rank) -> None:
     part[1] = -torch.inf if rank.rank == 0 else 0.0
     part.requires_grad_()
     target = torch.tensor([0, 5, 3], device=rank.device)
-    losses = ops.cross_entropy_over_ranks(part, target, 8, rank.size, rank.group_name)
+    losses = ops.vocab_parallel_cross_entropy(part, target, 8, rank.size, rank.group_name)
     losses.sum().backward()
     wanted = torch.tensor([torch.nan, 4.0, 8.0]).log()
     assert_near(losses.detach().cpu(), wanted, 1e-6, "losses")
@@ -222,7 +224,7 @@ def test_ranks_with_logits_that_are_not_finite(pair: RankPool) -> None:
 def test_ignore_index_in_the_vocabulary(device: torch.device) -> None:
     logits = torch.randn(4, 9, device=device, requires_grad=True)
     target = torch.tensor([0, 3, 8, 3], device=device)
-    losses = ops.cross_entropy_over_ranks(logits, target, 9, 1, "", ignore_index=3)
+    losses = ops.vocab_parallel_cross_entropy(logits, target, 9, 1, "", ignore_index=3)
     (grad,) = torch.autograd.grad(losses.mean(), logits)
     wanted, grads = expected(logits.detach().cpu(), target.cpu(), 9, torch.full((4,), 0.25), 0.0, 3)
     assert_near(losses.detach().double(), wanted, 1e-6, "losses")
@@ -235,10 +237,10 @@ def test_reference(device: torch.device) -> None:
     whole, target = drawn((12,), 60, 57, torch.float32)
     logits = list(whole.chunk(3, -1))
     wanted, _ = expected(whole, target, 57, torch.ones(12), 0.3)
-    for losses in all_ranks.cross_entropy_over_ranks([x.double() for x in logits], target, 57, 0.3):
+    for losses in all_ranks.vocab_parallel_cross_entropy([x.double() for x in logits], target, 57, 0.3):
         assert_near(losses, wanted, 1e-12, "losses")
-    made = ops.cross_entropy_over_ranks_forward(whole.to(device), target.to(device), 57, 1, "", 0.3)
-    reference = all_ranks.cross_entropy_over_ranks_forward(logits, target, 57, 0.3)[0]
+    made = ops.vocab_parallel_cross_entropy_forward(whole.to(device), target.to(device), 57, 1, "", 0.3)
+    reference = all_ranks.vocab_parallel_cross_entropy_forward(logits, target, 57, 0.3)[0]
     for got, each in zip(made, reference, strict=True):
         assert_near(got, each, 1e-5, "reference")
 
@@ -247,7 +249,9 @@ def test_wrong_target_on_a_gpu_is_nan() -> None:
     """The backward takes one on a CPU, too."""
     stats = torch.tensor([[0.0, 4.0]] * 3)
     target = torch.tensor([0, 4, -1])
-    grad = ops.cross_entropy_over_ranks_backward(torch.ones(3), torch.zeros(3, 5), target, stats, 4, 1, "")
+    grad = ops.vocab_parallel_cross_entropy_backward(
+        torch.ones(3), torch.zeros(3, 5), target, stats, 4, 1, ""
+    )
     assert grad[0].isfinite().all() and grad[1:, :4].isnan().all() and not grad[:, 4].any()
 
 
@@ -255,7 +259,7 @@ def test_wrong_target_on_a_gpu_is_nan() -> None:
 def test_wrong_target_is_not_read_by_the_host() -> None:
     logits = torch.zeros(3, 5, device="cuda", requires_grad=True)
     target = torch.tensor([0, 4, -1], device="cuda")
-    losses = ops.cross_entropy_over_ranks(logits, target, 4, 1, "")
+    losses = ops.vocab_parallel_cross_entropy(logits, target, 4, 1, "")
     losses.sum().backward()
     assert losses[0].isfinite() and losses[1:].isnan().all()
     assert logits.grad is not None and logits.grad[0].isfinite().all()

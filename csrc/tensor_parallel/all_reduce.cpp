@@ -1,4 +1,4 @@
-// sum_over_ranks: the sum of a tensor over ranks, on every rank; its gradient is that of the result. copy_to_ranks: a tensor
+// all_reduce: the sum of a tensor over ranks, on every rank; its gradient is that of the result. copy_to_group: a tensor
 // that all ranks have; its gradient is the sum over ranks. With these two a product whose operands are sharded has the values
 // and gradients of the whole one.
 #include <ATen/ops/empty.h>
@@ -16,7 +16,7 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-constexpr const char *kSumOp = "sum_over_ranks", *kCopyOp = "copy_to_ranks";
+constexpr const char *kReduceOp = "all_reduce", *kCopyOp = "copy_to_group";
 // Up to so many gathered bytes one collective takes less time than two.
 constexpr int64_t kGatheredBytes = 256 * 1024;
 
@@ -31,8 +31,8 @@ void check_input(const char* op, const Tensor& input, int64_t num_ranks, int64_t
 
 // [1, n] of each rank -> [1, n]: every rank adds all parts.
 Tensor gathered_sum(const RankGroup& group, const Tensor& flat) {
-  return distributed::sum_ranks(group.collectives().all_gather(flat, phases::kSumOverRanks).wait(),
-                                group.size(), 1);
+  return distributed::sum_ranks(group.collectives().all_gather(flat, phases::kAllReduce).wait(), group.size(),
+                                1);
 }
 
 // The same: each rank adds its share of the columns, and all gather the shares.
@@ -45,36 +45,35 @@ Tensor shared_sum(const RankGroup& group, const Tensor& flat) {
     padded.narrow(1, elements, share * ranks - elements).zero_();
   }
   const Tensor received =
-      group.collectives().all_to_all(padded.view({ranks, share}), phases::kSumOverRanks).wait();
+      group.collectives().all_to_all(padded.view({ranks, share}), phases::kAllReduce).wait();
   const Tensor sums = distributed::sum_ranks(received, ranks, 1);
   return group.collectives()
-      .all_gather(sums, phases::kSumOverRanks)
+      .all_gather(sums, phases::kAllReduce)
       .wait()
       .view({1, share * ranks})
       .narrow(1, 0, elements);
 }
 
-Tensor sum_over_ranks(const Tensor& input, int64_t num_ranks, std::string_view group_name,
-                      int64_t timeout_ms) {
-  check_input(kSumOp, input, num_ranks, timeout_ms);
-  RankGroup group(kSumOp, group_name, timeout_ms, input);
-  check_ranks(kSumOp, group, num_ranks);
+Tensor all_reduce(const Tensor& input, int64_t num_ranks, std::string_view group_name, int64_t timeout_ms) {
+  check_input(kReduceOp, input, num_ranks, timeout_ms);
+  RankGroup group(kReduceOp, group_name, timeout_ms, input);
+  check_ranks(kReduceOp, group, num_ranks);
   if (num_ranks == 1) return input.clone(at::MemoryFormat::Contiguous);
   const bool gathers = num_ranks * static_cast<int64_t>(input.nbytes()) <= kGatheredBytes;
   const Tensor rows = input.dim() == 0 ? input.view({1}) : input;
-  group.begin_call(exchange_call(phases::kSumOverRanks, "input", rows, false), gathers ? 1 : 2);
+  group.begin_call(exchange_call(phases::kAllReduce, "input", rows, false), gathers ? 1 : 2);
   const Tensor flat = input.contiguous().view({1, input.numel()});
   return (gathers ? gathered_sum(group, flat) : shared_sum(group, flat)).view(input.sizes());
 }
 
-Tensor sum_over_ranks_meta(const Tensor& input, int64_t num_ranks, std::string_view, int64_t timeout_ms) {
-  check_input(kSumOp, input, num_ranks, timeout_ms);
+Tensor all_reduce_meta(const Tensor& input, int64_t num_ranks, std::string_view, int64_t timeout_ms) {
+  check_input(kReduceOp, input, num_ranks, timeout_ms);
   return empty(input, input.sym_sizes(), input.scalar_type());
 }
 
-Tensor call_sum_over_ranks(const Tensor& input, int64_t num_ranks, std::string_view group_name,
-                           int64_t timeout_ms) {
-  return ops::sum_over_ranks(input, num_ranks, group_name, timeout_ms);
+Tensor call_all_reduce(const Tensor& input, int64_t num_ranks, std::string_view group_name,
+                       int64_t timeout_ms) {
+  return ops::all_reduce(input, num_ranks, group_name, timeout_ms);
 }
 
 void save(AutogradContext* ctx, int64_t num_ranks, std::string_view group_name, int64_t timeout_ms) {
@@ -83,9 +82,9 @@ void save(AutogradContext* ctx, int64_t num_ranks, std::string_view group_name, 
   ctx->saved_data["timeout_ms"] = timeout_ms;
 }
 
-class CopyToRanksFunction : public CheckedFunction<CopyToRanksFunction> {
+class CopyToGroupFunction : public CheckedFunction<CopyToGroupFunction> {
  public:
-  static constexpr const char* kName = "copy_to_ranks";
+  static constexpr const char* kName = "copy_to_group";
   static constexpr bool is_traceable = true;
 
   // torch returns a view of an input that is an output.
@@ -98,46 +97,46 @@ class CopyToRanksFunction : public CheckedFunction<CopyToRanksFunction> {
   // A gradient that is absent here is zeros: other ranks may have one, and all take part.
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     auto& saved = ctx->saved_data;
-    const Tensor grad = call_sum_over_ranks(grads[0], saved["num_ranks"].toInt(),
-                                            saved["group_name"].toStringRef(), saved["timeout_ms"].toInt());
+    const Tensor grad = call_all_reduce(grads[0], saved["num_ranks"].toInt(),
+                                        saved["group_name"].toStringRef(), saved["timeout_ms"].toInt());
     return {grad, Tensor(), Tensor(), Tensor()};
   }
 };
 
 // The gradient is the same on all ranks, as the sum is. In a backward that is differentiated again each rank uses that gradient in
 // another way, so it is a copy for all ranks.
-class SumOverRanksFunction : public CheckedFunction<SumOverRanksFunction> {
+class AllReduceFunction : public CheckedFunction<AllReduceFunction> {
  public:
-  static constexpr const char* kName = "sum_over_ranks";
+  static constexpr const char* kName = "all_reduce";
   static constexpr bool is_traceable = true;
 
   static Tensor forward(AutogradContext* ctx, const Tensor& input, int64_t num_ranks,
                         std::string_view group_name, int64_t timeout_ms) {
     save(ctx, num_ranks, group_name, timeout_ms);
     const BelowAutograd guard;
-    return call_sum_over_ranks(input, num_ranks, group_name, timeout_ms);
+    return call_all_reduce(input, num_ranks, group_name, timeout_ms);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     if (!any_wants_grad(grads[0])) return {grads[0], Tensor(), Tensor(), Tensor()};
     auto& saved = ctx->saved_data;
-    return {CopyToRanksFunction::apply(grads[0], saved["num_ranks"].toInt(),
+    return {CopyToGroupFunction::apply(grads[0], saved["num_ranks"].toInt(),
                                        saved["group_name"].toStringRef(), saved["timeout_ms"].toInt()),
             Tensor(), Tensor(), Tensor()};
   }
 };
 
-Tensor sum_over_ranks_autograd(const Tensor& input, int64_t num_ranks, std::string_view group_name,
-                               int64_t timeout_ms) {
+Tensor all_reduce_autograd(const Tensor& input, int64_t num_ranks, std::string_view group_name,
+                           int64_t timeout_ms) {
   if (any_wants_grad(input)) {
-    return SumOverRanksFunction::apply(input, num_ranks, group_name, timeout_ms);
+    return AllReduceFunction::apply(input, num_ranks, group_name, timeout_ms);
   }
   const BelowAutograd guard;
-  return call_sum_over_ranks(input, num_ranks, group_name, timeout_ms);
+  return call_all_reduce(input, num_ranks, group_name, timeout_ms);
 }
 
 // One function for all backends, above autograd: tracers see a view of the input, and the sum in the backward.
-Tensor copy_to_ranks(const Tensor& given, int64_t num_ranks, std::string_view group_name,
+Tensor copy_to_group(const Tensor& given, int64_t num_ranks, std::string_view group_name,
                      int64_t timeout_ms) {
   const Tensor input = given.resolve_neg();
   check_input(kCopyOp, input, num_ranks, timeout_ms);
@@ -145,12 +144,12 @@ Tensor copy_to_ranks(const Tensor& given, int64_t num_ranks, std::string_view gr
     check_ranks(kCopyOp, RankGroup(kCopyOp, group_name, timeout_ms, input), num_ranks);
   }
   if (!any_wants_grad(input)) return input;
-  return CopyToRanksFunction::apply(input, num_ranks, group_name, timeout_ms);
+  return CopyToGroupFunction::apply(input, num_ranks, group_name, timeout_ms);
 }
 
 }  // namespace
 
-TP_IMPL(sum_over_ranks, sum_over_ranks, sum_over_ranks_meta, sum_over_ranks_autograd);
-TP_IMPL_FOR(CompositeImplicitAutograd, copy_to_ranks, copy_to_ranks);
+TP_IMPL(all_reduce, all_reduce, all_reduce_meta, all_reduce_autograd);
+TP_IMPL_FOR(CompositeImplicitAutograd, copy_to_group, copy_to_group);
 
 }  // namespace transformer_plugin::tensor_parallel
