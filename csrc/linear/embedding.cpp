@@ -23,14 +23,13 @@ using torch::autograd::variable_list;
 constexpr const char* kOp = "embedding";
 
 c10::SymInt check_embedding(const Tensor& indices, const Tensor& weight, int64_t padding_idx,
-                            std::string_view weight_shard) {
+                            const sharded::WeightShard& shard) {
   const Argument table{kOp, "weight", weight}, places{kOp, "indices", indices};
   check_dtype(table, {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble});
   check_dim(table, 2);
   check_dtype(places, {at::kLong, at::kInt});
   check_same_device(places, table);
-  const sharded::WeightShard shard = sharded::parse_weight_shard(kOp, weight_shard);
-  const c10::SymInt rows = shard.is_cut() ? c10::SymInt(shard.rows) : weight.sym_size(0);
+  const c10::SymInt rows = whole_size(weight, shard);
   TP_CHECK_VALUE(!shard.is_cut() || weight.sym_size(0) * shard.ranks >= shard.rows, kOp, "weight",
                  "a part of the " << shard.rows << " rows on each of " << shard.ranks << " ranks",
                  describe(weight), "Cut the table as transformer_plugin.parallel.shard_ does");
@@ -50,17 +49,17 @@ void check_range(const Tensor& indices, int64_t rows) {
 
 Tensor embedding(const Tensor& indices, const Tensor& weight, int64_t padding_idx,
                  std::string_view weight_shard) {
-  const c10::SymInt rows = check_embedding(indices, weight, padding_idx, weight_shard);
+  const sharded::WeightShard shard = sharded::parse_weight_shard(kOp, weight_shard);
+  const c10::SymInt rows = check_embedding(indices, weight, padding_idx, shard);
   check_range(indices, rows.guard_int(__FILE__, __LINE__));
   const BelowAutograd guard;
-  if (weight_shard.empty()) return at::embedding(weight, indices, padding_idx);
-  const Quantized part{weight, Tensor(), Tensor()};
-  return at::embedding(sharded::gather_weight(part, weight_shard, false).data, indices, padding_idx);
+  if (!shard.is_cut()) return at::embedding(weight, indices, padding_idx);
+  return at::embedding(sharded::gather_values(weight, shard, false), indices, padding_idx);
 }
 
 Tensor embedding_meta(const Tensor& indices, const Tensor& weight, int64_t padding_idx,
                       std::string_view weight_shard) {
-  check_embedding(indices, weight, padding_idx, weight_shard);
+  check_embedding(indices, weight, padding_idx, sharded::parse_weight_shard(kOp, weight_shard));
   std::vector<c10::SymInt> sizes(indices.sym_sizes().begin(), indices.sym_sizes().end());
   sizes.push_back(weight.sym_size(1));
   return empty(weight, sizes, weight.scalar_type());
@@ -89,9 +88,9 @@ class EmbeddingFunction : public DifferentiableOnce<EmbeddingFunction> {
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     const Tensor indices = ctx->get_saved_variables()[0], weight = ctx->saved_data["weight"].toTensor();
     const int64_t padding_idx = ctx->saved_data["padding_idx"].toInt();
-    const std::string key = ctx->saved_data["weight_shard"].toStringRef();
-    const sharded::WeightShard shard = sharded::parse_weight_shard(kOp, key);
-    const c10::SymInt rows = shard.is_cut() ? c10::SymInt(shard.rows) : weight.sym_size(0);
+    const sharded::WeightShard shard =
+        sharded::parse_weight_shard(kOp, ctx->saved_data["weight_shard"].toStringRef());
+    const c10::SymInt rows = whole_size(weight, shard);
     Tensor grad = at::embedding_dense_backward_symint(grads[0], indices, rows, padding_idx, false);
     if (shard.is_cut()) {
       if (weight.sym_size(0) * shard.ranks != rows) {
@@ -100,8 +99,8 @@ class EmbeddingFunction : public DifferentiableOnce<EmbeddingFunction> {
         grad = parts;
       }
       const Tensor parts = grad;
-      grad = sharded::reduce_gradient(parts, key, {weight});
-      if (grad.defined()) grad = sharded::finish_gradient(grad, parts, weight, key, Tensor());
+      grad = sharded::reduce_gradient(parts, shard, {weight});
+      if (grad.defined()) grad = sharded::finish_gradient(grad, parts, weight, shard, Tensor());
     }
     return {Tensor(), grad, Tensor(), Tensor()};
   }
@@ -110,7 +109,7 @@ class EmbeddingFunction : public DifferentiableOnce<EmbeddingFunction> {
 Tensor embedding_autograd(const Tensor& indices, const Tensor& weight, int64_t padding_idx,
                           std::string_view weight_shard) {
   if (!any_wants_grad(weight)) return redispatch(indices, weight, padding_idx, weight_shard);
-  check_embedding(indices, weight, padding_idx, weight_shard);
+  check_embedding(indices, weight, padding_idx, sharded::parse_weight_shard(kOp, weight_shard));
   return EmbeddingFunction::apply(indices, weight, padding_idx, weight_shard);
 }
 

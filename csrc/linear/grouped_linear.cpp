@@ -36,10 +36,11 @@ struct Call {
   MainGrad main_grad;
   CallerBuffers buffers;
   bool save_original_input;
+  const sharded::WeightShard& shard = sharded::kWhole;
 
   LinearArguments layer() const {
-    return {input,     weight,  group_sizes,        bias, bias_scale, quantized_weight, options,
-            main_grad, buffers, save_original_input};
+    return {input,     weight,  group_sizes,         bias, bias_scale, quantized_weight, options,
+            main_grad, buffers, save_original_input, {},   shard};
   }
 };
 
@@ -71,13 +72,13 @@ OperandFormats check_grouped_linear(const Call& call) {
   }
   check_grouped_weight(weight, input);
   check_weight_size(weight, 2, call.input.sym_size(1), "the columns of 'input'");
-  const c10::SymInt rows = whole_rows(weight, call.main_grad);
+  const c10::SymInt rows = whole_rows(weight, call.shard);
   check_layer_widths(input, weight, rows, formats);
-  const bool has_all = weight.is_list() || is_cut_list(call.main_grad);
-  const c10::SymInt groups = has_all ? weight.groups() : whole_size(weight.first(), call.main_grad);
+  const bool has_all = weight.is_list() || call.shard.each;
+  const c10::SymInt groups = has_all ? weight.groups() : whole_size(weight.first(), call.shard);
   check_groups({call.op, "group_sizes", *call.group_sizes}, input, weight.name, groups);
   if (call.bias) check_bias({call.op, "bias", *call.bias}, input, groups, rows);
-  check_weight_shard(weight, call.main_grad, call.quantized_weight.has_value());
+  check_weight_shard(weight, call.shard, call.main_grad, call.quantized_weight.has_value());
   if (call.bias_scale) {
     check_bias_scale({call.op, "bias_scale", *call.bias_scale}, call.bias.has_value(), input);
   }
@@ -93,7 +94,7 @@ OperandFormats check_grouped_linear(const Call& call) {
 
 Tensor grouped_linear_meta(const Call& call) {
   check_grouped_linear(call);
-  const c10::SymInt rows = whole_rows({call.op, "weight", call.weight}, call.main_grad);
+  const c10::SymInt rows = whole_rows({call.op, "weight", call.weight}, call.shard);
   return empty(call.input, {call.input.sym_size(0), rows}, call.input.scalar_type());
 }
 
@@ -106,8 +107,8 @@ Tensor native_product(const Call& call) {
 // Whether the call is one product, which checks its arguments itself.
 bool is_one_product(const Call& call) {
   if (!call.input.defined() || !call.group_sizes->defined() || call.weight.empty()) return false;
-  const auto& [buffers, accumulate, weight_grad, queue, weight_shard] = call.main_grad;
-  return weight_shard.empty() && call.input_format == "none" && call.weight_format == "none" &&
+  const auto& [buffers, accumulate, weight_grad, queue] = call.main_grad;
+  return !call.shard.is_cut() && call.input_format == "none" && call.weight_format == "none" &&
          call.grad_format == "none" && !call.quantized_weight && !buffers && !queue && accumulate &&
          weight_grad == "none" && !call.buffers.given();
 }
@@ -133,7 +134,7 @@ Tensor grouped_linear(const Call& call) {
   const LinearArguments layer = call.layer();
   check_quantizable(call.op, layer, formats, false);
   const BelowAutograd guard;
-  const bool is_plain = formats.native() && call.main_grad.weight_shard.empty();
+  const bool is_plain = formats.native() && !call.shard.is_cut();
   return is_plain ? native_product(call) : quantized_linear_forward(layer, formats);
 }
 
@@ -141,7 +142,7 @@ Tensor grouped_linear(const Call& call) {
 Tensor redispatch(const Call& call) {
   const BelowAutograd guard;
   const auto& [max_sms, expected_rows] = call.options;
-  const auto& [buffers, accumulate, weight_grad, queue, weight_shard] = call.main_grad;
+  const auto& [buffers, accumulate, weight_grad, queue] = call.main_grad;
   const auto& [out, dgrad_out] = call.buffers;
   if (out) {
     ops::grouped_linear_out(call.input, call.weight, *call.group_sizes, *out, call.bias, call.bias_scale,
@@ -153,7 +154,7 @@ Tensor redispatch(const Call& call) {
   return ops::grouped_linear(call.input, call.weight, *call.group_sizes, call.bias, call.bias_scale,
                              call.input_format, call.weight_format, call.grad_format, call.quantized_weight,
                              max_sms, expected_rows, buffers, accumulate, weight_grad, queue,
-                             call.save_original_input, dgrad_out, weight_shard);
+                             call.save_original_input, dgrad_out, call.shard.key);
 }
 
 Tensor grouped_linear_autograd(const Call& call) {
@@ -173,6 +174,7 @@ Tensor entry_of(const Tensor& input, at::TensorList weight, const Tensor& group_
                 std::string_view weight_grad, const OptionalTensor& wgrad_queue, bool save_original_input,
                 const OptionalTensor& dgrad_out, std::string_view weight_shard) {
   const GroupedWeight given(weight);
+  const sharded::WeightShard shard = sharded::parse_weight_shard(kOp, weight_shard);
   return run({kOp,
               input,
               given.get(),
@@ -184,9 +186,10 @@ Tensor entry_of(const Tensor& input, at::TensorList weight, const Tensor& group_
               grad_format,
               quantized_weight,
               {max_sms, expected_rows},
-              {main_grad, accumulate, weight_grad, wgrad_queue, weight_shard},
+              {main_grad, accumulate, weight_grad, wgrad_queue},
               {std::nullopt, dgrad_out},
-              save_original_input});
+              save_original_input,
+              shard});
 }
 
 template <Tensor (*run)(const Call&)>

@@ -37,7 +37,7 @@ Tensor redispatch(const MlpArguments& mlp, const OperandFormats& formats) {
                           mlp.quantized_fc1, mlp.quantized_fc2, mlp.interleave, mlp.options.max_sms,
                           mlp.options.expected_rows, main_grad.buffers, mlp.fc2_main_grad.buffers,
                           main_grad.accumulate, main_grad.weight_grad, main_grad.queue,
-                          mlp.fc2_main_grad.queue, dgrad_out, slot, source, main_grad.weight_shard);
+                          mlp.fc2_main_grad.queue, dgrad_out, slot, source, mlp.shard.key);
 }
 
 enum class Kernel { kCompute, kMeta, kAutograd };
@@ -69,6 +69,7 @@ Tensor grouped_mlp(const Tensor& input, at::TensorList fc1_weight, at::TensorLis
                    const OptionalTensor& fc2_wgrad_queue, const OptionalTensor& dgrad_out,
                    const OptionalTensor& slot, const OptionalTensor& source, std::string_view weight_shard) {
   const GroupedWeight fc1(fc1_weight), fc2(fc2_weight);
+  const sharded::WeightShard shard = sharded::parse_weight_shard(kOp, weight_shard);
   return run<kernel>({kOp,
                       input,
                       fc1.get(),
@@ -81,10 +82,11 @@ Tensor grouped_mlp(const Tensor& input, at::TensorList fc1_weight, at::TensorLis
                       quantized_fc2,
                       interleave,
                       {max_sms, expected_rows},
-                      {fc1_main_grad, accumulate, weight_grad, fc1_wgrad_queue, weight_shard},
-                      {fc2_main_grad, accumulate, weight_grad, fc2_wgrad_queue, weight_shard},
+                      {fc1_main_grad, accumulate, weight_grad, fc1_wgrad_queue},
+                      {fc2_main_grad, accumulate, weight_grad, fc2_wgrad_queue},
                       {std::nullopt, dgrad_out},
-                      {or_undefined(slot), or_undefined(source)}},
+                      {or_undefined(slot), or_undefined(source)},
+                      shard},
                      input_format, weight_format, grad_format);
 }
 

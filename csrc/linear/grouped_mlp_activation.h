@@ -25,6 +25,8 @@ struct MlpArguments {
   MainGrad fc1_main_grad = {}, fc2_main_grad = {};
   CallerBuffers buffers = {};
   TokenRows rows = {};
+  // Of both weights.
+  const sharded::WeightShard& shard = sharded::kWhole;
 
   // The rows of the groups.
   const at::Tensor& sized_as_rows() const { return rows.given() ? rows.source : input; }

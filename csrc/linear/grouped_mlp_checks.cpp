@@ -77,8 +77,7 @@ OperandFormats check_grouped_mlp(const MlpArguments& mlp, std::string_view input
   check_weight_size(fc2_weight, 0, groups, "the groups of 'fc1_weight'");
   check_weight_size(fc2_weight, 1, mlp.input.sym_size(1), "the columns of 'input'");
   check_weight_size(fc2_weight, 2, linear / 2, "half the rows of 'fc1_weight' in a group");
-  const c10::SymInt all_groups =
-      fc1_weight.is_list() ? groups : whole_size(fc1_weight.first(), mlp.fc1_main_grad);
+  const c10::SymInt all_groups = fc1_weight.is_list() ? groups : whole_size(fc1_weight.first(), mlp.shard);
   check_groups({mlp.op, "group_sizes", mlp.group_sizes}, input, fc1_weight.name, all_groups);
   check_dtype(probs, {at::kFloat});
   check_dim(probs, 1);
@@ -95,11 +94,11 @@ OperandFormats check_grouped_mlp(const MlpArguments& mlp, std::string_view input
   check_quantized_weight("quantized_fc1_weight", mlp.quantized_fc1, fc1_weight, formats);
   check_quantized_weight("quantized_fc2_weight", mlp.quantized_fc2, fc2_weight, formats);
   check_main_grads(mlp, fc1_weight, fc2_weight);
-  TP_CHECK_VALUE(!is_cut_list(mlp.fc1_main_grad), mlp.op, "weight_shard",
-                 "no 'each': the matrices of both weights have different rows",
-                 "'" << mlp.fc1_main_grad.weight_shard << "'", "Call grouped_linear for each weight");
-  check_weight_shard(fc1_weight, mlp.fc1_main_grad);
-  check_weight_shard(fc2_weight, mlp.fc2_main_grad);
+  TP_CHECK_VALUE(!mlp.shard.each, mlp.op, "weight_shard",
+                 "no 'each': the matrices of both weights have different rows", "'" << mlp.shard.key << "'",
+                 "Call grouped_linear for each weight");
+  check_weight_shard(fc1_weight, mlp.shard, mlp.fc1_main_grad);
+  check_weight_shard(fc2_weight, mlp.shard, mlp.fc2_main_grad);
   check_caller_buffers(input, mlp.input.sym_size(1), mlp.buffers);
   check_memory(mlp);
   return formats;

@@ -47,8 +47,7 @@ Tensor forward_of(const MlpArguments& mlp, const OperandFormats& formats, const 
   const BelowAutograd guard;
   QuantizedOperand input = rows_operand(mlp.input, mlp.rows, mlp.group_sizes, formats.input,
                                         formats.input_key, true, wanted.fc1_weight);
-  QuantizedWeight fc1 = gathered_operand(mlp.fc1_weight, mlp.quantized_fc1, formats, wanted.input,
-                                         mlp.fc1_main_grad.weight_shard);
+  QuantizedWeight fc1 = gathered_operand(mlp.fc1_weight, mlp.quantized_fc1, formats, wanted.input, mlp.shard);
   if (wanted.fc1_weight) kept.input = input.columnwise;
   kept.fc1 = fc1.backward;
   if (wanted.input) kept.fc1_matrices = fc1.matrices;
@@ -57,8 +56,8 @@ Tensor forward_of(const MlpArguments& mlp, const OperandFormats& formats, const 
   if (wanted.linear) kept.linear = hidden.linear;
   if (wanted.fc2_weight) kept.activation = hidden.activation.columnwise;
   hidden.linear.reset();
-  const QuantizedWeight fc2 = gathered_operand(mlp.fc2_weight, mlp.quantized_fc2, formats, wanted.linear,
-                                               mlp.fc2_main_grad.weight_shard);
+  const QuantizedWeight fc2 =
+      gathered_operand(mlp.fc2_weight, mlp.quantized_fc2, formats, wanted.linear, mlp.shard);
   kept.fc2 = fc2.backward;
   if (wanted.linear) kept.fc2_matrices = fc2.matrices;
   const OptionalTensor bias_scale = mlp.fc2_bias ? OptionalTensor(mlp.probs) : std::nullopt;
@@ -75,7 +74,7 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
   static constexpr bool is_traceable = true;
   static constexpr const char *kFc1MainGrad = "fc1_main_grad", *kFc2MainGrad = "fc2_main_grad";
   static constexpr size_t kSaved = 18;      // tensors saved before the matrices
-  static constexpr size_t kArguments = 18;  // with each weight as one
+  static constexpr size_t kArguments = 19;  // with each weight as one
 
   static Tensor forward(AutogradContext* ctx, const Tensor& input, at::TensorList fc1_weight,
                         at::TensorList fc2_weight, const Tensor& group_sizes, const Tensor& probs,
@@ -83,10 +82,11 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
                         std::string_view input_key, std::string_view weight_key, std::string_view grad_key,
                         const OptionalList& quantized_fc1, const OptionalList& quantized_fc2,
                         int64_t interleave, const LaunchOptions& options, const MainGrad& fc1_main_grad,
-                        const MainGrad& fc2_main_grad, const CallerBuffers& buffers, const TokenRows& rows) {
+                        const MainGrad& fc2_main_grad, const CallerBuffers& buffers, const TokenRows& rows,
+                        const sharded::WeightShard& shard) {
     const MlpArguments mlp{kOp,           input,         fc1_weight,    fc2_weight,    group_sizes, probs,
                            fc1_bias,      fc2_bias,      quantized_fc1, quantized_fc2, interleave,  options,
-                           fc1_main_grad, fc2_main_grad, buffers,       rows};
+                           fc1_main_grad, fc2_main_grad, buffers,       rows,          shard};
     const OperandFormats formats = operand_formats(kOp, input_key, weight_key, grad_key);
     NeedsGrad wanted{input.requires_grad(), wants_grad(fc1_weight), wants_grad(fc2_weight)};
     wanted.linear = wanted.input || wanted.fc1_weight || wants_grad(fc1_bias) || probs.requires_grad();
@@ -116,9 +116,9 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
     ctx->save_for_backward(std::move(saved));
     save_matrices(ctx, "fc1_matrices", fc1_weight.size(), kept.fc1_matrices.size());
     save_matrices(ctx, "fc2_matrices", fc2_weight.size(), kept.fc2_matrices.size());
-    if (wanted.fc1_weight) save_main_grad(ctx, kFc1MainGrad, fc1_main_grad, fc1_weight);
-    if (wanted.fc2_weight) save_main_grad(ctx, kFc2MainGrad, fc2_main_grad, fc2_weight);
-    save_weight_shard(ctx, fc1_main_grad);
+    if (wanted.fc1_weight) save_main_grad(ctx, kFc1MainGrad, fc1_main_grad, fc1_weight, shard);
+    if (wanted.fc2_weight) save_main_grad(ctx, kFc2MainGrad, fc2_main_grad, fc2_weight, shard);
+    save_weight_shard(ctx, shard);
     if (wanted.input) save_dgrad_out(ctx, buffers);
     ctx->saved_data["input_format"] = std::string(input_key);
     ctx->saved_data["weight_format"] = std::string(weight_key);
@@ -195,8 +195,9 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
     const at::ScalarType dtype = grad.scalar_type();
     const size_t fc1_count = saved_matrices(ctx, "fc1_matrices"),
                  fc2_count = saved_matrices(ctx, "fc2_matrices"), weights = fc1_count + fc2_count;
-    const WeightGradient fc1_gradient(ctx, kFc1MainGrad, 1, fc1_count),
-        fc2_gradient(ctx, kFc2MainGrad, 1 + fc1_count, fc2_count);
+    const sharded::WeightShard shard = saved_weight_shard(ctx);
+    const WeightGradient fc1_gradient(ctx, kFc1MainGrad, 1, fc1_count, shard),
+        fc2_gradient(ctx, kFc2MainGrad, 1 + fc1_count, fc2_count, shard);
     const bool wants_fc1 = fc1_gradient.is_wanted(), wants_fc2 = fc2_gradient.is_wanted(),
                wants_input = ctx->needs_input_grad(0), wants_probs = ctx->needs_input_grad(weights + 2),
                wants_fc1_bias =
@@ -239,7 +240,7 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
                              grows(g.columnwise, kept.activation, group_sizes, dtype);
     if (!fc2_is_late) compute_fc2_wgrad();
     if (wants_linear) {
-      Quantized whole = whole_in_backward(ctx, kept.fc2, formats);
+      Quantized whole = whole_in_backward(shard, kept.fc2, formats);
       HiddenGradient hidden = data_gradient_then_activation_backward(
           std::move(g.rowwise), whole, kept.fc2_matrices, whole.transposed, kept.linear, group_sizes, probs,
           formats, {wants_input, wants_fc1, wants_fc1_bias}, saved_interleave(ctx), options, zero_tail);
@@ -259,7 +260,7 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
     if (!fc1_is_late) compute_fc1_wgrad();
     if (wants_input) {
       const OptionalTensor out = saved_dgrad_out(ctx, kOp, grad);
-      const Quantized whole = whole_in_backward(ctx, kept.fc1, formats);
+      const Quantized whole = whole_in_backward(shard, kept.fc1, formats);
       grad_input = gemm_of(linear.rowwise, whole, group_sizes, std::nullopt, std::nullopt, whole.transposed,
                            dtype, options, kept.fc1_matrices, rows.given() ? std::nullopt : out, zero_tail);
       linear.rowwise = {};
@@ -325,10 +326,10 @@ Tensor grouped_mlp_forward(const MlpArguments& mlp, const OperandFormats& format
 }
 
 Tensor grouped_mlp_autograd(const MlpArguments& mlp, const OperandFormats& formats) {
-  return GroupedMlpFunction::apply(mlp.input, mlp.fc1_weight, mlp.fc2_weight, mlp.group_sizes, mlp.probs,
-                                   mlp.fc1_bias, mlp.fc2_bias, formats.input_key, formats.weight_key,
-                                   formats.grad_key, mlp.quantized_fc1, mlp.quantized_fc2, mlp.interleave,
-                                   mlp.options, mlp.fc1_main_grad, mlp.fc2_main_grad, mlp.buffers, mlp.rows);
+  return GroupedMlpFunction::apply(
+      mlp.input, mlp.fc1_weight, mlp.fc2_weight, mlp.group_sizes, mlp.probs, mlp.fc1_bias, mlp.fc2_bias,
+      formats.input_key, formats.weight_key, formats.grad_key, mlp.quantized_fc1, mlp.quantized_fc2,
+      mlp.interleave, mlp.options, mlp.fc1_main_grad, mlp.fc2_main_grad, mlp.buffers, mlp.rows, mlp.shard);
 }
 
 }  // namespace transformer_plugin::linear

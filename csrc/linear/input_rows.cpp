@@ -18,10 +18,11 @@ bool rows_travel_quantized(const Tensor& rows, const Format& format, std::string
 }
 
 Quantized gathered(const Quantized& part, int64_t rows, const InputRanks& ranks) {
-  const std::string count = std::to_string(ranks.ranks);
-  const std::string key =
-      "rows=" + std::to_string(rows * ranks.ranks) + ",ranks=" + count + ",group=" + std::string(ranks.group);
-  return sharded::gather_weight(part, key, false);
+  sharded::WeightShard shard{
+      .rows = rows * ranks.ranks, .ranks = ranks.ranks, .group = std::string(ranks.group)};
+  shard.key = "rows=" + std::to_string(shard.rows) + ",ranks=" + std::to_string(shard.ranks) +
+              ",group=" + shard.group;
+  return sharded::gather_weight(part, shard, false);
 }
 
 }  // namespace

@@ -40,11 +40,12 @@ struct Call {
   CallerBuffers buffers;
   bool save_original_input;
   InputRanks input_ranks = {};
+  const sharded::WeightShard& shard = sharded::kWhole;
 
   OperandFormats formats() const { return operand_formats(op, input_format, weight_format, grad_format); }
   LinearArguments layer(const Tensor& rows) const {
-    return {rows,      weight,  kNoTensor,           bias,       kNoTensor, quantized_weight, {},
-            main_grad, buffers, save_original_input, input_ranks};
+    return {rows,      weight,  kNoTensor,           bias,        kNoTensor, quantized_weight, {},
+            main_grad, buffers, save_original_input, input_ranks, shard};
   }
   // [M, N] in the leading dimensions of the input, of all its ranks.
   Tensor shaped(const Tensor& output) const {
@@ -57,7 +58,7 @@ struct Call {
     sizes[0] = sizes[0] * input_ranks.ranks;
     return sizes;
   }
-  c10::SymInt out_features() const { return whole_size(weight, main_grad); }
+  c10::SymInt out_features() const { return whole_size(weight, shard); }
 };
 
 OperandFormats check_linear(const Call& call) {
@@ -71,7 +72,7 @@ OperandFormats check_linear(const Call& call) {
   check_size(weight, 1, call.input.sym_size(-1), "the last dimension of 'input'");
   check_layer_widths(input, weights, call.out_features(), formats);
   if (call.bias) check_bias({call.op, "bias", *call.bias}, input, std::nullopt, call.out_features());
-  check_weight_shard(weights, call.main_grad);
+  check_weight_shard(weights, call.shard, call.main_grad);
   check_quantized_weight("quantized_weight", call.quantized_weight, weights, formats);
   const MainGrad& main_grad = call.main_grad;
   check_weight_gradient(main_grad, weights, false, call.input);
@@ -108,7 +109,7 @@ Tensor native_product(const Tensor& input, const Tensor& weight, const OptionalT
 Tensor linear(const Call& call) {
   const OperandFormats formats = check_linear(call);
   const BelowAutograd guard;
-  const bool is_plain = formats.native() && call.main_grad.weight_shard.empty() && !call.input_ranks.is_cut();
+  const bool is_plain = formats.native() && !call.shard.is_cut() && !call.input_ranks.is_cut();
   if (is_plain) return native_product(call.input, call.weight, call.bias, call.buffers.out);
   const Tensor x = as_matrix(call.input);
   const LinearArguments layer = call.layer(x);
@@ -132,7 +133,7 @@ Tensor redispatch(const Call& call) {
   return ops::linear(call.input, call.weight, call.bias, call.input_format, call.weight_format,
                      call.grad_format, call.quantized_weight, main_grad, call.main_grad.accumulate,
                      call.main_grad.weight_grad, call.main_grad.queue, call.save_original_input, dgrad_out,
-                     call.main_grad.weight_shard, call.input_ranks.ranks, call.input_ranks.group);
+                     call.shard.key, call.input_ranks.ranks, call.input_ranks.group);
 }
 
 Tensor plain_forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
@@ -184,7 +185,7 @@ class LinearMainGradFunction : public DifferentiableOnce<LinearMainGradFunction<
                         const OptionalTensor& bias, const MainGrad& main_grad, const CallerBuffers& buffers) {
     const bool wants_weight = weight.requires_grad(), wants_input = input.requires_grad();
     ctx->save_for_backward({wants_weight ? input : Tensor(), wants_input ? weight : Tensor()});
-    if (wants_weight) save_main_grad(ctx, "main_grad", main_grad, weight);
+    if (wants_weight) save_main_grad(ctx, "main_grad", main_grad, weight, sharded::kWhole);
     if (wants_input) save_dgrad_out(ctx, buffers);
     return plain_forward(input, weight, bias, buffers.out);
   }
@@ -201,7 +202,7 @@ class LinearMainGradFunction : public DifferentiableOnce<LinearMainGradFunction<
       }
       grad_input = into ? *into : from_matrix(product_of(grad, saved[1]), grads[0]);
     }
-    const WeightGradient weight_gradient(ctx, "main_grad", 1, 1, false);
+    const WeightGradient weight_gradient(ctx, "main_grad", 1, 1, sharded::kWhole, false);
     if (weight_gradient.is_wanted()) {
       const Quantized g{grad, Tensor(), Tensor()}, x{as_matrix(saved[0]), Tensor(), Tensor()};
       grad_weight = weight_gradient.compute(g, x, std::nullopt, grad.scalar_type())[0];
@@ -215,10 +216,10 @@ class LinearMainGradFunction : public DifferentiableOnce<LinearMainGradFunction<
 
 Tensor linear_autograd(const Call& call) {
   const auto& [op, input, weight, bias, input_format, weight_format, grad_format, quantized, main_grad,
-               buffers, save_original_input, input_ranks] = call;
+               buffers, save_original_input, input_ranks, shard] = call;
   if (!any_wants_grad(input, weight, bias)) return redispatch(call);
   const bool is_native = input_format == "none" && weight_format == "none" && grad_format == "none";
-  const bool is_cut = !main_grad.weight_shard.empty() || input_ranks.is_cut();
+  const bool is_cut = shard.is_cut() || input_ranks.is_cut();
   const bool is_plain =
       is_native && !is_cut && !quantized && main_grad.accumulate && main_grad.weight_grad == "none";
   if (is_plain && !main_grad.buffers && !main_grad.queue && !buffers.given()) {
@@ -247,6 +248,7 @@ Tensor entry_of(const Tensor& input, const Tensor& weight, const OptionalTensor&
                 const OptionalTensor& dgrad_out, std::string_view weight_shard, int64_t input_ranks,
                 std::string_view input_group) {
   const OptionalList buffers = main_grad ? OptionalList(at::TensorList(*main_grad)) : std::nullopt;
+  const sharded::WeightShard shard = sharded::parse_weight_shard(kOp, weight_shard);
   return run({kOp,
               input,
               weight,
@@ -255,10 +257,11 @@ Tensor entry_of(const Tensor& input, const Tensor& weight, const OptionalTensor&
               weight_format,
               grad_format,
               quantized_weight,
-              {buffers, accumulate, weight_grad, wgrad_queue, weight_shard},
+              {buffers, accumulate, weight_grad, wgrad_queue},
               {std::nullopt, dgrad_out},
               save_original_input,
-              {input_ranks, input_group}});
+              {input_ranks, input_group},
+              shard});
 }
 
 template <Tensor (*run)(const Call&)>

@@ -48,16 +48,11 @@ struct Layer {
   const Tensor& scale;
   const OptionalTensor& amax;
   const Keys& keys;
-  LaunchOptions options = {};  // of the grouped GEMMs
-  std::string_view weight_shard = {};
+  LaunchOptions options;  // of the grouped GEMMs
+  const sharded::WeightShard& shard;
 
-  MainGrad gradient() const {
-    MainGrad result;
-    result.weight_shard = weight_shard;
-    return result;
-  }
   // The first dimension of the whole weight, and its rows.
-  c10::SymInt size() const { return whole_size(weight, gradient()); }
+  c10::SymInt size() const { return whole_size(weight, shard); }
   c10::SymInt rows() const { return weight.dim() == 3 ? weight.sym_size(-2) : size(); }
   // The index of a role's first scale; roles are 0 input, 1 weight, 2 gradient.
   int64_t first_of(int64_t role) const {
@@ -66,12 +61,12 @@ struct Layer {
 };
 
 void check_shard(const Layer& layer) {
-  if (layer.weight_shard.empty()) return;
-  const auto shard = sharded::parse_weight_shard(layer.op, layer.weight_shard);
+  const sharded::WeightShard& shard = layer.shard;
+  if (!shard.is_cut()) return;
   TP_CHECK_VALUE(!shard.each && !shard.is_foreign(), layer.op, "weight_shard",
-                 "a key without 'each' and 'handle'", "'" << layer.weight_shard << "'",
+                 "a key without 'each' and 'handle'", "'" << shard.key << "'",
                  "Use linear or grouped_linear, which compute scales from the data");
-  check_weight_shard({layer.op, "weight", layer.weight}, layer.gradient());
+  check_weight_shard({layer.op, "weight", layer.weight}, shard, {});
 }
 
 // The largest magnitudes of plain operands are written before the product would refuse a subclass among the others.
@@ -149,15 +144,14 @@ struct Operands {
 };
 
 // The whole weight.
-Tensor gathered(const Tensor& weight, std::string_view weight_shard, bool backward) {
-  if (weight_shard.empty()) return weight;
-  return sharded::gather_weight({weight, Tensor(), Tensor()}, weight_shard, backward).data;
+Tensor gathered(const Tensor& weight, const sharded::WeightShard& shard, bool backward) {
+  return shard.is_cut() ? sharded::gather_values(weight, shard, backward) : weight;
 }
 
 Operands quantize_operands(const Layer& layer) {
   const OptionalTensor collects = quantize::runs_in_backward() ? std::nullopt : layer.amax;
   return {quantize_role(layer.input, layer.group_sizes, layer.scale, layer.keys.input, collects, 0),
-          quantize_role(gathered(layer.weight, layer.weight_shard, false), std::nullopt, layer.scale,
+          quantize_role(gathered(layer.weight, layer.shard, false), std::nullopt, layer.scale,
                         layer.keys.weight, collects, layer.first_of(1))};
 }
 
@@ -181,20 +175,19 @@ class LinearScaledFunction : public DifferentiableOnce<LinearScaledFunction<is_g
                         const OptionalTensor& group_sizes, const OptionalTensor& bias,
                         const OptionalTensor& bias_scale, const Tensor& scale, const OptionalTensor& amax,
                         std::string_view input_key, std::string_view weight_key, std::string_view grad_key,
-                        int64_t max_sms, int64_t expected_rows, std::string_view weight_shard) {
+                        int64_t max_sms, int64_t expected_rows, const sharded::WeightShard& shard) {
     const bool wants_input = input.requires_grad(), wants_weight = weight.requires_grad();
     const BelowAutograd guard;
     const Keys keys{input_key, weight_key, grad_key};
     const LaunchOptions options{max_sms, expected_rows};
-    const Layer layer{kName, input, weight, group_sizes, bias,        bias_scale,
-                      scale, amax,  keys,   options,     weight_shard};
+    const Layer layer{kName, input, weight, group_sizes, bias, bias_scale, scale, amax, keys, options, shard};
     save_options(ctx, options);
     const SharedOffsets shared(or_undefined(group_sizes));
     Operands operands = quantize_operands(layer);
     const Tensor none, output = forward_of(layer, operands);
-    if (!weight_shard.empty()) operands.weight = {weight, Tensor(), Tensor()};  // gathered again
-    if (wants_weight) save_main_grad(ctx, kMainGrad, layer.gradient(), weight);
-    save_weight_shard(ctx, layer.gradient());
+    if (shard.is_cut()) operands.weight = {weight, Tensor(), Tensor()};  // gathered again
+    if (wants_weight) save_main_grad(ctx, kMainGrad, {}, weight, shard);
+    save_weight_shard(ctx, shard);
     ctx->save_for_backward(
         {wants_weight ? operands.input.data : none, wants_weight ? operands.input.scale : none,
          wants_input ? operands.weight.data : none, wants_input ? operands.weight.scale : none,
@@ -219,7 +212,8 @@ class LinearScaledFunction : public DifferentiableOnce<LinearScaledFunction<is_g
     const SharedOffsets shared(saved[4]);
     const Tensor& grad = grads[0];
     const bool wants_input = ctx->needs_input_grad(0), wants_weight = ctx->needs_input_grad(1);
-    const WeightGradient weight_gradient(ctx, kMainGrad, 1, 1, is_grouped);
+    const sharded::WeightShard shard = saved_weight_shard(ctx);
+    const WeightGradient weight_gradient(ctx, kMainGrad, 1, 1, shard, is_grouped);
     Tensor grad_input, grad_weight;
     if (wants_input || wants_weight) {
       const Quantized g = quantize_role(grad, group_sizes, saved[7], grad_key, as_optional(saved[8]),
@@ -235,7 +229,7 @@ class LinearScaledFunction : public DifferentiableOnce<LinearScaledFunction<is_g
       // Of a weight that is sharded over ranks first: while it travels, the data gradient is computed.
       if (wants_weight && weight_gradient.goes_first()) compute_weight();
       if (wants_input) {
-        const Quantized w = weight_of(ctx, saved, weight_key);
+        const Quantized w = weight_of(ctx, saved, weight_key, shard);
         const bool k_major = has_quantized_kernels(w.data);
         grad_input = gemm_of(g, k_major ? transposed_data(w, none) : w, group_sizes, none, none, k_major,
                              grad.scalar_type(), options);
@@ -249,11 +243,11 @@ class LinearScaledFunction : public DifferentiableOnce<LinearScaledFunction<is_g
   }
 
   // As the forward had it.
-  static Quantized weight_of(AutogradContext* ctx, const variable_list& saved, std::string_view key) {
-    const auto shard = ctx->saved_data.find("weight_shard");
-    if (shard == ctx->saved_data.end()) return {saved[2], saved[3], Tensor(), {}, key};
-    return quantize_role(gathered(saved[2], shard->second.toStringRef(), true), std::nullopt, saved[7], key,
-                         std::nullopt, ctx->saved_data["first_of_weight"].toInt());
+  static Quantized weight_of(AutogradContext* ctx, const variable_list& saved, std::string_view key,
+                             const sharded::WeightShard& shard) {
+    if (!shard.is_cut()) return {saved[2], saved[3], Tensor(), {}, key};
+    return quantize_role(gathered(saved[2], shard, true), std::nullopt, saved[7], key, std::nullopt,
+                         ctx->saved_data["first_of_weight"].toInt());
   }
 
   // From the gradient before quantization.
@@ -291,9 +285,8 @@ Tensor run(const Layer& layer) {
   const SharedOffsets shared(or_undefined(layer.group_sizes));
   const Tensor x = as_matrix(layer.input);
   check_quantizable(layer, x);
-  const Layer flat{layer.op,          x,           layer.weight, layer.group_sizes, layer.bias,
-                   layer.bias_scale,  layer.scale, layer.amax,   layer.keys,        layer.options,
-                   layer.weight_shard};
+  const Layer flat{layer.op,    x,          layer.weight, layer.group_sizes, layer.bias, layer.bias_scale,
+                   layer.scale, layer.amax, layer.keys,   layer.options,     layer.shard};
   return from_matrix(forward_of(flat, quantize_operands(flat)), layer.input);
 }
 
@@ -307,7 +300,7 @@ Tensor apply_scaled(const Layer& layer, const Tensor& x) {
   return LinearScaledFunction<is_grouped>::apply(x, layer.weight, layer.group_sizes, layer.bias,
                                                  layer.bias_scale, layer.scale, layer.amax, layer.keys.input,
                                                  layer.keys.weight, layer.keys.grad, layer.options.max_sms,
-                                                 layer.options.expected_rows, layer.weight_shard);
+                                                 layer.options.expected_rows, layer.shard);
 }
 
 Tensor differentiable(const Layer& layer) {
@@ -326,17 +319,9 @@ template <Tensor (*run_op)(const Layer&)>
 Tensor linear_scaled(const Tensor& input, const Tensor& weight, const Tensor& scale, Optional amax,
                      Optional bias, Key input_format, Key weight_format, Key grad_format, Key weight_shard) {
   const Keys keys{input_format, weight_format, grad_format};
-  return run_op({"linear_scaled",
-                 input,
-                 weight,
-                 std::nullopt,
-                 bias,
-                 std::nullopt,
-                 scale,
-                 amax,
-                 keys,
-                 {},
-                 weight_shard});
+  const sharded::WeightShard shard = sharded::parse_weight_shard("linear_scaled", weight_shard);
+  return run_op(
+      {"linear_scaled", input, weight, std::nullopt, bias, std::nullopt, scale, amax, keys, {}, shard});
 }
 
 template <Tensor (*run_op)(const Layer&)>
@@ -345,8 +330,9 @@ Tensor grouped_linear_scaled(const Tensor& input, const Tensor& weight, const Te
                              Key input_format, Key weight_format, Key grad_format, int64_t max_sms,
                              int64_t expected_rows, Key weight_shard) {
   const Keys keys{input_format, weight_format, grad_format};
+  const sharded::WeightShard shard = sharded::parse_weight_shard("grouped_linear_scaled", weight_shard);
   return run_op({"grouped_linear_scaled", input, weight, sizes, bias, bias_scale, scale, amax, keys,
-                 LaunchOptions{max_sms, expected_rows}, weight_shard});
+                 LaunchOptions{max_sms, expected_rows}, shard});
 }
 
 }  // namespace

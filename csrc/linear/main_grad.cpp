@@ -129,11 +129,10 @@ namespace {
 
 std::string queue_of(const char* name) { return std::string(name) + "_queue"; }
 
-void check_cut_list(const WeightArgument& weight, const MainGrad& main_grad, bool is_quantized) {
-  const sharded::WeightShard shard = sharded::parse_weight_shard(weight.op, main_grad.weight_shard);
+void check_cut_list(const WeightArgument& weight, const sharded::WeightShard& shard, bool is_quantized) {
   constexpr const char* name = "weight_shard";
   const bool is_list = weight.is_list() || (weight.first().dim() == 3 && weight.groups() == 1);
-  const std::string_view given = main_grad.weight_shard;
+  const std::string& given = shard.key;
   TP_CHECK_VALUE(is_list, weight.op, name, "no 'each' for a weight of one tensor", "'" << given << "'",
                  "Pass a matrix for each group");
   TP_CHECK_VALUE(!is_quantized, weight.op, name, "no 'each' with a quantized weight", "'" << given << "'",
@@ -146,8 +145,8 @@ void check_cut_list(const WeightArgument& weight, const MainGrad& main_grad, boo
 
 }  // namespace
 
-void check_weight_shard(const WeightArgument& weight, const MainGrad& main_grad, bool is_quantized) {
-  const sharded::WeightShard shard = sharded::parse_weight_shard(weight.op, main_grad.weight_shard);
+void check_weight_shard(const WeightArgument& weight, const sharded::WeightShard& shard,
+                        const MainGrad& main_grad, bool is_quantized) {
   if (!shard.is_cut()) return;
   constexpr const char* name = "weight_shard";
   TP_CHECK_VALUE(!shard.is_foreign() || !is_traced(weight.first()), weight.op, weight.first_name(),
@@ -155,19 +154,18 @@ void check_weight_shard(const WeightArgument& weight, const MainGrad& main_grad,
                  "'" << shard.name << "' in code that is compiled, exported or traced",
                  "Leave the layer out with torch.compiler.disable(layer)");
   if (shard.each) {
-    check_cut_list(weight, main_grad, is_quantized);
+    check_cut_list(weight, shard, is_quantized);
   } else {
     TP_CHECK_VALUE(!weight.is_list(), weight.op, name,
-                   "'' or a key with 'each' for a weight of several tensors",
-                   "'" << main_grad.weight_shard << "'", "Pass the weight as one stack [G, N, K]");
+                   "'' or a key with 'each' for a weight of several tensors", "'" << shard.key << "'",
+                   "Pass the weight as one stack [G, N, K]");
     const c10::SymInt held = weight.first().sym_size(0) * shard.ranks;
     TP_CHECK_VALUE(held >= shard.rows, weight.op, weight.name,
                    "a part of the " << shard.rows << " rows on each of " << shard.ranks << " ranks",
                    describe(weight.first()), "Cut the weight as transformer_plugin.parallel.shard_ does");
   }
   TP_CHECK_VALUE(!main_grad.queue, weight.op, name, "'' with a queue of weight gradients",
-                 "'" << main_grad.weight_shard << "'",
-                 "Leave out the queue: ranks add gradients in the backward");
+                 "'" << shard.key << "'", "Leave out the queue: ranks add gradients in the backward");
   TP_CHECK_VALUE(!main_grad.buffers || main_grad.buffers->size() == 1 || shard.each, weight.op, "main_grad",
                  "one buffer of the sizes of the weight", main_grad.buffers->size(), "Pass one tensor");
 }
@@ -181,19 +179,23 @@ std::vector<Tensor> saved_matrices(AutogradContext* ctx, const char* name) {
   return result;
 }
 
-void save_weight_shard(AutogradContext* ctx, const MainGrad& main_grad) {
-  if (!main_grad.weight_shard.empty()) {
-    ctx->saved_data["weight_shard"] = std::string(main_grad.weight_shard);
-  }
+void save_weight_shard(AutogradContext* ctx, const sharded::WeightShard& shard) {
+  if (shard.is_cut()) ctx->saved_data["weight_shard"] = shard.key;
 }
 
-void save_main_grad(AutogradContext* ctx, const char* name, const MainGrad& main_grad,
-                    at::TensorList weight) {
+sharded::WeightShard saved_weight_shard(const AutogradContext* ctx) {
+  const auto key = ctx->saved_data.find("weight_shard");
+  if (key == ctx->saved_data.end()) return {};
+  return sharded::parse_weight_shard("linear", key->second.toStringRef());
+}
+
+void save_main_grad(AutogradContext* ctx, const char* name, const MainGrad& main_grad, at::TensorList weight,
+                    const sharded::WeightShard& shard) {
   // Untracked: gradients of the part do not depend on its values.
-  if (!main_grad.weight_shard.empty()) {
+  if (shard.is_cut()) {
     const std::string key = std::string(name) + "_weight";
     ctx->saved_data[key] = weight[0];
-    for (size_t i = 0; is_cut_list(main_grad) && i < weight.size(); ++i) {
+    for (size_t i = 0; shard.each && i < weight.size(); ++i) {
       ctx->saved_data[entry(key.c_str(), i)] = weight[i];
     }
   }
@@ -243,8 +245,8 @@ void refuse_capture(const char* name, size_t place, size_t count, bool is_deferr
 }
 
 WeightGradient::WeightGradient(AutogradContext* ctx, const char* name, size_t place, size_t count,
-                               bool is_grouped)
-    : ctx_(ctx), place_(place), count_(count), is_grouped_(is_grouped) {
+                               const sharded::WeightShard& shard, bool is_grouped)
+    : ctx_(ctx), place_(place), count_(count), is_grouped_(is_grouped), shard_(shard) {
   for (size_t i = 0; i < count && !is_wanted_; ++i) is_wanted_ = wants(i);
   if (!is_wanted_) return;
   buffers_ = saved_matrices(ctx, name);
@@ -254,12 +256,10 @@ WeightGradient::WeightGradient(AutogradContext* ctx, const char* name, size_t pl
       (queue_ || !buffers_.empty()) && ctx->saved_data.find("weight_grad") == ctx->saved_data.end();
   if (returns_none && !is_traced(queue_ ? *queue_ : buffers_[0]))
     refuse_capture(name, place, count, queue_.has_value());
-  const auto weight = ctx->saved_data.find(std::string(name) + "_weight");
-  if (weight == ctx->saved_data.end()) return;
-  weight_ = weight->second.toTensor();
-  shard_ = ctx->saved_data["weight_shard"].toStringRef();
-  is_foreign_ = sharded::parse_weight_shard("linear", shard_).is_foreign();
-  list_ = saved_matrices(ctx, (std::string(name) + "_weight").c_str());
+  if (!shard.is_cut()) return;
+  const std::string weight = std::string(name) + "_weight";
+  weight_ = ctx->saved_data[weight].toTensor();
+  list_ = saved_matrices(ctx, weight.c_str());
 }
 
 // Those of matrices that want no gradient stay.
@@ -318,7 +318,7 @@ variable_list WeightGradient::compute(const Quantized& grad, const Quantized& in
                                       const gemm::LaunchOptions& options) const {
   // The options of a node with two weights are those of the one that has buffers.
   const bool accumulates = buffers_.empty() || ctx_->saved_data.find("overwrites") == ctx_->saved_data.end();
-  if (is_foreign_) return foreign(grad, input, group_sizes, dtype, options);
+  if (shard_.is_foreign()) return foreign(grad, input, group_sizes, dtype, options);
   if (is_cut()) {
     Tensor own = list_.empty() ? reduced(grad, input, group_sizes, dtype, options)
                                : reduced_list(grad, input, group_sizes, dtype, options);

@@ -24,14 +24,16 @@ void check_weight_gradient(const MainGrad& main_grad, const WeightArgument& weig
                            const at::Tensor& data);
 
 // What a weight that is sharded over ranks may have: a part that is large enough, a buffer for each tensor and no queue.
-void check_weight_shard(const WeightArgument& weight, const MainGrad& main_grad, bool is_quantized = false);
+void check_weight_shard(const WeightArgument& weight, const sharded::WeightShard& shard,
+                        const MainGrad& main_grad, bool is_quantized = false);
 
 // In the forward: keeps the buffers and the queue for the backward, untracked, because two forwards may come
-// before two backwards. `name`: of the argument. Nothing without either.
+// before two backwards. `name`: of the argument. Nothing without either. Of a sharded weight also this rank's shard.
 void save_main_grad(torch::autograd::AutogradContext* ctx, const char* name, const MainGrad& main_grad,
-                    at::TensorList weight);
-// In the forward: saves the key of a sharded weight, which the backward gathers again.
-void save_weight_shard(torch::autograd::AutogradContext* ctx, const MainGrad& main_grad);
+                    at::TensorList weight, const sharded::WeightShard& shard);
+// In the forward: saves the key of a sharded weight, which the backward gathers again. In the backward: the key, parsed.
+void save_weight_shard(torch::autograd::AutogradContext* ctx, const sharded::WeightShard& shard);
+sharded::WeightShard saved_weight_shard(const torch::autograd::AutogradContext* ctx);
 
 // In the backward: raises an error if torch.autograd.grad asks for the gradient of the weight, which the node does not return.
 // `place`, `count`: as below. `is_deferred`: it goes into a queue, and not into a buffer.
@@ -42,9 +44,9 @@ std::vector<at::Tensor> saved_matrices(torch::autograd::AutogradContext* ctx, co
 // In the backward: what becomes of the gradient of one weight.
 class WeightGradient {
  public:
-  // `place` and `count`: the weight's tensors among the node's tensors. `name`: as in save_main_grad.
+  // `place` and `count`: the weight's tensors among the node's tensors. `name`: as in save_main_grad. `shard`: outlives this.
   WeightGradient(torch::autograd::AutogradContext* ctx, const char* name, size_t place, size_t count,
-                 bool is_grouped = true);
+                 const sharded::WeightShard& shard, bool is_grouped = true);
 
   bool is_wanted() const { return is_wanted_; }
   // Whether compute() only keeps the operands in a queue.
@@ -52,9 +54,9 @@ class WeightGradient {
   // Whether compute() allocates a tensor of the weight's size.
   bool allocates() const { return (buffers_.empty() && !queue_) || is_cut(); }
   // Whether each rank gets the gradient of its part.
-  bool is_cut() const { return !shard_.empty(); }
+  bool is_cut() const { return is_wanted_ && shard_.is_cut(); }
   // Whether compute() comes before the data gradient, behind which the gradient then travels. Another runtime gets it after.
-  bool goes_first() const { return is_cut() && !is_foreign_; }
+  bool goes_first() const { return is_cut() && !shard_.is_foreign(); }
   // What autograd gets for each tensor of the weight, of `dtype`. With a queue nothing is computed. The gradients
   // of several matrices are views of one tensor. A dense layer may have group sizes, of one group of all its rows.
   torch::autograd::variable_list compute(const Quantized& grad, const Quantized& input,
@@ -89,8 +91,7 @@ class WeightGradient {
   bool is_grouped_, is_wanted_ = false;
   std::vector<at::Tensor> buffers_;
   std::optional<at::Tensor> queue_;
-  std::string shard_;
-  bool is_foreign_ = false;
+  const sharded::WeightShard& shard_;
   at::Tensor weight_;                  // of a sharded weight
   std::vector<at::Tensor> list_ = {};  // or the matrices of a sharded list
   mutable at::Tensor parts_;           // operand of the reduce-scatter that compute() has started

@@ -41,6 +41,7 @@ struct NormLinear {
   const OptionalList& quantized_weight;
   bool return_normalized;
   MainGrad main_grad = {};
+  const sharded::WeightShard& shard = sharded::kWhole;
 };
 
 bool is_centered(std::string_view normalization) {
@@ -59,9 +60,9 @@ void check_norm_linear(const NormLinear& layer, const OperandFormats& formats) {
   check_pair(weight, input, 2);
   check_size(weight, 1, norm.input.sym_size(-1), "the last dimension of 'input'");
   if (layer.bias)
-    check_bias({kOp, "bias", *layer.bias}, input, std::nullopt, whole_size(layer.weight, layer.main_grad));
-  check_weight_shard(weights, layer.main_grad);
-  check_layer_widths(input, weights, whole_size(layer.weight, layer.main_grad), formats);
+    check_bias({kOp, "bias", *layer.bias}, input, std::nullopt, whole_size(layer.weight, layer.shard));
+  check_weight_shard(weights, layer.shard, layer.main_grad);
+  check_layer_widths(input, weights, whole_size(layer.weight, layer.shard), formats);
   check_quantized_weight("quantized_weight", layer.quantized_weight, weights, formats);
   check_weight_gradient(layer.main_grad, weights, false, norm.input);
   if (!layer.main_grad.buffers) return;
@@ -140,8 +141,8 @@ Outputs forward_of(const NormLinear& layer, const OperandFormats& formats, const
   }
   input.columnwise = {};
   if (!layer.return_normalized) normalized.reset();
-  const QuantizedWeight weight = gathered_operand(layer.weight, layer.quantized_weight, formats,
-                                                  wanted.normalized, layer.main_grad.weight_shard);
+  const QuantizedWeight weight =
+      gathered_operand(layer.weight, layer.quantized_weight, formats, wanted.normalized, layer.shard);
   kept.weight = weight.backward;
   return {
       gemm_of(input.rowwise, weight.forward, kNone, layer.bias, kNone, true, layer.norm.input.scalar_type()),
@@ -212,13 +213,11 @@ class NormLinearFunction : public DifferentiableOnce<NormLinearFunction> {
                         const OptionalTensor& norm_bias, const Tensor& weight, const OptionalTensor& bias,
                         double eps, bool centered, bool zero_centered, std::string_view input_key,
                         std::string_view weight_key, std::string_view grad_key,
-                        const OptionalList& quantized_weight, const MainGrad& main_grad) {
-    const NormLinear layer{{kOp, centered, input, norm_weight, norm_bias, eps, zero_centered},
-                           weight,
-                           bias,
-                           quantized_weight,
-                           /*return_normalized=*/false,
-                           main_grad};
+                        const OptionalList& quantized_weight, const MainGrad& main_grad,
+                        const sharded::WeightShard& shard) {
+    const NormCall norm{kOp, centered, input, norm_weight, norm_bias, eps, zero_centered};
+    const NormLinear layer{norm,      weight, bias, quantized_weight, /*return_normalized=*/false,
+                           main_grad, shard};
     const OperandFormats formats = operand_formats(kOp, input_key, weight_key, grad_key);
     const NeedsGrad wanted{input.requires_grad() || wants_grad(norm_weight) || wants_grad(norm_bias),
                            weight.requires_grad()};
@@ -232,8 +231,8 @@ class NormLinearFunction : public DifferentiableOnce<NormLinearFunction> {
                             norms_again ? or_undefined(norm_bias) : Tensor(), kept.stats.mean,
                             kept.stats.rstd, kept.columns.data, kept.columns.scale, kept.columns.amax,
                             kept.weight.data, kept.weight.scale, kept.weight.amax});
-    if (wanted.weight) save_main_grad(ctx, "main_grad", main_grad, weight);
-    save_weight_shard(ctx, main_grad);
+    if (wanted.weight) save_main_grad(ctx, "main_grad", main_grad, weight, shard);
+    save_weight_shard(ctx, shard);
     ctx->saved_data["eps"] = eps;
     ctx->saved_data["centered"] = centered;
     ctx->saved_data["zero_centered"] = zero_centered;
@@ -280,11 +279,12 @@ class NormLinearFunction : public DifferentiableOnce<NormLinearFunction> {
                         ctx->saved_data["zero_centered"].toBool()};
     const Stats stats{saved[3], saved[4]};
     const Wanted wanted(ctx);
-    variable_list result(13);
+    variable_list result(14);
     if (!grads[0].defined()) return result;
-    const WeightGradient weight(ctx, "main_grad", wanted.place_of_weight, 1, false);
+    const sharded::WeightShard shard = saved_weight_shard(ctx);
+    const WeightGradient weight(ctx, "main_grad", wanted.place_of_weight, 1, shard, false);
     LayerGradients layer =
-        gradients_of_layer(ctx, grads[0], norm, saved, {wanted.normalized(), weight, wanted.bias});
+        gradients_of_layer(ctx, grads[0], norm, saved, shard, {wanted.normalized(), weight, wanted.bias});
     weight.finish(layer.weight, grads[0].scalar_type(), layer.input);
     std::tie(result[3], result[4]) = std::pair(std::move(layer.weight), std::move(layer.bias));
     if (!wanted.normalized()) return result;
@@ -296,7 +296,8 @@ class NormLinearFunction : public DifferentiableOnce<NormLinearFunction> {
   }
 
   static LayerGradients gradients_of_layer(AutogradContext* ctx, const Tensor& grad, const NormCall& norm,
-                                           const variable_list& saved, const LayerNeedsGrad& wanted) {
+                                           const variable_list& saved, const sharded::WeightShard& shard,
+                                           const LayerNeedsGrad& wanted) {
     const std::string input_key = ctx->saved_data["input_format"].toStringRef();
     const std::string weight_key = ctx->saved_data["weight_format"].toStringRef();
     const std::string grad_key = ctx->saved_data["grad_format"].toStringRef();
@@ -304,9 +305,9 @@ class NormLinearFunction : public DifferentiableOnce<NormLinearFunction> {
     const Quantized weight{saved[8],       saved[9],   saved[10],
                            formats.weight, weight_key, ctx->saved_data["weight_columns"].toBool()};
     const bool is_early = wanted.input && wanted.weight.is_cut() && !wanted.weight.goes_first();
-    const Quantized early = is_early ? whole_in_backward(ctx, weight, formats) : Quantized{};
-    if (!wanted.input) announce_foreign_use(ctx, "main_grad");
-    const WholeWeight whole = [&] { return is_early ? early : whole_in_backward(ctx, weight, formats); };
+    const Quantized early = is_early ? whole_in_backward(shard, weight, formats) : Quantized{};
+    if (!wanted.input) announce_foreign_use(ctx, "main_grad", shard);
+    const WholeWeight whole = [&] { return is_early ? early : whole_in_backward(shard, weight, formats); };
     if (formats.native()) return unquantized_gradients(grad, norm, whole, wanted);
     const SavedTensors kept{{}, {saved[5], saved[6], saved[7], formats.input, input_key, true}, {}};
     return quantized_gradients(grad, norm, kept, whole, formats, wanted);
@@ -324,12 +325,12 @@ Two shaped(const Tensor& output, const Tensor& normalized, const Tensor& like) {
 Two redispatch(const NormLinear& layer, std::string_view normalization, std::string_view input_format,
                std::string_view weight_format, std::string_view grad_format) {
   const BelowAutograd guard;
-  const auto& [norm, weight, bias, quantized_weight, return_normalized, main_grad] = layer;
-  return ops::norm_linear(
-      norm.input, norm.weight, norm.bias, weight, bias, norm.eps, normalization, norm.zero_centered,
-      return_normalized, input_format, weight_format, grad_format, quantized_weight,
-      main_grad.buffers ? OptionalTensor((*main_grad.buffers)[0]) : std::nullopt, main_grad.accumulate,
-      main_grad.weight_grad, main_grad.queue, main_grad.weight_shard);
+  const auto& [norm, weight, bias, quantized_weight, return_normalized, main_grad, shard] = layer;
+  return ops::norm_linear(norm.input, norm.weight, norm.bias, weight, bias, norm.eps, normalization,
+                          norm.zero_centered, return_normalized, input_format, weight_format, grad_format,
+                          quantized_weight,
+                          main_grad.buffers ? OptionalTensor((*main_grad.buffers)[0]) : std::nullopt,
+                          main_grad.accumulate, main_grad.weight_grad, main_grad.queue, shard.key);
 }
 
 // With the norm as a second result two ops, so that a node with weights has one output with a gradient: torch's schedules that delay
@@ -337,7 +338,7 @@ Two redispatch(const NormLinear& layer, std::string_view normalization, std::str
 Two in_two_nodes(const NormLinear& layer, const OperandFormats& formats) {
   const Tensor normalized = norm::call_norm(layer.norm);
   return {call_linear(normalized, layer.weight, layer.bias, formats, layer.quantized_weight, layer.main_grad,
-                      !formats.native() && !formats.input.stochastic_rounding),
+                      !formats.native() && !formats.input.stochastic_rounding, layer.shard),
           normalized};
 }
 
@@ -351,15 +352,12 @@ Two norm_linear(const Tensor& input, const OptionalTensor& norm_weight, const Op
                 const OptionalTensor& main_grad, bool accumulate, std::string_view weight_grad,
                 const OptionalTensor& wgrad_queue, std::string_view weight_shard) {
   const bool centered = is_centered(normalization);
-  MainGrad target{{}, accumulate, weight_grad, wgrad_queue, weight_shard};
+  const sharded::WeightShard shard = sharded::parse_weight_shard(kOp, weight_shard);
+  MainGrad target{{}, accumulate, weight_grad, wgrad_queue};
   if (main_grad) target.buffers = at::TensorList(*main_grad);
   const auto layer_of = [&](const Tensor& x) {
-    return NormLinear{{kOp, centered, x, norm_weight, norm_bias, eps, zero_centered},
-                      weight,
-                      bias,
-                      quantized_weight,
-                      return_normalized,
-                      target};
+    const NormCall norm{kOp, centered, x, norm_weight, norm_bias, eps, zero_centered};
+    return NormLinear{norm, weight, bias, quantized_weight, return_normalized, target, shard};
   };
   const bool records = any_wants_grad(input, norm_weight, norm_bias, weight, bias);
   if (kernel == Kernel::kAutograd && !records) {
@@ -368,7 +366,7 @@ Two norm_linear(const Tensor& input, const OptionalTensor& norm_weight, const Op
   const OperandFormats formats = operand_formats(kOp, input_format, weight_format, grad_format);
   check_norm_linear(layer_of(input), formats);
   if constexpr (kernel == Kernel::kMeta) {
-    return {empty(input, with_columns(input, whole_size(weight, target)), input.scalar_type()),
+    return {empty(input, with_columns(input, whole_size(weight, shard)), input.scalar_type()),
             return_normalized ? empty(input, input.sym_sizes(), input.scalar_type())
                               : empty(input, {0}, input.scalar_type())};
   } else if constexpr (kernel == Kernel::kAutograd) {
@@ -377,7 +375,7 @@ Two norm_linear(const Tensor& input, const OptionalTensor& norm_weight, const Op
     if (return_normalized) return in_two_nodes(layer_of(input), formats);
     return shaped(
         NormLinearFunction::apply(x, norm_weight, norm_bias, weight, bias, eps, centered, zero_centered,
-                                  input_format, weight_format, grad_format, quantized_weight, target),
+                                  input_format, weight_format, grad_format, quantized_weight, target, shard),
         Tensor(), input);
   } else {
     const BelowAutograd guard;

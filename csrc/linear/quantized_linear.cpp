@@ -53,7 +53,7 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
   static constexpr bool is_traceable = true;
   static constexpr const char* kMainGrad = "main_grad";
   static constexpr ptrdiff_t kSaved = 10;   // tensors saved before the matrices
-  static constexpr size_t kArguments = 16;  // with the weight as one
+  static constexpr size_t kArguments = 17;  // with the weight as one
 
   // Saves what it always needs, then the matrices of a weight without scales, or the parts of them.
   static Tensor forward(AutogradContext* ctx, const Tensor& input, at::TensorList weight,
@@ -62,7 +62,7 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
                         std::string_view weight_key, std::string_view grad_key,
                         const OptionalList& quantized_weight, int64_t max_sms, int64_t expected_rows,
                         const MainGrad& main_grad, const CallerBuffers& buffers, bool save_original_input,
-                        int64_t num_ranks, std::string_view input_group) {
+                        int64_t num_ranks, std::string_view input_group, const sharded::WeightShard& shard) {
     const bool wants_input = input.requires_grad(), wants_weight = wants_grad(weight);
     const BelowAutograd guard;
     const OperandFormats formats = operand_formats("linear", input_key, weight_key, grad_key);
@@ -76,8 +76,7 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
         ranks.is_cut()
             ? gathered_operand_of(input, ranks, column_sizes, formats.input, input_key, true, columns_now)
             : quantize_operand(input, column_sizes, formats.input, input_key, true, columns_now);
-    const QuantizedWeight w =
-        gathered_operand(weight, quantized_weight, formats, wants_input, main_grad.weight_shard);
+    const QuantizedWeight w = gathered_operand(weight, quantized_weight, formats, wants_input, shard);
     ctx->saved_data["weight_columns"] = w.backward.transposed;
     // The backward needs the columnwise input only.
     Quantized columns;
@@ -107,8 +106,8 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
     if (weight.size() > 1) ctx->saved_data["matrices"] = static_cast<int64_t>(weight.size());
     const LaunchOptions options{max_sms, expected_rows};
     save_options(ctx, options);
-    if (wants_weight) save_main_grad(ctx, kMainGrad, main_grad, weight);
-    save_weight_shard(ctx, main_grad);
+    if (wants_weight) save_main_grad(ctx, kMainGrad, main_grad, weight, shard);
+    save_weight_shard(ctx, shard);
     if (wants_input) save_dgrad_out(ctx, buffers);
     return forward_gemm({input, weight, group_sizes, bias, bias_scale, std::nullopt, options, {}, buffers},
                         formats, x, w);
@@ -128,7 +127,8 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
     const SharedOffsets shared(saved[9]);
     const Tensor grad = as_matrix(grads[0]);  // that of a buffer may have more dimensions
     const size_t matrices = saved_matrices(ctx);
-    const WeightGradient weight_gradient(ctx, kMainGrad, 1, matrices, is_grouped);
+    const sharded::WeightShard shard = saved_weight_shard(ctx);
+    const WeightGradient weight_gradient(ctx, kMainGrad, 1, matrices, shard, is_grouped);
     const bool wants_input = ctx->needs_input_grad(0), wants_weight = weight_gradient.is_wanted();
     const size_t place_of_bias = matrices + (group_sizes ? 2 : 1);
     const bool wants_bias = ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(place_of_bias);
@@ -148,14 +148,14 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
       if (wants_input) {
         at::TensorList kept = at::TensorList(saved).slice(kSaved);
         std::vector<Tensor> gathered;
-        const Quantized whole = whole_in_backward(ctx, weight, formats, kept, gathered);
+        const Quantized whole = whole_in_backward(shard, weight, formats, kept, gathered);
         grad_input = as_matrix(gemm_of(g.rowwise, whole, group_sizes, std::nullopt, std::nullopt,
                                        whole.transposed, grad.scalar_type(), options, kept,
                                        saved_dgrad_out(ctx, QuantizedLinearFunction::kName, grad)));
         const InputRanks ranks = saved_ranks(ctx);
         if (ranks.is_cut()) grad_input = divided_rows(grad_input, ranks);
       } else {
-        announce_foreign_use(ctx, kMainGrad);
+        announce_foreign_use(ctx, kMainGrad, shard);
       }
       if (wants_weight && !weight_gradient.goes_first()) compute_weight();
       weight_gradient.finish(grad_weight, grad.scalar_type(), grad_input);
@@ -313,9 +313,8 @@ Tensor quantized_linear_forward(const LinearArguments& layer, const OperandForma
           ? gathered_operand_of(layer.input, layer.input_ranks, std::nullopt, formats.input,
                                 formats.input_key, true, false)
           : quantize_operand(layer.input, layer.group_sizes, formats.input, formats.input_key, true, false);
-  return forward_gemm(
-      layer, formats, input,
-      gathered_operand(layer.weight, layer.quantized_weight, formats, false, layer.main_grad.weight_shard));
+  return forward_gemm(layer, formats, input,
+                      gathered_operand(layer.weight, layer.quantized_weight, formats, false, layer.shard));
 }
 
 template <bool is_grouped>
@@ -324,7 +323,7 @@ Tensor apply_quantized_linear(const LinearArguments& layer, const OperandFormats
       layer.input, layer.weight, layer.group_sizes, layer.bias, layer.bias_scale, formats.input_key,
       formats.weight_key, formats.grad_key, layer.quantized_weight, layer.options.max_sms,
       layer.options.expected_rows, layer.main_grad, layer.buffers, layer.save_original_input,
-      layer.input_ranks.ranks, layer.input_ranks.group);
+      layer.input_ranks.ranks, layer.input_ranks.group, layer.shard);
 }
 
 Tensor quantized_linear_autograd(const LinearArguments& layer, const OperandFormats& formats) {

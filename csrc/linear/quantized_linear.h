@@ -63,6 +63,7 @@ struct LinearArguments {
   CallerBuffers buffers = {};
   bool save_original_input = false;  // for the weight gradient, which quantizes it in the backward
   InputRanks input_ranks = {};
+  const sharded::WeightShard& shard = sharded::kWhole;
 };
 
 // Refuses, in the name of `op`, what the ops called below would refuse. `columns`: quantized columnwise too, for the weight

@@ -150,9 +150,8 @@ Quantized foreign_operand(at::TensorList shards, const sharded::WeightShard& sha
 // The ranks' quantized parts travel, or, where there are none, the values, which are quantized after the gather.
 QuantizedWeight gathered_operand(at::TensorList weight, const OptionalList& quantized,
                                  const OperandFormats& formats, bool backward,
-                                 std::string_view weight_shard) {
-  if (weight_shard.empty()) return weight_operand(weight, quantized, formats, backward);
-  const sharded::WeightShard shard = sharded::parse_weight_shard("linear", weight_shard);
+                                 const sharded::WeightShard& shard) {
+  if (!shard.is_cut()) return weight_operand(weight, quantized, formats, backward);
   if (shard.is_foreign()) {
     QuantizedWeight result;
     result.forward = foreign_operand(weight, shard, formats, false, result.matrices);
@@ -161,34 +160,32 @@ QuantizedWeight gathered_operand(at::TensorList weight, const OptionalList& quan
     return result;
   }
   if (shard.each) {
-    const Tensor whole = sharded::gather_weight_list(weight, weight_shard, false);
+    const Tensor whole = sharded::gather_weight_list(weight, shard, false);
     QuantizedWeight result = quantize_weight_operand(whole, formats, false);
     if (backward) result.parts = weight.vec();
     return result;
   }
   if (quantized || !formats.weight.is_quantized()) {
     QuantizedWeight own = weight_operand(weight, quantized, formats, backward);
-    own.forward = sharded::gather_weight(own.forward, weight_shard, false);
+    own.forward = sharded::gather_weight(own.forward, shard, false);
     return own;
   }
   const Quantized values{weight[0], Tensor(), Tensor()};
-  const Tensor whole = sharded::gather_weight(values, weight_shard, false).data;
+  const Tensor whole = sharded::gather_values(values.data, shard, false);
   return {quantize_weight_operand(whole, formats, false).forward, backward ? values : Quantized{}};
 }
 
-Quantized whole_in_backward(torch::autograd::AutogradContext* ctx, const Quantized& saved,
+Quantized whole_in_backward(const sharded::WeightShard& shard, const Quantized& saved,
                             const OperandFormats& formats) {
   std::vector<Tensor> matrices;
   at::TensorList none;
-  return whole_in_backward(ctx, saved, formats, none, matrices);
+  return whole_in_backward(shard, saved, formats, none, matrices);
 }
 
-Quantized whole_in_backward(torch::autograd::AutogradContext* ctx, const Quantized& saved,
+Quantized whole_in_backward(const sharded::WeightShard& shard, const Quantized& saved,
                             const OperandFormats& formats, at::TensorList& matrices,
                             std::vector<Tensor>& gathered) {
-  const auto key = ctx->saved_data.find("weight_shard");
-  if (key == ctx->saved_data.end()) return saved;
-  const sharded::WeightShard shard = sharded::parse_weight_shard("linear", key->second.toStringRef());
+  if (!shard.is_cut()) return saved;
   if (shard.is_foreign()) {
     const Quantized whole =
         foreign_operand(shard.each ? matrices : saved.data, shard, formats, true, gathered);
@@ -196,21 +193,20 @@ Quantized whole_in_backward(torch::autograd::AutogradContext* ctx, const Quantiz
     return whole;
   }
   if (shard.each) {
-    const Tensor whole = sharded::gather_weight_list(matrices, key->second.toStringRef(), true);
+    const Tensor whole = sharded::gather_weight_list(matrices, shard, true);
     matrices = {};
     return quantize_weight_operand(whole, formats, true).backward;
   }
-  const Quantized whole = sharded::gather_weight(saved, key->second.toStringRef(), true);
+  const Quantized whole = sharded::gather_weight(saved, shard, true);
   if (whole.scale.defined() || !formats.weight.is_quantized()) return whole;
   return quantize_weight_operand(whole.data, formats, true).backward;
 }
 
-void announce_foreign_use(torch::autograd::AutogradContext* ctx, const char* main_grad) {
-  const auto key = ctx->saved_data.find("weight_shard");
-  if (key == ctx->saved_data.end()) return;
-  const auto shard = sharded::parse_weight_shard("linear", key->second.toStringRef());
+void announce_foreign_use(torch::autograd::AutogradContext* ctx, const char* main_grad,
+                          const sharded::WeightShard& shard) {
+  if (!shard.is_foreign()) return;
   const std::string name = std::string(main_grad) + "_weight";
-  if (!shard.is_foreign() || ctx->saved_data.find(name) == ctx->saved_data.end()) return;
+  if (ctx->saved_data.find(name) == ctx->saved_data.end()) return;
   std::vector<Tensor> shards = saved_matrices(ctx, name.c_str());
   if (shards.empty()) shards.push_back(ctx->saved_data[name].toTensor());
   sharded::foreign_weight(shards, shard, "none", true);

@@ -34,16 +34,18 @@ QuantizedWeight weight_operand(at::TensorList weight, const OptionalList& quanti
 // The same of a weight that may be sharded over ranks: the operand of the forward is then gathered, that of the backward is this
 // rank's part (whole_in_backward).
 QuantizedWeight gathered_operand(at::TensorList weight, const OptionalList& quantized,
-                                 const OperandFormats& formats, bool backward, std::string_view weight_shard);
+                                 const OperandFormats& formats, bool backward,
+                                 const sharded::WeightShard& shard);
 // In the backward: the operand of the data gradient, gathered again where the weight is sharded over ranks.
-Quantized whole_in_backward(torch::autograd::AutogradContext* ctx, const Quantized& saved,
+Quantized whole_in_backward(const sharded::WeightShard& shard, const Quantized& saved,
                             const OperandFormats& formats);
 // The same where several matrices may be sharded: `matrices`, as saved, become those that the product reads, if any. `gathered`
 // keeps them.
-Quantized whole_in_backward(torch::autograd::AutogradContext* ctx, const Quantized& saved,
+Quantized whole_in_backward(const sharded::WeightShard& shard, const Quantized& saved,
                             const OperandFormats& formats, at::TensorList& matrices,
                             std::vector<at::Tensor>& gathered);
 // In a backward without a data gradient: asks another runtime for its weight all the same, so that it sees its order of use.
-void announce_foreign_use(torch::autograd::AutogradContext* ctx, const char* main_grad);
+void announce_foreign_use(torch::autograd::AutogradContext* ctx, const char* main_grad,
+                          const sharded::WeightShard& shard);
 
 }  // namespace transformer_plugin::linear

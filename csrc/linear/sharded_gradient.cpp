@@ -17,12 +17,11 @@ using torch::autograd::variable_list;
 Tensor WeightGradient::reduced(const Quantized& grad, const Quantized& input,
                                const std::optional<Tensor>& group_sizes, at::ScalarType dtype,
                                const gemm::LaunchOptions& options) const {
-  const sharded::WeightShard shard = sharded::parse_weight_shard("linear", shard_);
   const bool accumulates = ctx_->saved_data.find("overwrites") == ctx_->saved_data.end();
   at::ScalarType part_dtype = buffers_.empty() ? dtype : buffers_[0].scalar_type();
-  if (shard.bfloat16_parts && part_dtype == at::kFloat) part_dtype = at::kBFloat16;
-  Tensor parts = sharded::gradient_parts(weight_, shard, part_dtype);
-  Tensor valid = parts.narrow(0, 0, shard.rows);
+  if (shard_.bfloat16_parts && part_dtype == at::kFloat) part_dtype = at::kBFloat16;
+  Tensor parts = sharded::gradient_parts(weight_, shard_, part_dtype);
+  Tensor valid = parts.narrow(0, 0, shard_.rows);
   if (!is_grouped_ && group_sizes) valid = valid.unsqueeze(0);
   wgrad_into(grad, input, group_sizes, valid, false, options);
   if (buffers_.empty() || is_returned(parts)) {
@@ -37,13 +36,12 @@ Tensor WeightGradient::reduced(const Quantized& grad, const Quantized& input,
 variable_list WeightGradient::foreign(const Quantized& grad, const Quantized& input,
                                       const std::optional<Tensor>& group_sizes, at::ScalarType dtype,
                                       const gemm::LaunchOptions& options) const {
-  const sharded::WeightShard shard = sharded::parse_weight_shard("linear", shard_);
   const at::TensorList shards = list_.empty() ? at::TensorList(weight_) : at::TensorList(list_);
-  const std::vector<Tensor> unsharded = sharded::foreign_buffers(shards, shard, dtype);
+  const std::vector<Tensor> unsharded = sharded::foreign_buffers(shards, shard_, dtype);
   const bool is_one_group = !is_grouped_ && group_sizes;
   wgrad_into(grad, input, group_sizes,
              is_one_group ? std::vector<Tensor>{unsharded[0].unsqueeze(0)} : unsharded, false, options);
-  variable_list gradients = sharded::foreign_gradients(unsharded, shards, shard);
+  variable_list gradients = sharded::foreign_gradients(unsharded, shards, shard_);
   for (size_t i = 0; i < count_; ++i) {
     if (wants(i) && !gradients[i].defined()) refuse_capture("main_grad", place_, count_, false);
   }
@@ -78,16 +76,15 @@ sharded::ListTarget WeightGradient::list_target() const {
 Tensor WeightGradient::reduced_list(const Quantized& grad, const Quantized& input,
                                     const std::optional<Tensor>& group_sizes, at::ScalarType dtype,
                                     const gemm::LaunchOptions& options) const {
-  const sharded::WeightShard shard = sharded::parse_weight_shard("linear", shard_);
   at::ScalarType part_dtype = buffers_.empty() ? dtype : buffers_[0].scalar_type();
-  if (shard.bfloat16_parts && part_dtype == at::kFloat) part_dtype = at::kBFloat16;
-  Tensor stack = sharded::gradient_stack(list_, shard, part_dtype);
-  const Tensor valid = stack.narrow(1, 0, shard.rows);
+  if (shard_.bfloat16_parts && part_dtype == at::kFloat) part_dtype = at::kBFloat16;
+  Tensor stack = sharded::gradient_stack(list_, shard_, part_dtype);
+  const Tensor valid = stack.narrow(1, 0, shard_.rows);
   const bool is_whole = count_ == 1 || valid.is_contiguous();
   wgrad_into(grad, input, group_sizes, is_whole ? std::vector<Tensor>{valid} : valid.unbind(0), false,
              options);
-  parts_ = sharded::parts_of_stack(std::move(stack), shard);
-  if (!sharded::reduce_asynchronously(parts_, shard, list_target())) {
+  parts_ = sharded::parts_of_stack(std::move(stack), shard_);
+  if (!sharded::reduce_asynchronously(parts_, shard_, list_target())) {
     return sharded::reduce_gradient(parts_, shard_, {like_the_sum()});
   }
   parts_ = Tensor();

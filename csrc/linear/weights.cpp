@@ -1,7 +1,6 @@
 #include "linear/weights.h"
 
 #include "gemm/dispatch/checks.h"
-#include "sharded/weight_shard.h"
 
 namespace transformer_plugin::linear {
 
@@ -24,17 +23,12 @@ void check_weight_size(const WeightArgument& weight, int64_t dim, const c10::Sym
   check_size({weight.op, name.c_str(), weight.first()}, weight.is_list() ? dim - 1 : dim, expected, meaning);
 }
 
-c10::SymInt whole_size(const at::Tensor& weight, const MainGrad& gradient) {
-  if (gradient.weight_shard.empty()) return weight.sym_size(0);
-  return sharded::parse_weight_shard("linear", gradient.weight_shard).rows;
+c10::SymInt whole_size(const at::Tensor& weight, const sharded::WeightShard& shard) {
+  return shard.is_cut() ? c10::SymInt(shard.rows) : weight.sym_size(0);
 }
 
-c10::SymInt whole_rows(const WeightArgument& weight, const MainGrad& gradient) {
-  return is_cut_list(gradient) ? whole_size(weight.first(), gradient) : weight.rows();
-}
-
-bool is_cut_list(const MainGrad& gradient) {
-  return !gradient.weight_shard.empty() && sharded::parse_weight_shard("linear", gradient.weight_shard).each;
+c10::SymInt whole_rows(const WeightArgument& weight, const sharded::WeightShard& shard) {
+  return shard.each ? c10::SymInt(shard.rows) : weight.rows();
 }
 
 }  // namespace transformer_plugin::linear

@@ -8,6 +8,7 @@
 #include "common/buffers.h"
 #include "common/check.h"
 #include "common/quantized.h"
+#include "sharded/weight_shard.h"
 
 namespace transformer_plugin::linear {
 
@@ -34,8 +35,6 @@ struct MainGrad {
   bool accumulate = true;                 // or write over what the buffers hold
   std::string_view weight_grad = "none";  // what autograd gets in place of the gradient
   std::optional<at::Tensor> queue = {};   // where the backward leaves the operands (linear/deferred_wgrad.h)
-  // Not "": the weight is this rank's part, and so are its gradient and the buffer (sharded/weight_shard.h).
-  std::string_view weight_shard = {};
 };
 
 // The weight of a grouped layer. A single matrix becomes a stack of one, so that several tensors are always a list.
@@ -57,10 +56,9 @@ class GroupedWeight {
 };
 
 // The first dimension of a weight; of the whole one where it is sharded over ranks.
-c10::SymInt whole_size(const at::Tensor& weight, const MainGrad& gradient);
-// Whether the rows of every matrix of a grouped weight are sharded over ranks, and the number of rows of a whole one.
-bool is_cut_list(const MainGrad& gradient);
-c10::SymInt whole_rows(const WeightArgument& weight, const MainGrad& gradient);
+c10::SymInt whole_size(const at::Tensor& weight, const sharded::WeightShard& shard);
+// The rows of a whole matrix of a grouped weight.
+c10::SymInt whole_rows(const WeightArgument& weight, const sharded::WeightShard& shard);
 
 // Dtype, dimensions and device; of several matrices, that all are like the first.
 void check_grouped_weight(const WeightArgument& weight, const Argument& input);

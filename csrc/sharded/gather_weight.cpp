@@ -171,15 +171,19 @@ std::vector<int64_t> count_gathers(std::string_view group_name) {
 
 }  // namespace
 
-Quantized gather_weight(const Quantized& part, std::string_view shard_key, bool backward) {
+Quantized gather_weight(const Quantized& part, const WeightShard& shard, bool backward) {
   const std::string_view key = part.scale.defined() ? part.key : std::string_view("none");
   auto [data, scale, amax] = ops::gather_weight(part.data, as_optional(part.scale), as_optional(part.amax),
-                                                key, part.transposed, backward, shard_key);
+                                                key, part.transposed, backward, shard.key);
   Quantized whole = part;
   whole.data = data;
   if (part.scale.defined()) whole.scale = quantize::typed_scale(scale, part.format);
   if (part.amax.defined()) whole.amax = amax;
   return whole;
+}
+
+Tensor gather_values(const Tensor& part, const WeightShard& shard, bool backward) {
+  return gather_weight({part, Tensor(), Tensor()}, shard, backward).data;
 }
 
 TP_IMPL_NO_GRADIENT(gather_weight, gather_weight_kernel, gather_weight_meta);

@@ -66,10 +66,10 @@ Tensor gather_weight_list_meta(TensorList parts, bool, std::string_view shard_ke
 
 }  // namespace
 
-Tensor gather_weight_list(TensorList parts, std::string_view shard_key, bool backward) {
-  if (parts.size() > 1 || parts[0].dim() == 2) return ops::gather_weight_list(parts, backward, shard_key);
+Tensor gather_weight_list(TensorList parts, const WeightShard& shard, bool backward) {
+  if (parts.size() > 1 || parts[0].dim() == 2) return ops::gather_weight_list(parts, backward, shard.key);
   const Tensor part = parts[0].squeeze(0);
-  return ops::gather_weight_list(part, backward, shard_key);
+  return ops::gather_weight_list(part, backward, shard.key);
 }
 
 TP_IMPL_NO_GRADIENT(gather_weight_list, gather_weight_list_kernel, gather_weight_list_meta);

@@ -113,9 +113,9 @@ WeightShard checked(const char* op, const Tensor& parts, const Tensor& weight, s
   return shard;
 }
 
-void check_out(const Tensor& parts, const Tensor& weight, const Tensor& out, std::string_view key) {
+WeightShard check_out(const Tensor& parts, const Tensor& weight, const Tensor& out, std::string_view key) {
   const Argument to{kOp, "out", out};
-  checked(kOp, parts, weight, key);
+  WeightShard shard = checked(kOp, parts, weight, key);
   check_no_gradient({kOp, "parts", parts}, "Detach it: the sum of gradients has none");
   check_same_device(to, {kOp, "parts", parts});
   TP_CHECK_TYPE(out.scalar_type() == parts.scalar_type() ||
@@ -127,13 +127,13 @@ void check_out(const Tensor& parts, const Tensor& weight, const Tensor& out, std
   tensor_parallel::check_memory(to);
   tensor_parallel::check_memory({kOp, "parts", parts});
   check_written(to);
+  return shard;
 }
 
 void reduce_gradient_out(const Tensor& parts, const Tensor& weight, const Tensor& out, bool accumulate,
                          std::string_view key) {
-  check_out(parts, weight, out, key);
+  const WeightShard shard = check_out(parts, weight, out, key);
   check_apart(kOp, {{"out", out}}, {{"parts", parts}, {"weight", weight}});
-  const WeightShard shard = parse_weight_shard(kOp, key);
   const bool in_backward = torch::autograd::get_current_graph_task_id() >= 0;
   if (in_backward && can_be_asynchronous(shard, parts, {weight, out, accumulate})) {
     submit(parts, out, accumulate, shard);
@@ -202,22 +202,21 @@ Tensor gradient_parts(const Tensor& weight, const WeightShard& shard, at::Scalar
   return parts;
 }
 
-Tensor reduce_gradient(const Tensor& parts, std::string_view shard_key, const GradientTarget& target) {
+Tensor reduce_gradient(const Tensor& parts, const WeightShard& shard, const GradientTarget& target) {
   if (target.main_grad) {
-    ops::reduce_gradient_out(parts, target.weight, *target.main_grad, target.accumulate, shard_key);
+    ops::reduce_gradient_out(parts, target.weight, *target.main_grad, target.accumulate, shard.key);
     return {};
   }
-  const WeightShard shard = parse_weight_shard(kOp, shard_key);
   if (can_be_asynchronous(shard, parts, target)) {
     accumulate_asynchronously(parts, shard, target.weight);
     return {};
   }
-  return ops::start_reduce_gradient(parts, target.weight, shard_key);
+  return ops::start_reduce_gradient(parts, target.weight, shard.key);
 }
 
 Tensor finish_gradient(const Tensor& token, const Tensor& parts, const Tensor& weight,
-                       std::string_view shard_key, const Tensor& after) {
-  return ops::finish_reduce_gradient(token, parts, weight, shard_key, as_optional(after));
+                       const WeightShard& shard, const Tensor& after) {
+  return ops::finish_reduce_gradient(token, parts, weight, shard.key, as_optional(after));
 }
 
 }  // namespace transformer_plugin::sharded

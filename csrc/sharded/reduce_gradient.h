@@ -5,7 +5,6 @@
 
 #include <functional>
 #include <optional>
-#include <string_view>
 
 #include "sharded/weight_shard.h"
 
@@ -24,11 +23,11 @@ at::Tensor gradient_parts(const at::Tensor& weight, const WeightShard& shard, at
 
 // Begins to add the ranks' gradients, each rank those of its rows, on a side stream. Undefined if they go into a buffer, or
 // into `weight.grad` until the end of the backward. Otherwise a token, for which finish_gradient gives the result.
-at::Tensor reduce_gradient(const at::Tensor& parts, std::string_view shard_key, const GradientTarget& target);
+at::Tensor reduce_gradient(const at::Tensor& parts, const WeightShard& shard, const GradientTarget& target);
 
 // `after`: what the node computes meanwhile, or undefined. A compiler that orders ops by their operands would wait at once.
 at::Tensor finish_gradient(const at::Tensor& token, const at::Tensor& parts, const at::Tensor& weight,
-                           std::string_view shard_key, const at::Tensor& after);
+                           const WeightShard& shard, const at::Tensor& after);
 
 // Helpers, also of reduce_gradient_list.h.
 // Whether a hook observes the gradient, or torch.autograd.grad requested it: then the node must return it.

@@ -56,6 +56,7 @@ bool parse(std::string_view key, WeightShard& shard) {
   if (reader.rest().substr(0, 7) == "handle=" && !reader.take_number("handle=", shard.handle)) return false;
   if (!reader.take_text("name=", shard.name) || !reader.take("group=")) return false;
   shard.group = std::string(reader.rest());
+  shard.key = std::string(key);
   return shard.rows >= 0 && shard.ranks >= 1;
 }
 

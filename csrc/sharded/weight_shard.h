@@ -28,7 +28,9 @@
 
 namespace transformer_plugin::sharded {
 
+// A key, parsed. An op parses its key once, where it is called; what it calls takes the result.
 struct WeightShard {
+  std::string key = {};  // for ops that take the key
   int64_t rows = 0;
   int64_t ranks = 0;  // 0: the weight is whole
   bool each = false;
@@ -56,6 +58,9 @@ struct WeightShard {
     }
   }
 };
+
+// A weight that is whole.
+inline const WeightShard kWhole;
 
 // Raises a four-part ValueError if `key` is not one.
 WeightShard parse_weight_shard(const char* op, std::string_view key);
