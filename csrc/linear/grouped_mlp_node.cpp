@@ -10,8 +10,8 @@
 #include "linear/grouped_mlp_checks.h"
 #include "linear/main_grad.h"
 #include "linear/products.h"
-#include "linear/quantized_weight.h"
 #include "linear/saved_tensor_release.h"
+#include "linear/weight_source.h"
 
 namespace transformer_plugin::linear {
 
@@ -47,7 +47,9 @@ Tensor forward_of(const MlpArguments& mlp, const OperandFormats& formats, const 
   const BelowAutograd guard;
   QuantizedOperand input = rows_operand(mlp.input, mlp.rows, mlp.group_sizes, formats.input,
                                         formats.input_key, true, wanted.fc1_weight);
-  QuantizedWeight fc1 = gathered_operand(mlp.fc1_weight, mlp.quantized_fc1, formats, wanted.input, mlp.shard);
+  const WeightSource fc1_source{mlp.fc1_weight, mlp.quantized_fc1, mlp.shard},
+      fc2_source{mlp.fc2_weight, mlp.quantized_fc2, mlp.shard};
+  QuantizedWeight fc1 = fc1_source.for_forward(formats, wanted.input);
   if (wanted.fc1_weight) kept.input = input.columnwise;
   kept.fc1 = fc1.backward;
   if (wanted.input) kept.fc1_matrices = fc1.matrices;
@@ -56,8 +58,7 @@ Tensor forward_of(const MlpArguments& mlp, const OperandFormats& formats, const 
   if (wanted.linear) kept.linear = hidden.linear;
   if (wanted.fc2_weight) kept.activation = hidden.activation.columnwise;
   hidden.linear.reset();
-  const QuantizedWeight fc2 =
-      gathered_operand(mlp.fc2_weight, mlp.quantized_fc2, formats, wanted.linear, mlp.shard);
+  const QuantizedWeight fc2 = fc2_source.for_forward(formats, wanted.linear);
   kept.fc2 = fc2.backward;
   if (wanted.linear) kept.fc2_matrices = fc2.matrices;
   const OptionalTensor bias_scale = mlp.fc2_bias ? OptionalTensor(mlp.probs) : std::nullopt;
@@ -240,11 +241,12 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
                              grows(g.columnwise, kept.activation, group_sizes, dtype);
     if (!fc2_is_late) compute_fc2_wgrad();
     if (wants_linear) {
-      Quantized whole = whole_in_backward(shard, kept.fc2, formats);
+      WeightForBackward fc2 = WeightSource{kept.fc2_matrices, {}, shard}.for_backward(kept.fc2, formats);
       HiddenGradient hidden = data_gradient_then_activation_backward(
-          std::move(g.rowwise), whole, kept.fc2_matrices, whole.transposed, kept.linear, group_sizes, probs,
-          formats, {wants_input, wants_fc1, wants_fc1_bias}, saved_interleave(ctx), options, zero_tail);
-      whole = {};
+          std::move(g.rowwise), fc2.values, fc2.matrices(), fc2.values.transposed, kept.linear, group_sizes,
+          probs, formats, {wants_input, wants_fc1, wants_fc1_bias}, saved_interleave(ctx), options,
+          zero_tail);
+      fc2 = {};
       release(kept.linear);
       if (quantized_in_forward(ctx, kept.fc2, "fc2_given")) release(kept.fc2.data);
       linear = std::move(hidden.linear.values);
@@ -260,9 +262,11 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
     if (!fc1_is_late) compute_fc1_wgrad();
     if (wants_input) {
       const OptionalTensor out = saved_dgrad_out(ctx, kOp, grad);
-      const Quantized whole = whole_in_backward(shard, kept.fc1, formats);
-      grad_input = gemm_of(linear.rowwise, whole, group_sizes, std::nullopt, std::nullopt, whole.transposed,
-                           dtype, options, kept.fc1_matrices, rows.given() ? std::nullopt : out, zero_tail);
+      const WeightForBackward fc1 =
+          WeightSource{kept.fc1_matrices, {}, shard}.for_backward(kept.fc1, formats);
+      grad_input =
+          gemm_of(linear.rowwise, fc1.values, group_sizes, std::nullopt, std::nullopt, fc1.values.transposed,
+                  dtype, options, fc1.matrices(), rows.given() ? std::nullopt : out, zero_tail);
       linear.rowwise = {};
       if (rows.given()) grad_input = rows.sum(grad_input, out);
     }
@@ -271,11 +275,18 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
     if (fc1_is_late) compute_fc1_wgrad();
     fc2_gradient.finish(grad_fc2[0], dtype, grad_input);
     fc1_gradient.finish(grad_fc1[0], dtype, grad_input);
-    variable_list result{grad_input};
-    result.insert(result.end(), grad_fc1.begin(), grad_fc1.end());
-    result.insert(result.end(), grad_fc2.begin(), grad_fc2.end());
-    result.insert(result.end(), {Tensor(), grad_probs, grad_fc1_bias, grad_fc2_bias});
-    result.resize(weights + kArguments - 2);
+    return in_order_of_inputs(grad_input, grad_fc1, grad_fc2,
+                              {Tensor(), grad_probs, grad_fc1_bias, grad_fc2_bias});
+  }
+
+  // The gradients of the input, of the tensors of both weights and of the tensors after them, and none of other arguments.
+  static variable_list in_order_of_inputs(const Tensor& input, const variable_list& fc1,
+                                          const variable_list& fc2, std::initializer_list<Tensor> others) {
+    variable_list result{input};
+    result.insert(result.end(), fc1.begin(), fc1.end());
+    result.insert(result.end(), fc2.begin(), fc2.end());
+    result.insert(result.end(), others);
+    result.resize(fc1.size() + fc2.size() + kArguments - 2);
     return result;
   }
 

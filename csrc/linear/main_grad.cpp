@@ -170,6 +170,11 @@ void check_weight_shard(const WeightArgument& weight, const sharded::WeightShard
                  "one buffer of the sizes of the weight", main_grad.buffers->size(), "Pass one tensor");
 }
 
+namespace {
+
+std::string shard_of(const char* name) { return std::string(name) + "_weight"; }
+
+// The tensors that were saved one by one under a name.
 std::vector<Tensor> saved_matrices(AutogradContext* ctx, const char* name) {
   std::vector<Tensor> result;
   const auto matrix = [&] { return ctx->saved_data.find(entry(name, result.size())); };
@@ -177,6 +182,16 @@ std::vector<Tensor> saved_matrices(AutogradContext* ctx, const char* name) {
     result.push_back(next->second.toTensor());
   }
   return result;
+}
+
+}  // namespace
+
+std::vector<Tensor> saved_shards(AutogradContext* ctx, const char* name, const sharded::WeightShard& shard) {
+  const std::string key = shard_of(name);
+  if (shard.each) return saved_matrices(ctx, key.c_str());
+  const auto found = ctx->saved_data.find(key);
+  if (found == ctx->saved_data.end()) return {};
+  return {found->second.toTensor()};
 }
 
 void save_weight_shard(AutogradContext* ctx, const sharded::WeightShard& shard) {
@@ -191,10 +206,10 @@ sharded::WeightShard saved_weight_shard(const AutogradContext* ctx) {
 
 void save_main_grad(AutogradContext* ctx, const char* name, const MainGrad& main_grad, at::TensorList weight,
                     const sharded::WeightShard& shard) {
-  // Untracked: gradients of the part do not depend on its values.
+  // Untracked: gradients of the shard do not depend on its values.
   if (shard.is_cut()) {
-    const std::string key = std::string(name) + "_weight";
-    ctx->saved_data[key] = weight[0];
+    const std::string key = shard_of(name);
+    if (!shard.each) ctx->saved_data[key] = weight[0];
     for (size_t i = 0; shard.each && i < weight.size(); ++i) {
       ctx->saved_data[entry(key.c_str(), i)] = weight[i];
     }
@@ -257,9 +272,9 @@ WeightGradient::WeightGradient(AutogradContext* ctx, const char* name, size_t pl
   if (returns_none && !is_traced(queue_ ? *queue_ : buffers_[0]))
     refuse_capture(name, place, count, queue_.has_value());
   if (!shard.is_cut()) return;
-  const std::string weight = std::string(name) + "_weight";
-  weight_ = ctx->saved_data[weight].toTensor();
-  list_ = saved_matrices(ctx, weight.c_str());
+  list_ = saved_shards(ctx, name, shard);
+  weight_ = list_[0];
+  if (!shard.each) list_.clear();
 }
 
 // Those of matrices that want no gradient stay.

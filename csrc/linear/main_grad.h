@@ -38,8 +38,9 @@ sharded::WeightShard saved_weight_shard(const torch::autograd::AutogradContext* 
 // In the backward: raises an error if torch.autograd.grad asks for the gradient of the weight, which the node does not return.
 // `place`, `count`: as below. `is_deferred`: it goes into a queue, and not into a buffer.
 void refuse_capture(const char* name, size_t place, size_t count, bool is_deferred);
-// In the backward: the tensors that were kept one by one under a name; none if it was one tensor.
-std::vector<at::Tensor> saved_matrices(torch::autograd::AutogradContext* ctx, const char* name);
+// In the backward: the shards of a weight that save_main_grad saved, if it did.
+std::vector<at::Tensor> saved_shards(torch::autograd::AutogradContext* ctx, const char* name,
+                                     const sharded::WeightShard& shard);
 
 // In the backward: what becomes of the gradient of one weight.
 class WeightGradient {

@@ -17,6 +17,7 @@
 #include "linear/nonfinite.h"
 #include "linear/products.h"
 #include "linear/quantized_weight.h"
+#include "linear/weight_source.h"
 #include "norm/calls.h"
 
 namespace transformer_plugin::linear {
@@ -141,8 +142,8 @@ Outputs forward_of(const NormLinear& layer, const OperandFormats& formats, const
   }
   input.columnwise = {};
   if (!layer.return_normalized) normalized.reset();
-  const QuantizedWeight weight =
-      gathered_operand(layer.weight, layer.quantized_weight, formats, wanted.normalized, layer.shard);
+  const WeightSource source{layer.weight, layer.quantized_weight, layer.shard};
+  const QuantizedWeight weight = source.for_forward(formats, wanted.normalized);
   kept.weight = weight.backward;
   return {
       gemm_of(input.rowwise, weight.forward, kNone, layer.bias, kNone, true, layer.norm.input.scalar_type()),
@@ -305,9 +306,10 @@ class NormLinearFunction : public DifferentiableOnce<NormLinearFunction> {
     const Quantized weight{saved[8],       saved[9],   saved[10],
                            formats.weight, weight_key, ctx->saved_data["weight_columns"].toBool()};
     const bool is_early = wanted.input && wanted.weight.is_cut() && !wanted.weight.goes_first();
-    const Quantized early = is_early ? whole_in_backward(shard, weight, formats) : Quantized{};
-    if (!wanted.input) announce_foreign_use(ctx, "main_grad", shard);
-    const WholeWeight whole = [&] { return is_early ? early : whole_in_backward(shard, weight, formats); };
+    const WeightSource source{{}, {}, shard};
+    const Quantized early = is_early ? source.for_backward(weight, formats).values : Quantized{};
+    if (!wanted.input) announce_use_in_backward(ctx, "main_grad", shard);
+    const WholeWeight whole = [&] { return is_early ? early : source.for_backward(weight, formats).values; };
     if (formats.native()) return unquantized_gradients(grad, norm, whole, wanted);
     const SavedTensors kept{{}, {saved[5], saved[6], saved[7], formats.input, input_key, true}, {}};
     return quantized_gradients(grad, norm, kept, whole, formats, wanted);

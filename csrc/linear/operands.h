@@ -48,8 +48,11 @@ struct QuantizedWeight {
   Quantized forward;
   Quantized backward;  // with transpose_b if it is columnwise
   std::vector<at::Tensor> matrices = {};
-  // Of several matrices that are sharded over ranks: this rank's parts, which the backward gathers again.
-  std::vector<at::Tensor> parts = {};
+  // Of several matrices that are sharded over ranks: this rank's shards, which the backward gathers again.
+  std::vector<at::Tensor> shards = {};
+
+  // For the backward, besides `backward`.
+  const std::vector<at::Tensor>& matrices_to_save() const { return shards.empty() ? matrices : shards; }
 };
 
 // Whether the data gradient needs the columnwise weight: because its values differ from the rowwise ones, or because the FP8

@@ -14,7 +14,7 @@
 #include "linear/input_rows.h"
 #include "linear/main_grad.h"
 #include "linear/products.h"
-#include "linear/quantized_weight.h"
+#include "linear/weight_source.h"
 #include "quantize/ops/checks.h"
 #include "quantize/ops/group_tables.h"
 
@@ -76,7 +76,8 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
         ranks.is_cut()
             ? gathered_operand_of(input, ranks, column_sizes, formats.input, input_key, true, columns_now)
             : quantize_operand(input, column_sizes, formats.input, input_key, true, columns_now);
-    const QuantizedWeight w = gathered_operand(weight, quantized_weight, formats, wants_input, shard);
+    const WeightSource source{weight, quantized_weight, shard};
+    const QuantizedWeight w = source.for_forward(formats, wants_input);
     ctx->saved_data["weight_columns"] = w.backward.transposed;
     // The backward needs the columnwise input only.
     Quantized columns;
@@ -92,7 +93,7 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
                         wants_grad(bias_scale) ? *bias : Tensor(),
                         or_undefined(bias_scale),
                         or_undefined(column_sizes)};
-    const std::vector<Tensor>& matrices = w.parts.empty() ? w.matrices : w.parts;
+    const std::vector<Tensor>& matrices = w.matrices_to_save();
     if (wants_input) saved.insert(saved.end(), matrices.begin(), matrices.end());
     ctx->save_for_backward(std::move(saved));
     ctx->saved_data["input_format"] = std::string(input_key);
@@ -146,16 +147,15 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
       // Of a weight that is sharded over ranks first: while it travels, the data gradient is computed.
       if (wants_weight && weight_gradient.goes_first()) compute_weight();
       if (wants_input) {
-        at::TensorList kept = at::TensorList(saved).slice(kSaved);
-        std::vector<Tensor> gathered;
-        const Quantized whole = whole_in_backward(shard, weight, formats, kept, gathered);
-        grad_input = as_matrix(gemm_of(g.rowwise, whole, group_sizes, std::nullopt, std::nullopt,
-                                       whole.transposed, grad.scalar_type(), options, kept,
+        const WeightSource source{at::TensorList(saved).slice(kSaved), {}, shard};
+        const WeightForBackward w = source.for_backward(weight, formats);
+        grad_input = as_matrix(gemm_of(g.rowwise, w.values, group_sizes, std::nullopt, std::nullopt,
+                                       w.values.transposed, grad.scalar_type(), options, w.matrices(),
                                        saved_dgrad_out(ctx, QuantizedLinearFunction::kName, grad)));
         const InputRanks ranks = saved_ranks(ctx);
         if (ranks.is_cut()) grad_input = divided_rows(grad_input, ranks);
       } else {
-        announce_foreign_use(ctx, kMainGrad, shard);
+        announce_use_in_backward(ctx, kMainGrad, shard);
       }
       if (wants_weight && !weight_gradient.goes_first()) compute_weight();
       weight_gradient.finish(grad_weight, grad.scalar_type(), grad_input);
@@ -313,8 +313,8 @@ Tensor quantized_linear_forward(const LinearArguments& layer, const OperandForma
           ? gathered_operand_of(layer.input, layer.input_ranks, std::nullopt, formats.input,
                                 formats.input_key, true, false)
           : quantize_operand(layer.input, layer.group_sizes, formats.input, formats.input_key, true, false);
-  return forward_gemm(layer, formats, input,
-                      gathered_operand(layer.weight, layer.quantized_weight, formats, false, layer.shard));
+  const WeightSource source{layer.weight, layer.quantized_weight, layer.shard};
+  return forward_gemm(layer, formats, input, source.for_forward(formats, false));
 }
 
 template <bool is_grouped>

@@ -4,10 +4,7 @@
 
 #include "gemm/dispatch/checks.h"
 #include "gemm/dispatch/quantized_operands.h"
-#include "linear/main_grad.h"
 #include "quantize/ops/checks.h"
-#include "sharded/foreign_weight.h"
-#include "sharded/gather_weight.h"
 
 namespace transformer_plugin::linear {
 
@@ -120,96 +117,6 @@ QuantizedWeight as_quantized_weight(at::TensorList list, const OperandFormats& f
                      first > 0};
   };
   return {part(0), backward ? part(list.size() > one ? one : 0) : Quantized{}};
-}
-
-QuantizedWeight weight_operand(at::TensorList weight, const OptionalList& quantized,
-                               const OperandFormats& formats, bool backward) {
-  return quantized ? as_quantized_weight(*quantized, formats, backward)
-                   : quantize_weight_operand(weight, formats, backward);
-}
-
-namespace {
-
-// The weight that another runtime gathers now, in one direction.
-Quantized foreign_operand(at::TensorList shards, const sharded::WeightShard& shard,
-                          const OperandFormats& formats, bool backward, std::vector<Tensor>& matrices) {
-  sharded::ForeignWeight made = sharded::foreign_weight(shards, shard, formats.weight_key, backward);
-  if (made.quantized.empty()) {
-    QuantizedWeight weight = quantize_weight_operand(made.values, formats, backward);
-    matrices = std::move(weight.matrices);
-    return backward ? weight.backward : weight.forward;
-  }
-  made.quantized.resize(3);
-  return {made.quantized[0],  quantize::typed_scale(made.quantized[1], formats.weight),
-          made.quantized[2],  formats.weight,
-          formats.weight_key, made.columnwise};
-}
-
-}  // namespace
-
-// The ranks' quantized parts travel, or, where there are none, the values, which are quantized after the gather.
-QuantizedWeight gathered_operand(at::TensorList weight, const OptionalList& quantized,
-                                 const OperandFormats& formats, bool backward,
-                                 const sharded::WeightShard& shard) {
-  if (!shard.is_cut()) return weight_operand(weight, quantized, formats, backward);
-  if (shard.is_foreign()) {
-    QuantizedWeight result;
-    result.forward = foreign_operand(weight, shard, formats, false, result.matrices);
-    if (backward) result.backward = {weight[0], Tensor(), Tensor()};
-    if (backward && shard.each) result.parts = weight.vec();
-    return result;
-  }
-  if (shard.each) {
-    const Tensor whole = sharded::gather_weight_list(weight, shard, false);
-    QuantizedWeight result = quantize_weight_operand(whole, formats, false);
-    if (backward) result.parts = weight.vec();
-    return result;
-  }
-  if (quantized || !formats.weight.is_quantized()) {
-    QuantizedWeight own = weight_operand(weight, quantized, formats, backward);
-    own.forward = sharded::gather_weight(own.forward, shard, false);
-    return own;
-  }
-  const Quantized values{weight[0], Tensor(), Tensor()};
-  const Tensor whole = sharded::gather_values(values.data, shard, false);
-  return {quantize_weight_operand(whole, formats, false).forward, backward ? values : Quantized{}};
-}
-
-Quantized whole_in_backward(const sharded::WeightShard& shard, const Quantized& saved,
-                            const OperandFormats& formats) {
-  std::vector<Tensor> matrices;
-  at::TensorList none;
-  return whole_in_backward(shard, saved, formats, none, matrices);
-}
-
-Quantized whole_in_backward(const sharded::WeightShard& shard, const Quantized& saved,
-                            const OperandFormats& formats, at::TensorList& matrices,
-                            std::vector<Tensor>& gathered) {
-  if (!shard.is_cut()) return saved;
-  if (shard.is_foreign()) {
-    const Quantized whole =
-        foreign_operand(shard.each ? matrices : saved.data, shard, formats, true, gathered);
-    matrices = gathered;
-    return whole;
-  }
-  if (shard.each) {
-    const Tensor whole = sharded::gather_weight_list(matrices, shard, true);
-    matrices = {};
-    return quantize_weight_operand(whole, formats, true).backward;
-  }
-  const Quantized whole = sharded::gather_weight(saved, shard, true);
-  if (whole.scale.defined() || !formats.weight.is_quantized()) return whole;
-  return quantize_weight_operand(whole.data, formats, true).backward;
-}
-
-void announce_foreign_use(torch::autograd::AutogradContext* ctx, const char* main_grad,
-                          const sharded::WeightShard& shard) {
-  if (!shard.is_foreign()) return;
-  const std::string name = std::string(main_grad) + "_weight";
-  if (ctx->saved_data.find(name) == ctx->saved_data.end()) return;
-  std::vector<Tensor> shards = saved_matrices(ctx, name.c_str());
-  if (shards.empty()) shards.push_back(ctx->saved_data[name].toTensor());
-  sharded::foreign_weight(shards, shard, "none", true);
 }
 
 }  // namespace transformer_plugin::linear
