@@ -12,6 +12,7 @@
 #include "linear/products.h"
 #include "linear/quantized_linear.h"
 #include "linear/quantized_weight.h"
+#include "linear/sharded_weight.h"
 
 namespace transformer_plugin::linear {
 

@@ -10,6 +10,7 @@
 #include "linear/deferred_wgrad.h"
 #include "linear/main_grad.h"
 #include "linear/quantized_weight.h"
+#include "linear/sharded_weight.h"
 #include "quantize/ops/checks.h"
 #include "quantize/ops/group_tables.h"
 

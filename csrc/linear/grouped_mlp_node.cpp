@@ -8,10 +8,11 @@
 #include "common/tensor.h"
 #include "gemm/ops/calls.h"
 #include "linear/grouped_mlp_checks.h"
-#include "linear/main_grad.h"
 #include "linear/products.h"
 #include "linear/saved_tensor_release.h"
+#include "linear/sharded_weight.h"
 #include "linear/weight_source.h"
+#include "linear/wgrad_destination.h"
 
 namespace transformer_plugin::linear {
 
@@ -117,8 +118,8 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
     ctx->save_for_backward(std::move(saved));
     save_matrices(ctx, "fc1_matrices", fc1_weight.size(), kept.fc1_matrices.size());
     save_matrices(ctx, "fc2_matrices", fc2_weight.size(), kept.fc2_matrices.size());
-    if (wanted.fc1_weight) save_main_grad(ctx, kFc1MainGrad, fc1_main_grad, fc1_weight, shard);
-    if (wanted.fc2_weight) save_main_grad(ctx, kFc2MainGrad, fc2_main_grad, fc2_weight, shard);
+    if (wanted.fc1_weight) save_wgrad_destination(ctx, kFc1MainGrad, fc1_main_grad, fc1_weight, shard);
+    if (wanted.fc2_weight) save_wgrad_destination(ctx, kFc2MainGrad, fc2_main_grad, fc2_weight, shard);
     save_weight_shard(ctx, shard);
     if (wanted.input) save_dgrad_out(ctx, buffers);
     ctx->saved_data["input_format"] = std::string(input_key);
@@ -197,9 +198,9 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
     const size_t fc1_count = saved_matrices(ctx, "fc1_matrices"),
                  fc2_count = saved_matrices(ctx, "fc2_matrices"), weights = fc1_count + fc2_count;
     const sharded::WeightShard shard = saved_weight_shard(ctx);
-    const WeightGradient fc1_gradient(ctx, kFc1MainGrad, 1, fc1_count, shard),
-        fc2_gradient(ctx, kFc2MainGrad, 1 + fc1_count, fc2_count, shard);
-    const bool wants_fc1 = fc1_gradient.is_wanted(), wants_fc2 = fc2_gradient.is_wanted(),
+    const auto fc1_destination = wgrad_destination({ctx, 1, fc1_count}, kFc1MainGrad, shard);
+    const auto fc2_destination = wgrad_destination({ctx, 1 + fc1_count, fc2_count}, kFc2MainGrad, shard);
+    const bool wants_fc1 = fc1_destination != nullptr, wants_fc2 = fc2_destination != nullptr,
                wants_input = ctx->needs_input_grad(0), wants_probs = ctx->needs_input_grad(weights + 2),
                wants_fc1_bias =
                    ctx->saved_data["has_fc1_bias"].toBool() && ctx->needs_input_grad(weights + 3);
@@ -211,7 +212,7 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
     QuantizedOperand g;
     if (wants_linear || wants_fc2) {
       // A deferred weight gradient keeps rows of its own, because the caller may write to the gradient.
-      const bool copies = wants_fc2 && (fc2_gradient.is_deferred() ||
+      const bool copies = wants_fc2 && (fc2_destination->is_deferred() ||
                                         !reads_gradient(grad, kept.activation.data, formats.grad, grad_key));
       g = rows_operand(rows.given() && !copies ? grad.contiguous() : grad, rows, group_sizes, formats.grad,
                        grad_key, wants_linear, wants_fc2, copies);
@@ -220,7 +221,7 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
     QuantizedOperand linear;  // the gradient of the output of fc1
     const auto compute_fc2_wgrad = [&] {
       if (wants_fc2) {
-        grad_fc2 = fc2_gradient.compute(g.columnwise, kept.activation, group_sizes, dtype, options);
+        grad_fc2 = fc2_destination->compute({g.columnwise, kept.activation, group_sizes, dtype, options});
       }
       g.columnwise = {};
       release(kept.activation.data);
@@ -228,17 +229,17 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
     const auto compute_fc1_wgrad = [&] {
       if (wants_fc1) {
         Quantized input = kept.input;
-        if (input.row_index.defined() && !fc1_gradient.is_deferred()) {
+        if (input.row_index.defined() && !fc1_destination->is_deferred()) {
           input.data = rows.gather(input.data, group_sizes);
           input.row_index = Tensor();
         }
-        grad_fc1 = fc1_gradient.compute(linear.columnwise, input, group_sizes, dtype, options);
+        grad_fc1 = fc1_destination->compute({linear.columnwise, input, group_sizes, dtype, options});
       }
       linear.columnwise = {};
       if (kept.input.scale.defined()) release(kept.input.data);
     };
-    const bool fc2_is_late = wants_fc2 && fc2_gradient.allocates() && !fc2_gradient.is_cut() &&
-                             grows(g.columnwise, kept.activation, group_sizes, dtype);
+    const bool fc2_is_late =
+        wants_fc2 && fc2_destination->allocates() && grows(g.columnwise, kept.activation, group_sizes, dtype);
     if (!fc2_is_late) compute_fc2_wgrad();
     if (wants_linear) {
       WeightForBackward fc2 = WeightSource{kept.fc2_matrices, {}, shard}.for_backward(kept.fc2, formats);
@@ -256,7 +257,7 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
       }
     }
     if (fc2_is_late) compute_fc2_wgrad();
-    const bool fc1_is_late = wants_fc1 && fc1_gradient.allocates() && !fc1_gradient.is_cut() &&
+    const bool fc1_is_late = wants_fc1 && fc1_destination->allocates() &&
                              quantized_in_forward(ctx, kept.fc1, "fc1_given") &&
                              grows(linear.columnwise, kept.input, group_sizes, dtype);
     if (!fc1_is_late) compute_fc1_wgrad();
@@ -273,8 +274,8 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
     linear.rowwise = {};
     if (quantized_in_forward(ctx, kept.fc1, "fc1_given")) release(kept.fc1.data);
     if (fc1_is_late) compute_fc1_wgrad();
-    fc2_gradient.finish(grad_fc2[0], dtype, grad_input);
-    fc1_gradient.finish(grad_fc1[0], dtype, grad_input);
+    if (wants_fc2) fc2_destination->finish(grad_fc2, grad_input);
+    if (wants_fc1) fc1_destination->finish(grad_fc1, grad_input);
     return in_order_of_inputs(grad_input, grad_fc1, grad_fc2,
                               {Tensor(), grad_probs, grad_fc1_bias, grad_fc2_bias});
   }

@@ -15,6 +15,8 @@
 #include "linear/main_grad.h"
 #include "linear/quantized_linear.h"
 #include "linear/quantized_weight.h"
+#include "linear/sharded_weight.h"
+#include "linear/wgrad_destination.h"
 
 namespace transformer_plugin::linear {
 
@@ -185,7 +187,7 @@ class LinearMainGradFunction : public DifferentiableOnce<LinearMainGradFunction<
                         const OptionalTensor& bias, const MainGrad& main_grad, const CallerBuffers& buffers) {
     const bool wants_weight = weight.requires_grad(), wants_input = input.requires_grad();
     ctx->save_for_backward({wants_weight ? input : Tensor(), wants_input ? weight : Tensor()});
-    if (wants_weight) save_main_grad(ctx, "main_grad", main_grad, weight, sharded::kWhole);
+    if (wants_weight) save_wgrad_destination(ctx, "main_grad", main_grad, weight, sharded::kWhole);
     if (wants_input) save_dgrad_out(ctx, buffers);
     return plain_forward(input, weight, bias, buffers.out);
   }
@@ -202,10 +204,11 @@ class LinearMainGradFunction : public DifferentiableOnce<LinearMainGradFunction<
       }
       grad_input = into ? *into : from_matrix(product_of(grad, saved[1]), grads[0]);
     }
-    const WeightGradient weight_gradient(ctx, "main_grad", 1, 1, sharded::kWhole, false);
-    if (weight_gradient.is_wanted()) {
+    const auto destination =
+        wgrad_destination({ctx, 1, 1, /*is_grouped=*/false}, "main_grad", sharded::kWhole);
+    if (destination) {
       const Quantized g{grad, Tensor(), Tensor()}, x{as_matrix(saved[0]), Tensor(), Tensor()};
-      grad_weight = weight_gradient.compute(g, x, std::nullopt, grad.scalar_type())[0];
+      grad_weight = destination->compute({g, x, std::nullopt, grad.scalar_type()})[0];
     }
     if constexpr (has_bias) {
       if (ctx->needs_input_grad(2)) grad_bias = ops::bias_backward(grad);

@@ -16,6 +16,8 @@
 #include "linear/main_grad.h"
 #include "linear/nonfinite.h"
 #include "linear/products.h"
+#include "linear/sharded_weight.h"
+#include "linear/wgrad_destination.h"
 #include "quantize/ops/calls.h"
 #include "quantize/ops/checks.h"
 #include "quantize/ops/group_tables.h"
@@ -186,7 +188,7 @@ class LinearScaledFunction : public DifferentiableOnce<LinearScaledFunction<is_g
     Operands operands = quantize_operands(layer);
     const Tensor none, output = forward_of(layer, operands);
     if (shard.is_cut()) operands.weight = {weight, Tensor(), Tensor()};  // gathered again
-    if (wants_weight) save_main_grad(ctx, kMainGrad, {}, weight, shard);
+    if (wants_weight) save_wgrad_destination(ctx, kMainGrad, {}, weight, shard);
     save_weight_shard(ctx, shard);
     ctx->save_for_backward(
         {wants_weight ? operands.input.data : none, wants_weight ? operands.input.scale : none,
@@ -211,10 +213,13 @@ class LinearScaledFunction : public DifferentiableOnce<LinearScaledFunction<is_g
     const OptionalTensor group_sizes = as_optional(saved[4]);
     const SharedOffsets shared(saved[4]);
     const Tensor& grad = grads[0];
-    const bool wants_input = ctx->needs_input_grad(0), wants_weight = ctx->needs_input_grad(1);
+    const bool wants_input = ctx->needs_input_grad(0);
     const sharded::WeightShard shard = saved_weight_shard(ctx);
-    const WeightGradient weight_gradient(ctx, kMainGrad, 1, 1, shard, is_grouped);
-    Tensor grad_input, grad_weight;
+    const auto destination = wgrad_destination({ctx, 1, 1, is_grouped}, kMainGrad, shard);
+    const bool wants_weight = destination != nullptr,
+               weight_first = wants_weight && destination->goes_first();
+    Tensor grad_input;
+    variable_list grad_weight(1);
     if (wants_input || wants_weight) {
       const Quantized g = quantize_role(grad, group_sizes, saved[7], grad_key, as_optional(saved[8]),
                                         ctx->saved_data["first"].toInt());
@@ -223,23 +228,22 @@ class LinearScaledFunction : public DifferentiableOnce<LinearScaledFunction<is_g
       const LaunchOptions options = saved_options(ctx);
       const auto compute_weight = [&] {
         grad_weight =
-            weight_gradient.compute(transposed_data(g, group_sizes), transposed_data(x, group_sizes),
-                                    group_sizes, ctx->saved_data["weight_dtype"].toScalarType(), options)[0];
+            destination->compute({transposed_data(g, group_sizes), transposed_data(x, group_sizes),
+                                  group_sizes, ctx->saved_data["weight_dtype"].toScalarType(), options});
       };
-      // Of a weight that is sharded over ranks first: while it travels, the data gradient is computed.
-      if (wants_weight && weight_gradient.goes_first()) compute_weight();
+      if (weight_first) compute_weight();
       if (wants_input) {
         const Quantized w = weight_of(ctx, saved, weight_key, shard);
         const bool k_major = has_quantized_kernels(w.data);
         grad_input = gemm_of(g, k_major ? transposed_data(w, none) : w, group_sizes, none, none, k_major,
                              grad.scalar_type(), options);
       }
-      if (wants_weight && !weight_gradient.goes_first()) compute_weight();
-      weight_gradient.finish(grad_weight, grad.scalar_type(), grad_input);
+      if (wants_weight && !weight_first) compute_weight();
+      if (wants_weight) destination->finish(grad_weight, grad_input);
     }
     const auto [grad_bias, grad_bias_scale] = bias_gradients_of(ctx, grad, group_sizes, saved[5], saved[6]);
-    return {grad_input, grad_weight, Tensor(), grad_bias, grad_bias_scale, Tensor(), Tensor(),
-            Tensor(),   Tensor(),    Tensor(), Tensor(),  Tensor(),        Tensor()};
+    return {grad_input, grad_weight[0], Tensor(), grad_bias, grad_bias_scale, Tensor(), Tensor(),
+            Tensor(),   Tensor(),       Tensor(), Tensor(),  Tensor(),        Tensor()};
   }
 
   // As the forward had it.

@@ -1,24 +1,13 @@
 #include "linear/main_grad.h"
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
-#include <ATen/ops/zeros.h>
-#include <torch/csrc/autograd/graph_task.h>
-
-#include <algorithm>
-
 #include "common/tensor.h"
-#include "common/torch_version.h"
 #include "gemm/dispatch/checks.h"
 #include "linear/deferred_wgrad.h"
-#include "linear/products.h"
-#include "sharded/reduce_gradient.h"
 
 namespace transformer_plugin::linear {
 
 using at::Tensor;
 using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
 
 namespace {
 
@@ -125,56 +114,8 @@ void check_weight_gradient(const MainGrad& main_grad, const WeightArgument& weig
   check_main_grad("main_grad", main_grad, weight, is_grouped);
 }
 
-namespace {
-
 std::string queue_of(const char* name) { return std::string(name) + "_queue"; }
 
-void check_cut_list(const WeightArgument& weight, const sharded::WeightShard& shard, bool is_quantized) {
-  constexpr const char* name = "weight_shard";
-  const bool is_list = weight.is_list() || (weight.first().dim() == 3 && weight.groups() == 1);
-  const std::string& given = shard.key;
-  TP_CHECK_VALUE(is_list, weight.op, name, "no 'each' for a weight of one tensor", "'" << given << "'",
-                 "Pass a matrix for each group");
-  TP_CHECK_VALUE(!is_quantized, weight.op, name, "no 'each' with a quantized weight", "'" << given << "'",
-                 "Leave out the quantized weight: ranks exchange the values of a list");
-  TP_CHECK_VALUE(
-      weight.rows() * shard.ranks >= shard.rows, weight.op, weight.name,
-      "a part of the " << shard.rows << " rows of each matrix on each of " << shard.ranks << " ranks",
-      describe(weight.first()), "Cut the matrices as transformer_plugin.parallel.shard_ does");
-}
-
-}  // namespace
-
-void check_weight_shard(const WeightArgument& weight, const sharded::WeightShard& shard,
-                        const MainGrad& main_grad, bool is_quantized) {
-  if (!shard.is_cut()) return;
-  constexpr const char* name = "weight_shard";
-  TP_CHECK_VALUE(!shard.is_foreign() || !is_traced(weight.first()), weight.op, weight.first_name(),
-                 "eager code with a weight that another runtime gathers (attach_distributed_weights)",
-                 "'" << shard.name << "' in code that is compiled, exported or traced",
-                 "Leave the layer out with torch.compiler.disable(layer)");
-  if (shard.each) {
-    check_cut_list(weight, shard, is_quantized);
-  } else {
-    TP_CHECK_VALUE(!weight.is_list(), weight.op, name,
-                   "'' or a key with 'each' for a weight of several tensors", "'" << shard.key << "'",
-                   "Pass the weight as one stack [G, N, K]");
-    const c10::SymInt held = weight.first().sym_size(0) * shard.ranks;
-    TP_CHECK_VALUE(held >= shard.rows, weight.op, weight.name,
-                   "a part of the " << shard.rows << " rows on each of " << shard.ranks << " ranks",
-                   describe(weight.first()), "Cut the weight as transformer_plugin.parallel.shard_ does");
-  }
-  TP_CHECK_VALUE(!main_grad.queue, weight.op, name, "'' with a queue of weight gradients",
-                 "'" << shard.key << "'", "Leave out the queue: ranks add gradients in the backward");
-  TP_CHECK_VALUE(!main_grad.buffers || main_grad.buffers->size() == 1 || shard.each, weight.op, "main_grad",
-                 "one buffer of the sizes of the weight", main_grad.buffers->size(), "Pass one tensor");
-}
-
-namespace {
-
-std::string shard_of(const char* name) { return std::string(name) + "_weight"; }
-
-// The tensors that were saved one by one under a name.
 std::vector<Tensor> saved_matrices(AutogradContext* ctx, const char* name) {
   std::vector<Tensor> result;
   const auto matrix = [&] { return ctx->saved_data.find(entry(name, result.size())); };
@@ -184,36 +125,7 @@ std::vector<Tensor> saved_matrices(AutogradContext* ctx, const char* name) {
   return result;
 }
 
-}  // namespace
-
-std::vector<Tensor> saved_shards(AutogradContext* ctx, const char* name, const sharded::WeightShard& shard) {
-  const std::string key = shard_of(name);
-  if (shard.each) return saved_matrices(ctx, key.c_str());
-  const auto found = ctx->saved_data.find(key);
-  if (found == ctx->saved_data.end()) return {};
-  return {found->second.toTensor()};
-}
-
-void save_weight_shard(AutogradContext* ctx, const sharded::WeightShard& shard) {
-  if (shard.is_cut()) ctx->saved_data["weight_shard"] = shard.key;
-}
-
-sharded::WeightShard saved_weight_shard(const AutogradContext* ctx) {
-  const auto key = ctx->saved_data.find("weight_shard");
-  if (key == ctx->saved_data.end()) return {};
-  return sharded::parse_weight_shard("linear", key->second.toStringRef());
-}
-
-void save_main_grad(AutogradContext* ctx, const char* name, const MainGrad& main_grad, at::TensorList weight,
-                    const sharded::WeightShard& shard) {
-  // Untracked: gradients of the shard do not depend on its values.
-  if (shard.is_cut()) {
-    const std::string key = shard_of(name);
-    if (!shard.each) ctx->saved_data[key] = weight[0];
-    for (size_t i = 0; shard.each && i < weight.size(); ++i) {
-      ctx->saved_data[entry(key.c_str(), i)] = weight[i];
-    }
-  }
+void save_main_grad(AutogradContext* ctx, const char* name, const MainGrad& main_grad) {
   if (main_grad.queue) ctx->saved_data[queue_of(name)] = *main_grad.queue;
   if (!main_grad.buffers) return;
   const at::TensorList buffers = *main_grad.buffers;
@@ -223,147 +135,15 @@ void save_main_grad(AutogradContext* ctx, const char* name, const MainGrad& main
   if (main_grad.weight_grad != kNone) ctx->saved_data["weight_grad"] = std::string(main_grad.weight_grad);
 }
 
-namespace {
-
-using Tasks = std::unordered_map<torch::autograd::Node*, torch::autograd::GraphTask::ExecInfo>;
-
-// Whether torch.autograd.grad asks for what a node returns for its `i`-th tensor, also behind a cast.
-bool is_captured(const Tasks& tasks, const torch::autograd::Node& node, size_t i) {
-  torch::autograd::Node* next = node.next_edge(i).function.get();
-  while (next && next->name() == "ToCopyBackward0") next = next->next_edge(0).function.get();
-  const auto task = tasks.find(next);
-  return task != tasks.end() && task->second.captures_ && !task->second.captures_->empty();
-}
-
-}  // namespace
-
-// A schedule that computes the gradients of weights later asks for each of them. There are no tasks in a backward that accumulates.
-void refuse_capture(const char* name, size_t place, size_t count, bool is_deferred) {
-  const Tasks* tasks = torch::autograd::get_current_graph_task_exec_info();
-  const auto node = torch::autograd::get_current_node();
-  if (!tasks || tasks->empty() || !node) return;
-  const std::string prefix = "transformer_plugin::", suffix = "_backward_node", own = node->name();
-  if (own.find(prefix) != 0) return;  // a node of compiled code
-  bool wanted = false;
-  for (size_t i = place; i < place + count && !wanted; ++i) {
-    wanted = node->task_should_compute_output(i) && is_captured(*tasks, *node, i);
-  }
-  const char* option = is_deferred ? "delay_wgrad_compute" : "fuse_wgrad_accumulation";
-  TP_CHECK_VALUE(
-      !wanted, own.substr(prefix.size(), own.size() - prefix.size() - suffix.size()),
-      (is_deferred ? queue_of(name) : name),
-      "a backward that accumulates, as the layer has " << option << "=True",
-      "torch.autograd.grad for the gradient of its weight, as pipeline schedules with a zero bubble "
-      "call it",
-      "Pass dw_builder=transformer_plugin.nn.dw_builder(module) to PipelineStage, or leave the option "
-      "out");
-}
-
-WeightGradient::WeightGradient(AutogradContext* ctx, const char* name, size_t place, size_t count,
-                               const sharded::WeightShard& shard, bool is_grouped)
-    : ctx_(ctx), place_(place), count_(count), is_grouped_(is_grouped), shard_(shard) {
-  for (size_t i = 0; i < count && !is_wanted_; ++i) is_wanted_ = wants(i);
-  if (!is_wanted_) return;
-  buffers_ = saved_matrices(ctx, name);
+SavedMainGrad saved_main_grad(AutogradContext* ctx, const char* name) {
+  SavedMainGrad result{saved_matrices(ctx, name)};
   const auto queue = ctx->saved_data.find(queue_of(name));
-  if (queue != ctx->saved_data.end()) queue_ = queue->second.toTensor();
-  const bool returns_none =
-      (queue_ || !buffers_.empty()) && ctx->saved_data.find("weight_grad") == ctx->saved_data.end();
-  if (returns_none && !is_traced(queue_ ? *queue_ : buffers_[0]))
-    refuse_capture(name, place, count, queue_.has_value());
-  if (!shard.is_cut()) return;
-  list_ = saved_shards(ctx, name, shard);
-  weight_ = list_[0];
-  if (!shard.each) list_.clear();
-}
-
-// Those of matrices that want no gradient stay.
-void WeightGradient::copy_to_buffers(const std::vector<Tensor>& results) const {
-  const bool each = buffers_.size() == results.size();
-  const std::vector<Tensor> buffers = each ? buffers_ : buffers_[0].unbind();
-  for (size_t i = 0; i < results.size(); ++i) {
-    Tensor buffer = buffers[i];
-    if (count_ == 1 || results.size() == 1 || wants(i)) buffer.copy_(results[i]);
-  }
-}
-
-// The matrices that want no gradient.
-std::vector<int64_t> WeightGradient::skipped() const {
-  std::vector<int64_t> result;
-  for (size_t i = 0; i < count_; ++i) {
-    if (!wants(i)) result.push_back(static_cast<int64_t>(i));
-  }
-  return result;
-}
-
-variable_list WeightGradient::placeholders(at::ScalarType dtype) const {
-  variable_list result(count_);
-  const auto mode = ctx_->saved_data.find("weight_grad");
-  if (buffers_.empty() || mode == ctx_->saved_data.end()) return result;
-  const Tensor& first = buffers_[0];
-  std::vector<c10::SymInt> sizes{first.sym_size(-2), first.sym_size(-1)};
-  if (is_grouped_ && count_ == 1) {
-    const c10::SymInt matrices(static_cast<int64_t>(buffers_.size()));
-    sizes.insert(sizes.begin(), first.dim() == 3 ? first.sym_size(0) : matrices);
-  }
-  const auto options = first.options().dtype(dtype);
-  const bool is_empty = mode->second.toStringRef() == kEmpty;
-  for (size_t i = 0; i < count_; ++i) {
-    if (!wants(i)) continue;
-    result[i] = is_empty ? at::empty_symint(sizes, options) : at::zeros_symint(sizes, options);
-  }
-  return result;
-}
-
-namespace {
-
-// Whether a tracer must not see the buffers written in place. Inductor copies a graph's input before an op writes it, where
-// another input lies in the same memory, and takes the first element of that memory for the first of the input. Buffers that
-// begin later, as views of a bucket do, are replaced by temporaries.
-bool needs_temporaries(const std::vector<Tensor>& buffers) {
-  return std::any_of(buffers.begin(), buffers.end(), [](const Tensor& buffer) {
-    return is_traced(buffer) && buffer.sym_storage_offset() != 0;
-  });
-}
-
-}  // namespace
-
-variable_list WeightGradient::compute(const Quantized& grad, const Quantized& input,
-                                      const std::optional<Tensor>& group_sizes, at::ScalarType dtype,
-                                      const gemm::LaunchOptions& options) const {
+  if (queue != ctx->saved_data.end()) result.queue = queue->second.toTensor();
+  if (result.buffers.empty() && !result.queue) return result;
   // The options of a node with two weights are those of the one that has buffers.
-  const bool accumulates = buffers_.empty() || ctx_->saved_data.find("overwrites") == ctx_->saved_data.end();
-  if (shard_.is_foreign()) return foreign(grad, input, group_sizes, dtype, options);
-  if (is_cut()) {
-    Tensor own = list_.empty() ? reduced(grad, input, group_sizes, dtype, options)
-                               : reduced_list(grad, input, group_sizes, dtype, options);
-    if (own.defined()) return {std::move(own)};
-    return placeholders(dtype);
-  }
-  if (queue_) {
-    const auto rounded = buffers_.empty() ? std::optional(dtype) : std::nullopt;
-    call_defer_wgrad(*queue_, grad, input, group_sizes, {rounded, accumulates, skipped(), options});
-    return placeholders(dtype);
-  }
-  if (!buffers_.empty()) {
-    std::vector<Tensor> written = replaced_buffers(buffers_, skipped());
-    const bool is_copied = needs_temporaries(buffers_);
-    if (is_copied) {
-      for (Tensor& buffer : written) {
-        buffer = accumulates ? traced_copy(buffer) : at::empty_like(buffer, {}, at::MemoryFormat::Contiguous);
-      }
-    }
-    wgrad_into(grad, input, group_sizes, written, accumulates, options);
-    if (is_copied) copy_to_buffers(written);
-    return placeholders(dtype);
-  }
-  Tensor all = wgrad_of(grad, input, group_sizes, dtype, options);
-  if (!is_grouped_ && group_sizes) all = all.squeeze(0);
-  if (count_ == 1) return {all};
-  variable_list result = all.unbind();
-  for (size_t i = 0; i < count_; ++i) {
-    if (!wants(i)) result[i] = Tensor();
-  }
+  const auto mode = ctx->saved_data.find("weight_grad");
+  if (mode != ctx->saved_data.end()) result.weight_grad = mode->second.toStringRef();
+  result.accumulate = result.buffers.empty() || ctx->saved_data.find("overwrites") == ctx->saved_data.end();
   return result;
 }
 

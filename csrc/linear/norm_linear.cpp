@@ -13,11 +13,12 @@
 #include "gemm/ops/calls.h"
 #include "gemm/ops/leading_dims.h"
 #include "linear/calls.h"
-#include "linear/main_grad.h"
 #include "linear/nonfinite.h"
 #include "linear/products.h"
 #include "linear/quantized_weight.h"
+#include "linear/sharded_weight.h"
 #include "linear/weight_source.h"
+#include "linear/wgrad_destination.h"
 #include "norm/calls.h"
 
 namespace transformer_plugin::linear {
@@ -150,26 +151,27 @@ Outputs forward_of(const NormLinear& layer, const OperandFormats& formats, const
       normalized};
 }
 
-// What the linear layer wants, and its gradients; `input` is that of the normalized values.
+// What the linear layer wants, and its gradients; `input` is that of the normalized values. `weight`: null if it wants none.
 struct LayerNeedsGrad {
   bool input;
-  const WeightGradient& weight;
+  WgradDestination* weight;
   bool bias;
 };
 struct LayerGradients {
-  Tensor input, weight, bias;
+  Tensor input, bias;
+  variable_list weight;
 };
 using WholeWeight = std::function<Quantized()>;  // as the data gradient reads it
 LayerGradients unquantized_gradients(const Tensor& grad, const NormCall& norm, const WholeWeight& weight,
                                      const LayerNeedsGrad& wanted) {
   LayerGradients result;
-  if (wanted.weight.is_wanted()) {
+  if (wanted.weight) {
     const Tensor normalized = norm::call_norm(norm);
-    if (wanted.weight.allocates() && !wanted.weight.is_cut()) {
-      result.weight = call_gemm(grad.t(), normalized, kNone, false, grad.scalar_type());
+    if (wanted.weight->allocates()) {
+      result.weight = {call_gemm(grad.t(), normalized, kNone, false, grad.scalar_type())};
     } else {
       const Quantized g{grad, Tensor(), Tensor()}, x{normalized, Tensor(), Tensor()};
-      result.weight = wanted.weight.compute(g, x, std::nullopt, grad.scalar_type())[0];
+      result.weight = wanted.weight->compute({g, x, std::nullopt, grad.scalar_type()});
     }
   }
   if (wanted.input) result.input = call_gemm(grad, weight().data, kNone, false, grad.scalar_type());
@@ -182,8 +184,8 @@ LayerGradients quantized_gradients(const Tensor& grad, const NormCall& norm, Sav
                                    const WholeWeight& weight, const OperandFormats& formats,
                                    const LayerNeedsGrad& wanted) {
   LayerGradients result;
-  if (wanted.input || wanted.weight.is_wanted()) {
-    const bool wants_weight = wanted.weight.is_wanted();
+  const bool wants_weight = wanted.weight != nullptr;
+  if (wanted.input || wants_weight) {
     const OptionalTensor sizes = wants_weight ? column_groups(grad, kNone, formats) : kNone;
     QuantizedGradient g = quantize_gradient(grad, sizes, formats.grad, formats.grad_key, wanted.input,
                                             wants_weight, wanted.bias);
@@ -192,7 +194,7 @@ LayerGradients quantized_gradients(const Tensor& grad, const NormCall& norm, Sav
       if (!kept.columns.data.defined()) {
         kept.columns = weight_gradient_operand(norm::call_norm(norm), sizes, formats);
       }
-      result.weight = wanted.weight.compute(g.values.columnwise, kept.columns, sizes, grad.scalar_type())[0];
+      result.weight = wanted.weight->compute({g.values.columnwise, kept.columns, sizes, grad.scalar_type()});
       g.values.columnwise = kept.columns = {};
     }
     if (wanted.input) {
@@ -232,7 +234,7 @@ class NormLinearFunction : public DifferentiableOnce<NormLinearFunction> {
                             norms_again ? or_undefined(norm_bias) : Tensor(), kept.stats.mean,
                             kept.stats.rstd, kept.columns.data, kept.columns.scale, kept.columns.amax,
                             kept.weight.data, kept.weight.scale, kept.weight.amax});
-    if (wanted.weight) save_main_grad(ctx, "main_grad", main_grad, weight, shard);
+    if (wanted.weight) save_wgrad_destination(ctx, "main_grad", main_grad, weight, shard);
     save_weight_shard(ctx, shard);
     ctx->saved_data["eps"] = eps;
     ctx->saved_data["centered"] = centered;
@@ -283,11 +285,12 @@ class NormLinearFunction : public DifferentiableOnce<NormLinearFunction> {
     variable_list result(14);
     if (!grads[0].defined()) return result;
     const sharded::WeightShard shard = saved_weight_shard(ctx);
-    const WeightGradient weight(ctx, "main_grad", wanted.place_of_weight, 1, shard, false);
-    LayerGradients layer =
-        gradients_of_layer(ctx, grads[0], norm, saved, shard, {wanted.normalized(), weight, wanted.bias});
-    weight.finish(layer.weight, grads[0].scalar_type(), layer.input);
-    std::tie(result[3], result[4]) = std::pair(std::move(layer.weight), std::move(layer.bias));
+    const auto weight = wgrad_destination({ctx, wanted.place_of_weight, 1, false}, "main_grad", shard);
+    LayerGradients layer = gradients_of_layer(ctx, grads[0], norm, saved, shard,
+                                              {wanted.normalized(), weight.get(), wanted.bias});
+    if (weight) weight->finish(layer.weight, layer.input);
+    if (weight) result[3] = std::move(layer.weight[0]);
+    result[4] = std::move(layer.bias);
     if (!wanted.normalized()) return result;
     auto [input, of_weight, of_bias] = norm::call_norm_backward(layer.input, norm, stats, wanted.norm_bias);
     if (wanted.input) result[0] = std::move(input);
@@ -305,7 +308,7 @@ class NormLinearFunction : public DifferentiableOnce<NormLinearFunction> {
     const OperandFormats formats = operand_formats(kOp, input_key, weight_key, grad_key);
     const Quantized weight{saved[8],       saved[9],   saved[10],
                            formats.weight, weight_key, ctx->saved_data["weight_columns"].toBool()};
-    const bool is_early = wanted.input && wanted.weight.is_cut() && !wanted.weight.goes_first();
+    const bool is_early = wanted.input && wanted.weight && wanted.weight->follows_unshard();
     const WeightSource source{{}, {}, shard};
     const Quantized early = is_early ? source.for_backward(weight, formats).values : Quantized{};
     if (!wanted.input) announce_use_in_backward(ctx, "main_grad", shard);

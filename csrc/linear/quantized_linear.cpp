@@ -12,9 +12,10 @@
 #include "gemm/ops/calls.h"
 #include "gemm/ops/leading_dims.h"
 #include "linear/input_rows.h"
-#include "linear/main_grad.h"
 #include "linear/products.h"
+#include "linear/sharded_weight.h"
 #include "linear/weight_source.h"
+#include "linear/wgrad_destination.h"
 #include "quantize/ops/checks.h"
 #include "quantize/ops/group_tables.h"
 
@@ -107,7 +108,7 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
     if (weight.size() > 1) ctx->saved_data["matrices"] = static_cast<int64_t>(weight.size());
     const LaunchOptions options{max_sms, expected_rows};
     save_options(ctx, options);
-    if (wants_weight) save_main_grad(ctx, kMainGrad, main_grad, weight, shard);
+    if (wants_weight) save_wgrad_destination(ctx, kMainGrad, main_grad, weight, shard);
     save_weight_shard(ctx, shard);
     if (wants_input) save_dgrad_out(ctx, buffers);
     return forward_gemm({input, weight, group_sizes, bias, bias_scale, std::nullopt, options, {}, buffers},
@@ -129,8 +130,9 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
     const Tensor grad = as_matrix(grads[0]);  // that of a buffer may have more dimensions
     const size_t matrices = saved_matrices(ctx);
     const sharded::WeightShard shard = saved_weight_shard(ctx);
-    const WeightGradient weight_gradient(ctx, kMainGrad, 1, matrices, shard, is_grouped);
-    const bool wants_input = ctx->needs_input_grad(0), wants_weight = weight_gradient.is_wanted();
+    const auto destination = wgrad_destination({ctx, 1, matrices, is_grouped}, kMainGrad, shard);
+    const bool wants_input = ctx->needs_input_grad(0), wants_weight = destination != nullptr;
+    const bool weight_first = wants_weight && destination->goes_first();
     const size_t place_of_bias = matrices + (group_sizes ? 2 : 1);
     const bool wants_bias = ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(place_of_bias);
     Tensor grad_input, grad_bias, grad_scale;
@@ -141,11 +143,10 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
       grad_bias = bias;
       const auto compute_weight = [&,
                                    &g = g] {  // clang captures no structured binding under OpenMP otherwise
-        grad_weight = weight_gradient.compute(g.columnwise, columnwise_input(ctx, input, column_sizes),
-                                              column_sizes, grad.scalar_type(), options);
+        grad_weight = destination->compute({g.columnwise, columnwise_input(ctx, input, column_sizes),
+                                            column_sizes, grad.scalar_type(), options});
       };
-      // Of a weight that is sharded over ranks first: while it travels, the data gradient is computed.
-      if (wants_weight && weight_gradient.goes_first()) compute_weight();
+      if (weight_first) compute_weight();
       if (wants_input) {
         const WeightSource source{at::TensorList(saved).slice(kSaved), {}, shard};
         const WeightForBackward w = source.for_backward(weight, formats);
@@ -157,8 +158,8 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
       } else {
         announce_use_in_backward(ctx, kMainGrad, shard);
       }
-      if (wants_weight && !weight_gradient.goes_first()) compute_weight();
-      weight_gradient.finish(grad_weight, grad.scalar_type(), grad_input);
+      if (wants_weight && !weight_first) compute_weight();
+      if (wants_weight) destination->finish(grad_weight, grad_input);
       if (grad_bias.defined() && column_sizes && !group_sizes) grad_bias = grad_bias.squeeze(0);
     }
     if (!grad_bias.defined()) {

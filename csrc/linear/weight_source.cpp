@@ -2,8 +2,8 @@
 
 #include <string>
 
-#include "linear/main_grad.h"
 #include "linear/quantized_weight.h"
+#include "linear/sharded_weight.h"
 #include "quantize/ops/matrix_shape.h"
 #include "sharded/foreign_weight.h"
 #include "sharded/gather_weight.h"

@@ -43,7 +43,7 @@ struct WeightSource {
 };
 
 // For a backward without a data gradient: asks another runtime for its weight all the same, so that it sees the order of use.
-// `main_grad`: the name under which save_main_grad saved the shards.
+// `main_grad`: the name under which save_shards saved the shards.
 void announce_use_in_backward(torch::autograd::AutogradContext* ctx, const char* main_grad,
                               const sharded::WeightShard& shard);
 
