@@ -2,6 +2,10 @@
 
 #include <ATen/ops/add.h>
 
+#include <array>
+#include <string>
+#include <utility>
+
 #include "common/autograd.h"
 #include "common/ops/gemm.h"
 #include "common/shared_offsets.h"
@@ -32,11 +36,50 @@ struct NeedsGrad {
   bool linear = false;  // the output of fc1: for any gradient of what comes before fc2
 };
 
+// What the forward saves for the backward.
 struct SavedTensors {
-  Quantized input, activation;               // columnwise, for the weight gradients
-  Quantized fc1, fc2;                        // the weights, for the data gradients
-  Tensor linear;                             // the output of fc1
-  variable_list fc1_matrices, fc2_matrices;  // of weights that are several matrices without scales
+  // Columnwise, for the weight gradients.
+  Quantized input, activation;
+  // The weights, for the data gradients.
+  Quantized fc1, fc2;
+  // The output of fc1.
+  Tensor linear;
+  Tensor group_sizes, probs;
+  // Where it contributes to the gradient of `probs`.
+  Tensor fc2_bias;
+  TokenRows rows;
+  // Of weights that are several matrices without scales.
+  variable_list fc1_matrices, fc2_matrices;
+
+  variable_list pack() {
+    variable_list list;
+    list.reserve(kBeforeMatrices + fc1_matrices.size() + fc2_matrices.size());
+    for (const Tensor* tensor : before_matrices()) list.push_back(*tensor);
+    list.insert(list.end(), fc1_matrices.begin(), fc1_matrices.end());
+    list.insert(list.end(), fc2_matrices.begin(), fc2_matrices.end());
+    return list;
+  }
+
+  // `fc1_count`, `fc2_count`: how many matrices of each weight were saved.
+  static SavedTensors unpack(const variable_list& list, size_t fc1_count, size_t fc2_count) {
+    SavedTensors saved;
+    auto next = list.begin();
+    for (Tensor* tensor : saved.before_matrices()) *tensor = *next++;
+    const auto fc2_begin = next + static_cast<ptrdiff_t>(fc1_count);
+    saved.fc1_matrices.assign(next, fc2_begin);
+    saved.fc2_matrices.assign(fc2_begin, fc2_begin + static_cast<ptrdiff_t>(fc2_count));
+    return saved;
+  }
+
+ private:
+  static constexpr size_t kBeforeMatrices = 18;
+
+  // In the order in which they are saved.
+  std::array<Tensor*, kBeforeMatrices> before_matrices() {
+    return {&input.data, &input.scale, &input.amax, &activation.data, &activation.scale, &activation.amax,
+            &fc1.data,   &fc1.scale,   &fc1.amax,   &fc2.data,        &fc2.scale,        &fc2.amax,
+            &linear,     &group_sizes, &probs,      &fc2_bias,        &rows.slot,        &rows.source};
+  }
 };
 
 // The order of the steps is the order in which stochastic rounding draws its seeds. Operands that are not saved are freed before
@@ -75,8 +118,8 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
   static constexpr const char* kName = "grouped_mlp";
   static constexpr bool is_traceable = true;
   static constexpr const char *kFc1MainGrad = "fc1_main_grad", *kFc2MainGrad = "fc2_main_grad";
-  static constexpr size_t kSaved = 18;      // tensors saved before the matrices
-  static constexpr size_t kArguments = 19;  // with each weight as one
+  // With each weight as one.
+  static constexpr size_t kArguments = 19;
 
   static Tensor forward(AutogradContext* ctx, const Tensor& input, at::TensorList fc1_weight,
                         at::TensorList fc2_weight, const Tensor& group_sizes, const Tensor& probs,
@@ -95,27 +138,11 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
     const bool scales_bias = fc2_bias && probs.requires_grad();
     SavedTensors kept;
     const Tensor output = forward_of(mlp, formats, wanted, kept);
-    variable_list saved{kept.input.data,
-                        kept.input.scale,
-                        kept.input.amax,
-                        kept.activation.data,
-                        kept.activation.scale,
-                        kept.activation.amax,
-                        kept.fc1.data,
-                        kept.fc1.scale,
-                        kept.fc1.amax,
-                        kept.fc2.data,
-                        kept.fc2.scale,
-                        kept.fc2.amax,
-                        kept.linear,
-                        group_sizes,
-                        probs,
-                        scales_bias ? *fc2_bias : Tensor(),
-                        rows.slot,
-                        rows.source};
-    saved.insert(saved.end(), kept.fc1_matrices.begin(), kept.fc1_matrices.end());
-    saved.insert(saved.end(), kept.fc2_matrices.begin(), kept.fc2_matrices.end());
-    ctx->save_for_backward(std::move(saved));
+    kept.group_sizes = group_sizes;
+    kept.probs = probs;
+    if (scales_bias) kept.fc2_bias = *fc2_bias;
+    kept.rows = rows;
+    ctx->save_for_backward(kept.pack());
     save_matrices(ctx, "fc1_matrices", fc1_weight.size(), kept.fc1_matrices.size());
     save_matrices(ctx, "fc2_matrices", fc2_weight.size(), kept.fc2_matrices.size());
     if (wanted.fc1_weight) save_wgrad_destination(ctx, kFc1MainGrad, fc1_main_grad, fc1_weight, shard);
@@ -150,48 +177,43 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
     const auto interleave = ctx->saved_data.find("interleave");
     return interleave == ctx->saved_data.end() ? 0 : interleave->second.toInt();
   }
-  // Takes the matrices of a weight from `next` on.
-  static variable_list unpack_matrices(AutogradContext* ctx, const std::string& name,
-                                       const variable_list& saved, size_t& next) {
-    if (ctx->saved_data.find(name + "_saved") == ctx->saved_data.end()) return {};
-    const size_t first = next;
-    next += saved_matrices(ctx, name.c_str());
-    return {saved.begin() + static_cast<ptrdiff_t>(first), saved.begin() + static_cast<ptrdiff_t>(next)};
-  }
 
-  static SavedTensors unpack(AutogradContext* ctx, const variable_list& saved, const OperandFormats& formats,
-                             bool fc1_columns, bool fc2_columns) {
-    const auto input = [&](size_t i) {
-      const bool transposed = saved[i + 1].defined();  // values without scales are not
-      return Quantized{saved[i], saved[i + 1], saved[i + 2], formats.input, formats.input_key, transposed};
+  // With the formats and layouts of the operands.
+  static SavedTensors unpack(AutogradContext* ctx, const OperandFormats& formats) {
+    const auto count = [&](const std::string& name) {
+      const bool is_saved = ctx->saved_data.find(name + "_saved") != ctx->saved_data.end();
+      return is_saved ? saved_matrices(ctx, name.c_str()) : 0;
     };
-    Quantized rows = input(0);
-    if (reads_tokens(formats.input, formats.input_key)) rows.row_index = saved[17];
-    const auto weight = [&](size_t i, bool transposed) {
-      return Quantized{saved[i], saved[i + 1], saved[i + 2], formats.weight, formats.weight_key, transposed};
-    };
-    size_t next = kSaved;
-    variable_list fc1 = unpack_matrices(ctx, "fc1_matrices", saved, next);
-    variable_list fc2 = unpack_matrices(ctx, "fc2_matrices", saved, next);
-    return {std::move(rows), input(3),       weight(6, fc1_columns), weight(9, fc2_columns),
-            saved[12],       std::move(fc1), std::move(fc2)};
+    SavedTensors saved =
+        SavedTensors::unpack(ctx->get_saved_variables(), count("fc1_matrices"), count("fc2_matrices"));
+    for (Quantized* operand : {&saved.input, &saved.activation}) {
+      operand->format = formats.input;
+      operand->key = formats.input_key;
+      // Values without scales are not transposed.
+      operand->transposed = operand->scale.defined();
+    }
+    for (Quantized* weight : {&saved.fc1, &saved.fc2}) {
+      weight->format = formats.weight;
+      weight->key = formats.weight_key;
+    }
+    saved.fc1.transposed = ctx->saved_data["fc1_columns"].toBool();
+    saved.fc2.transposed = ctx->saved_data["fc2_columns"].toBool();
+    if (reads_tokens(formats.input, formats.input_key)) saved.input.row_index = saved.rows.source;
+    return saved;
   }
 
   // The gradient of a weight that is sharded over ranks is computed first: while it travels, the data gradient is computed.
   // Otherwise lowers the peak of memory: a weight gradient that is larger than the tensors freed after it is computed late. That
   // of fc2 then follows the activation's backward, and that of fc1 follows the data gradient.
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
-    const variable_list saved = ctx->get_saved_variables();
     const std::string input_key = ctx->saved_data["input_format"].toStringRef();
     const std::string weight_key = ctx->saved_data["weight_format"].toStringRef();
     const std::string grad_key = ctx->saved_data["grad_format"].toStringRef();
     const OperandFormats formats = operand_formats(kOp, input_key, weight_key, grad_key);
-    const bool fc1_columns = ctx->saved_data["fc1_columns"].toBool(),
-               fc2_columns = ctx->saved_data["fc2_columns"].toBool();
-    const SavedTensors kept = unpack(ctx, saved, formats, fc1_columns, fc2_columns);
+    const SavedTensors kept = unpack(ctx, formats);
     const LaunchOptions options = saved_options(ctx);
-    const Tensor &grad = grads[0], &group_sizes = saved[13], &probs = saved[14];
-    const TokenRows rows{saved[16], saved[17]};
+    const Tensor &grad = grads[0], &group_sizes = kept.group_sizes, &probs = kept.probs;
+    const TokenRows& rows = kept.rows;
     const bool zero_tail = !rows.given();
     const SharedOffsets shared(group_sizes, zero_tail);
     const at::ScalarType dtype = grad.scalar_type();
@@ -206,7 +228,7 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
                    ctx->saved_data["has_fc1_bias"].toBool() && ctx->needs_input_grad(weights + 3);
     const bool wants_linear = wants_input || wants_fc1 || wants_fc1_bias || wants_probs;
     auto [grad_fc2_bias, grad_probs] =
-        fc2_bias_gradients(ctx, grad, rows, group_sizes, probs, saved[15], weights);
+        fc2_bias_gradients(ctx, grad, rows, group_sizes, probs, kept.fc2_bias, weights);
     Tensor grad_input, grad_fc1_bias;
     variable_list grad_fc1(fc1_count), grad_fc2(fc2_count);
     QuantizedOperand g;
