@@ -23,9 +23,9 @@ c10::TypedOperatorHandle<Signature> find(const char* name) {
 
 inline at::Tensor swiglu(const at::Tensor& input, const std::optional<at::Tensor>& probs) {
   using Optional = std::optional<at::Tensor>;
-  using Signature = at::Tensor(const at::Tensor&, const Optional&, const Optional&);
+  using Signature = at::Tensor(const at::Tensor&, const Optional&, const Optional&, int64_t);
   static const auto op = find<Signature>("transformer_plugin::swiglu");
-  return op.call(input, probs, /*group_sizes=*/std::nullopt);
+  return op.call(input, probs, /*group_sizes=*/std::nullopt, /*interleave=*/0);
 }
 
 // The formats of a linear layer's operands.

@@ -87,7 +87,7 @@ OWNERS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
     "set_gather_order": (tp.parallel.set_gather_order, lambda: {"layers": list(model().children())}),
     "initialize_full_params": (tp.parallel.initialize_full_params, lambda: {"module": model()}),
     "full_state_dict": (tp.parallel.full_state_dict, lambda: {"module": model()}),
-    "full_tensor": (tp.parallel.full_tensor, lambda: {"parameter": weight()}),
+    "full_weight": (tp.parallel.full_weight, lambda: {"parameter": weight()}),
     "data_parallel": (tp.parallel.data_parallel, lambda: {"model": model()}),
     "fully_shard": (tp.parallel.fully_shard, lambda: {"module": model(), "mesh": None}),
     "quantize_all_gather": (tp.parallel.quantize_all_gather, lambda: {"model": model()}),

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from tests.parallel.sharded_models import RECIPES
 from transformer_plugin import nn as tnn
 from transformer_plugin import optim
-from transformer_plugin.parallel import full_tensor, shard_
+from transformer_plugin.parallel import full_weight, shard_
 from transformer_plugin.parallel._weight_part import layout_of, part_of
 from transformer_plugin.testing.distributed import Rank
 from transformer_plugin.testing.numerics import assert_same_bits
@@ -104,7 +104,7 @@ class Reference:
     def compare(self, model: torch.nn.Module, optimizer: optim.Muon) -> None:
         """All elements of a model and of its optimizer have the bits of torch's, and padding is zero."""
         for name, parameter in weights_of(model).items():
-            got, momentum = full_tensor(parameter), whole_of(parameter, momentum_of(optimizer, parameter))
+            got, momentum = full_weight(parameter), whole_of(parameter, momentum_of(optimizer, parameter))
             assert_same_bits(momentum, self.momentum(name), f"momentum of {name}")
             if parameter.is_cuda and name in self.stacks:  # other kernels for other numbers of experts
                 torch.testing.assert_close(got, self.weight(name), rtol=2e-2, atol=1e-3)
@@ -127,4 +127,4 @@ def whole_of(parameter: Tensor, value: Tensor) -> Tensor:
     """The whole of a tensor that has the parts of a parameter."""
     like = Parameter(value.clone())
     like.__dict__.update(parameter.__dict__)
-    return full_tensor(like)
+    return full_weight(like)

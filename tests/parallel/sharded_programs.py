@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.parallel.sharded_models import TOKENS
 from transformer_plugin import nn as tnn
 from transformer_plugin import ops
-from transformer_plugin.parallel import full_tensor, shard_
+from transformer_plugin.parallel import full_weight, shard_
 from transformer_plugin.parallel._weight_part import part_of
 from transformer_plugin.testing.distributed import Rank
 from transformer_plugin.testing.numerics import assert_same_bits
@@ -245,7 +245,7 @@ def run_program(rank: Rank, seed: int) -> None:
             pairs[choose.randrange(2)] = make_pair(rank, seed + 10 + step, distance)
     for pair in pairs:
         for key, parameter in pair.cut.named_parameters():
-            assert_same_bits(full_tensor(parameter), pair.whole.get_parameter(key).detach(), key)
+            assert_same_bits(full_weight(parameter), pair.whole.get_parameter(key).detach(), key)
     ops.clear_gathers(name)
     ops.configure_gathers(name, 1)
     made = [now - then for now, then in zip(ops.count_gathers(name), start, strict=True)]

@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.parallel.sharded_models import RECIPES
 from transformer_plugin import nn as tnn
 from transformer_plugin import ops
-from transformer_plugin.parallel import full_tensor
+from transformer_plugin.parallel import full_weight
 from transformer_plugin.testing.distributed import Rank
 from transformer_plugin.testing.numerics import assert_same_bits
 
@@ -64,7 +64,7 @@ def twins(rank: Rank, key: str, sequence_parallel: bool, bias: bool = True) -> t
 
 def assert_state(whole: torch.nn.Module, parallel: torch.nn.Module) -> None:
     for name, parameter in parallel.named_parameters():
-        assert_same_bits(full_tensor(parameter), whole.get_parameter(name).detach(), name)
+        assert_same_bits(full_weight(parameter), whole.get_parameter(name).detach(), name)
 
 
 def close(got: Tensor, whole: Tensor, exact: Tensor, name: str) -> None:

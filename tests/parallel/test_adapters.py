@@ -157,7 +157,7 @@ def check_merged_and_quantized(rank: Rank) -> None:
     a, b = (getattr(adapted.base_model.model[1], f"lora_{each}")["default"].weight.cpu() for each in "AB")
     merged = adapted.merge_and_unload()
     assert merged[0].weight is merged[1].weight
-    close_enough(parallel.full_tensor(merged[0].weight), full + 1.5 * b @ a, "tied")
+    close_enough(parallel.full_weight(merged[0].weight), full + 1.5 * b @ a, "tied")
 
 
 def test_merged_and_quantized(pair: RankPool) -> None:

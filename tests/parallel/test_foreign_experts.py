@@ -198,7 +198,7 @@ def test_quantized_shards_are_refused() -> None:
 
 OF_ALL_RANKS: dict[str, Callable[[Any, Any], Any]] = {
     "clip_grad_norm_": lambda layer, shard: parallel.clip_grad_norm_(layer, 1.0),
-    "full_tensor": lambda layer, shard: parallel.full_tensor(shard),
+    "full_weight": lambda layer, shard: parallel.full_weight(shard),
     "full_state_dict": lambda layer, shard: parallel.full_state_dict(layer),
     "Muon": lambda layer, shard: optim.Muon([shard]),
 }

@@ -51,7 +51,7 @@ def check_refused(rank: Rank, key: str, model: Any, compiled: Any) -> None:
     weight.grad = torch.ones_like(weight)
     if case.kind not in ("sharded", "sliced"):
         return
-    actions = [lambda: parallel.full_tensor(weight), lambda: parallel.clip_grad_norm_([weight], 1.0)]
+    actions = [lambda: parallel.full_weight(weight), lambda: parallel.clip_grad_norm_([weight], 1.0)]
     if (
         case.kind == "sliced" or weight.dim() == 2
     ):  # of a stack each rank has whole matrices, which Muon does not gather

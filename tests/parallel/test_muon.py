@@ -25,7 +25,7 @@ from tests.parallel.sharded_models import dense_batch
 from transformer_plugin import nn as tnn
 from transformer_plugin import optim, parallel
 from transformer_plugin.optim import _muon, _newton_schulz, _whole_matrices
-from transformer_plugin.parallel import full_tensor, shard_
+from transformer_plugin.parallel import full_weight, shard_
 from transformer_plugin.parallel._weight_part import part_of
 from transformer_plugin.testing.distributed import Rank, RankPool
 from transformer_plugin.testing.numerics import assert_same_bits, relative_error
@@ -271,7 +271,7 @@ def check_training(rank: Rank) -> None:
         for optimizer in optimizers:
             optimizer.step()
     for one, other in zip(whole.parameters(), cut.parameters(), strict=True):
-        assert_same_bits(full_tensor(other), one.detach())
+        assert_same_bits(full_weight(other), one.detach())
 
 
 def test_training(ranks: RankPool) -> None:

@@ -36,7 +36,7 @@ from tests.parallel.sharded_model import everything, mesh_of, one_step, sharded_
 from transformer_plugin import nn as tnn
 from transformer_plugin import optim, quantized_init
 from transformer_plugin.errors import PeerTimeoutError
-from transformer_plugin.parallel import full_tensor, shard_
+from transformer_plugin.parallel import full_weight, shard_
 from transformer_plugin.parallel._part_tensor import PartTensor
 from transformer_plugin.recipes import Float8BlockScaling
 from transformer_plugin.testing.distributed import Rank, RankPool
@@ -50,7 +50,7 @@ def stepped(model: torch.nn.Module, optimizer: Any, grads: dict[str, Tensor]) ->
 
 def values_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Whole weights, and whole momenta."""
-    weights = {name: full_tensor(p) for name, p in weights_of(model).items()}
+    weights = {name: full_weight(p) for name, p in weights_of(model).items()}
     momenta = {f"{n} momentum": whole_of(p, momentum_of(optimizer, p)) for n, p in weights_of(model).items()}
     return weights | momenta
 
@@ -130,7 +130,7 @@ def check_master_weights(rank: Rank) -> None:
             reference.step({name: grad.float() for name, grad in grads.items()})
         for name, master in zip(names, masters.master_weights, strict=True):
             if not (master.is_cuda and name in reference.stacks):
-                assert_same_bits(full_tensor(master), reference.weight(name), name)
+                assert_same_bits(full_weight(master), reference.weight(name), name)
             assert_same_bits(weights[name].detach(), master.detach().bfloat16(), name)
         state = copy.deepcopy(masters.state_dict())
         masters.load_state_dict(state)
@@ -161,7 +161,7 @@ def check_groups(rank: Rank) -> None:
             model_.down.weight.grad = None
             optimizer.step()
     for name, parameter in own.items():
-        assert_same_bits(full_tensor(parameter), other[name].detach(), name)
+        assert_same_bits(full_weight(parameter), other[name].detach(), name)
 
 
 def test_groups(pair: RankPool) -> None:

@@ -255,7 +255,7 @@ def check_quantized_shards(rank: Rank) -> None:
         layer(x).square().sum().backward()
         torch.optim.AdamW(layer.parameters(), lr=0.1, fused=True).step()
         with torch.no_grad():
-            whole.weight.copy_(parallel.full_tensor(layer.weight))
+            whole.weight.copy_(parallel.full_weight(layer.weight))
         torch.testing.assert_close(layer(x), whole(x), rtol=1e-3, atol=1e-3, msg=str(step))
 
 

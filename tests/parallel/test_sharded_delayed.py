@@ -20,7 +20,7 @@ from tests.parallel.sharded_models import (
 )
 from transformer_plugin import nn as tnn
 from transformer_plugin import ops
-from transformer_plugin.parallel import full_tensor, shard_
+from transformer_plugin.parallel import full_weight, shard_
 from transformer_plugin.parallel._weight_part import part_of
 from transformer_plugin.recipes import DelayedScaling, Float8CurrentScaling
 from transformer_plugin.testing.distributed import Rank, RankPool
@@ -82,7 +82,7 @@ def check_alone(rank: Rank, kind: Any) -> None:
             if part_of(parameter) is None:
                 assert_same_bits(own.grads[name], each[rank.rank].grads[name], name)
                 continue
-            assert_same_bits(full_tensor(parameter), whole.get_parameter(name).detach(), name)
+            assert_same_bits(full_weight(parameter), whole.get_parameter(name).detach(), name)
             want = expected_grad([results.grads[name] for results in each], parameter, True)
             assert_same_bits(own.grads[name], want, name)
         change(whole, cut, step)
@@ -198,7 +198,7 @@ def check_slices(rank: Rank) -> None:
         assert_same_bits(got.grad_input, want.grad_input)
         for one, other in zip(plain, cut, strict=True):
             assert_same_bits(other.delayed_scale, one.delayed_scale)  # type: ignore[arg-type]
-            assert_same_bits(full_tensor(other.weight), full_tensor(one.weight))  # type: ignore[arg-type]
+            assert_same_bits(full_weight(other.weight), full_weight(one.weight))  # type: ignore[arg-type]
         change(plain, cut, step)
 
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.parallel.sharded_model import EXPERTS, Block, one_step, wanted_gradients, whole_block
 from transformer_plugin import nn as tnn
 from transformer_plugin import optim, parallel, recipes
-from transformer_plugin.parallel import full_tensor, shard_
+from transformer_plugin.parallel import full_weight, shard_
 from transformer_plugin.parallel._part_tensor import PartTensor
 from transformer_plugin.parallel._weight_part import layout_of, part_of
 from transformer_plugin.testing.distributed import Rank
@@ -45,7 +45,7 @@ def joined(parameter: Any, value: Tensor) -> Tensor:
     """The whole of a value that each rank has for its part of a parameter."""
     twin = torch.nn.Parameter(value.clone())
     twin.__dict__.update(parameter.__dict__)
-    return full_tensor(twin)
+    return full_weight(twin)
 
 
 def check_states(rank: Rank, experts: int) -> None:
@@ -56,7 +56,7 @@ def check_states(rank: Rank, experts: int) -> None:
         assert state[name].shape == value.shape, name
         has_part = "experts" in name and (experts > 1 or "weight" in name)
         assert isinstance(state[name], PartTensor) == has_part, name
-        assert_same_bits(full_tensor(block.get_parameter(name)), value, name)
+        assert_same_bits(full_weight(block.get_parameter(name)), value, name)
     for name, value in parallel.full_state_dict(block).items():
         assert_same_bits(value, whole.state_dict()[name], name)
     buffer = io.BytesIO()
@@ -67,16 +67,16 @@ def check_states(rank: Rank, experts: int) -> None:
         other.moe.experts.reset_parameters()
         other.load_state_dict(source)
         for name, value in whole.state_dict().items():
-            assert_same_bits(full_tensor(other.get_parameter(name)), value, name)
+            assert_same_bits(full_weight(other.get_parameter(name)), value, name)
     copied = copy.deepcopy(block).to(torch.float64)
     for name, value in whole.state_dict().items():
-        assert_same_bits(full_tensor(copied.get_parameter(name)), value.double(), name)
+        assert_same_bits(full_weight(copied.get_parameter(name)), value.double(), name)
     torch.manual_seed(3)
     whole.moe.experts.reset_parameters()
     torch.manual_seed(3)
     block.moe.experts.reset_parameters()
     for name, value in whole.state_dict().items():
-        assert_same_bits(full_tensor(block.get_parameter(name)), value, name)
+        assert_same_bits(full_weight(block.get_parameter(name)), value, name)
     if experts < rank.size or experts == 1:
         return
     with pytest.raises(ValueError, match="expected whole parameters, got experts, of which each of 4 ranks"):
@@ -133,7 +133,7 @@ def check_checkpoint(rank: Rank, folder: str, experts: int, save: bool) -> None:
         )
     found = {}
     for name, parameter in block.named_parameters():
-        found[name] = full_tensor(parameter)
+        found[name] = full_weight(parameter)
         found[f"{name} moment"] = joined(parameter, optimizer.state[parameter]["exp_avg"])
     if save and rank.rank == 0:
         torch.save(found, f"{folder}/expected.pt")
@@ -209,7 +209,7 @@ def check_muon(rank: Rank, experts: int) -> None:
     for optimizer in optimizers:
         optimizer.step()
     for name, parameter in whole.named_parameters():
-        assert_same_bits(full_tensor(block.get_parameter(name)), parameter.detach(), name)
+        assert_same_bits(full_weight(block.get_parameter(name)), parameter.detach(), name)
 
 
 @pytest.mark.parametrize("experts", [2, 4])

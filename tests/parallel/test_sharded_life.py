@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.parallel.sharded_models import RECIPES, Experts, dense, dense_batch, expert_batch
 from transformer_plugin import nn as tnn
 from transformer_plugin import ops, parallel, recipes
-from transformer_plugin.parallel import full_tensor, shard_
+from transformer_plugin.parallel import full_weight, shard_
 from transformer_plugin.parallel._weight_part import part_of
 from transformer_plugin.testing.distributed import Rank, RankPool
 from transformer_plugin.testing.numerics import assert_same_bits
@@ -313,7 +313,7 @@ def check_announced(rank: Rank) -> None:
         for layer in cut.children():
             layer.quantize_weights()  # type: ignore[operator]
         assert_same_bits(cut(x).detach(), whole(x).detach())
-        assert_same_bits(full_tensor(cut[0].weight), whole[0].weight.detach())  # type: ignore[index]
+        assert_same_bits(full_weight(cut[0].weight), whole[0].weight.detach())  # type: ignore[index]
 
 
 def test_announced_changes(make_pool: Any) -> None:

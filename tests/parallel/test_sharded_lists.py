@@ -23,7 +23,7 @@ from tests.parallel.sharded_models import (
 )
 from transformer_plugin import nn as tnn
 from transformer_plugin import ops, parallel
-from transformer_plugin.parallel import full_state_dict, full_tensor, shard_
+from transformer_plugin.parallel import full_state_dict, full_weight, shard_
 from transformer_plugin.parallel._part_tensor import PartTensor
 from transformer_plugin.parallel._weight_part import part_of
 from transformer_plugin.testing.distributed import Rank, RankPool
@@ -63,7 +63,7 @@ def compare(rank: Rank, whole: Any, cut: Any, step: int, experts: int = 3, mean:
                 assert_same_bits(own.grads[name], mine.grads[name], name)
             continue
         assert parameter.dim() == 2
-        assert_same_bits(full_tensor(parameter), whole.get_parameter(name).detach(), name)
+        assert_same_bits(full_weight(parameter), whole.get_parameter(name).detach(), name)
         if name in own.grads:
             want = expected_grad([results.grads[name] for results in each], parameter, mean)
             assert_same_bits(own.grads[name], want, name)

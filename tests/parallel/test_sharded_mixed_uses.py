@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 from tests.parallel.sharded_models import RECIPES, change_cut, computed, dense, dense_batch, twins
 from transformer_plugin import nn as tnn
 from transformer_plugin import ops, parallel
-from transformer_plugin.parallel import full_tensor, shard_
+from transformer_plugin.parallel import full_weight, shard_
 from transformer_plugin.parallel._weight_part import part_of
 from transformer_plugin.testing.distributed import Rank, RankError, RankPool
 from transformer_plugin.testing.numerics import assert_same_bits
@@ -106,7 +106,7 @@ def check_new_parameters(rank: Rank) -> None:
     cut.load_state_dict(cut.state_dict(), assign=True)
     for name in ("0.weight", "1.weight", "2.weight"):
         assert part_of(cut.get_parameter(name)) is not None, name
-    whole = full_tensor(cut.get_parameter("1.weight"))
+    whole = full_weight(cut.get_parameter("1.weight"))
     assert list(whole.shape) == [192, 256]
     late = torch.nn.Sequential(tnn.Linear(8, 9, device="meta"), tnn.Embedding(7, 8, device="meta"))
     shard_(late, rank.group)

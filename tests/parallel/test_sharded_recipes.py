@@ -11,7 +11,7 @@ from torch import Tensor
 
 from transformer_plugin import nn as tnn
 from transformer_plugin import recipes
-from transformer_plugin.parallel import full_tensor, shard_
+from transformer_plugin.parallel import full_weight, shard_
 from transformer_plugin.parallel._weight_part import part_of
 from transformer_plugin.testing.distributed import Rank, RankPool
 
@@ -112,7 +112,7 @@ def check_pairs(rank: Rank, kind: Any, first: str) -> None:
             for one, other in zip(whole.parameters(), cut.parameters(), strict=True):
                 one.mul_(0.9)
                 other.mul_(0.9)
-                assert torch.equal(full_tensor(other), one)
+                assert torch.equal(full_weight(other), one)
 
 
 @pytest.mark.parametrize("first", RECIPES)

@@ -21,7 +21,7 @@ from tests.parallel.sharded_models import RECIPES, computed, dense, dense_batch,
 from transformer_plugin import nn as tnn
 from transformer_plugin import optim as tp_optim
 from transformer_plugin import parallel
-from transformer_plugin.parallel import full_tensor, shard_
+from transformer_plugin.parallel import full_weight, shard_
 from transformer_plugin.parallel._part_tensor import PartTensor
 from transformer_plugin.parallel._weight_part import part_of
 from transformer_plugin.testing.distributed import Rank, RankPool
@@ -57,7 +57,7 @@ def check_checkpoint(rank: Rank, folder: str, key: str, phase: str) -> None:
     if phase == "save":
         states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
         dcp.save(states, checkpoint_id=folder)
-        whole = {name: full_tensor(p) for name, p in model.named_parameters()}
+        whole = {name: full_weight(p) for name, p in model.named_parameters()}
         moments = {}
         for name, parameter in model.named_parameters():
             moment = optimizer.state[parameter]["exp_avg"]
@@ -75,7 +75,7 @@ def check_checkpoint(rank: Rank, folder: str, key: str, phase: str) -> None:
     set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
     expected = torch.load(f"{folder}/expected.pt", map_location=rank.device)
     for name, parameter in model.named_parameters():
-        assert_same_bits(full_tensor(parameter), expected["weights"][name], name)
+        assert_same_bits(full_weight(parameter), expected["weights"][name], name)
         part = part_of(parameter)
         moment, want = optimizer.state[parameter]["exp_avg"], expected["moments"][name]
         assert type(moment) is torch.Tensor
@@ -107,7 +107,7 @@ def check_whole_checkpoint(rank: Rank, folder: str) -> None:
     cut = shard_(small(rank, 6), rank.group)
     cut.load_state_dict(whole.state_dict())
     for name, parameter in cut.named_parameters():
-        assert_same_bits(full_tensor(parameter), expected[name], name)
+        assert_same_bits(full_weight(parameter), expected[name], name)
 
 
 def test_whole_models_load_parts(make_pool: Any, tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def check_training(rank: Rank, fused: bool) -> None:
             for optimizer in optimizers:
                 optimizer.step()
         for name, parameter in cut.named_parameters():
-            assert_same_bits(full_tensor(parameter), whole.get_parameter(name).detach(), f"{key} {name}")
+            assert_same_bits(full_weight(parameter), whole.get_parameter(name).detach(), f"{key} {name}")
 
 
 @pytest.mark.parametrize("fused", [False, True])

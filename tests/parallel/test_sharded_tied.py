@@ -16,7 +16,7 @@ from torch import Tensor
 from tests.parallel.sharded_models import RECIPES
 from transformer_plugin import nn as tnn
 from transformer_plugin import ops, parallel
-from transformer_plugin.parallel import full_tensor, shard_
+from transformer_plugin.parallel import full_weight, shard_
 from transformer_plugin.parallel._part_tensor import PartTensor
 from transformer_plugin.parallel._weight_part import part_of
 from transformer_plugin.testing.distributed import Rank
@@ -75,7 +75,7 @@ def own(parameter: Tensor, value: Tensor) -> Tensor:
 
 def assert_weights(model: torch.nn.Module, whole: torch.nn.Module) -> None:
     for (name, one), (_, other) in zip(model.named_parameters(), whole.named_parameters(), strict=True):
-        assert_same_bits(full_tensor(one), other.detach(), name)
+        assert_same_bits(full_weight(one), other.detach(), name)
 
 
 def check_training(rank: Rank, kind: str) -> None:
@@ -190,7 +190,7 @@ def check_checkpoint(rank: Rank, folder: str, save: bool) -> None:
     moment = optimizer.state[model.head.weight]["momentum_buffer"]
     if save:
         dcp.save(state, checkpoint_id=folder)
-        weights = [full_tensor(model.head.weight), joined(model.head.weight, moment)]
+        weights = [full_weight(model.head.weight), joined(model.head.weight, moment)]
         if rank.rank == 0:
             torch.save(weights, f"{folder}/expected.pt")
         return
@@ -198,7 +198,7 @@ def check_checkpoint(rank: Rank, folder: str, save: bool) -> None:
     optimizer.load_state_dict(state["optimizer"])
     moment = optimizer.state[model.head.weight]["momentum_buffer"]
     wanted = torch.load(f"{folder}/expected.pt")
-    assert_same_bits(full_tensor(model.table.weight), wanted[0])
+    assert_same_bits(full_weight(model.table.weight), wanted[0])
     assert_same_bits(joined(model.head.weight, moment), wanted[1])
 
 
@@ -346,7 +346,7 @@ def check_converted(rank: Rank) -> None:
         step_of(cut, rank.rank)
         assert_same_bits(cut.head.weight.grad.cpu(), own(cut.head.weight, wanted["table.weight"]))
         for name, parameter in cut.named_parameters():
-            assert_same_bits(full_tensor(parameter).cpu(), whole.get_parameter(name).detach(), name)
+            assert_same_bits(full_weight(parameter).cpu(), whole.get_parameter(name).detach(), name)
         with pytest.raises(ValueError, match=r"got the shard 'table.weight', which \w+ replaced"):
             optimizer.step()
 

@@ -19,7 +19,7 @@ from tests.parallel.sharded_model import Block, one_step, wanted_gradients, whol
 from tests.parallel.sharded_models import RECIPES, dense, dense_batch
 from transformer_plugin import nn as tnn
 from transformer_plugin import ops, parallel
-from transformer_plugin.parallel import full_tensor, shard_
+from transformer_plugin.parallel import full_weight, shard_
 from transformer_plugin.parallel._weight_part import part_of
 from transformer_plugin.testing.distributed import Rank
 from transformer_plugin.testing.numerics import assert_same_bits
@@ -75,7 +75,7 @@ def check_copies(rank: Rank, gradient: Any, by_mesh: bool) -> None:
         if part_of(parameter) is not None:
             want = alone[name] / (2 if gradient == "mean" else 1)
             assert_same_bits(parameter.grad, own(parameter, want), name)
-            assert_same_bits(full_tensor(parameter), small().get_parameter(name).detach(), name)
+            assert_same_bits(full_weight(parameter), small().get_parameter(name).detach(), name)
     model.zero_grad()
     wrapped = parallel.data_parallel(model)
     for step in range(2):
@@ -129,7 +129,7 @@ def check_losses(rank: Rank, key: str) -> None:
             optimizer.step()
     assert losses[-1] < 0.9 * losses[0], losses
     for name, parameter in cut.named_parameters():
-        assert_same_bits(full_tensor(parameter), whole.get_parameter(name).detach(), name)
+        assert_same_bits(full_weight(parameter), whole.get_parameter(name).detach(), name)
 
 
 def loss_of(model: torch.nn.Module, x: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ def check_saved(rank: Rank, folder: str, copies: int, seed: int) -> None:
         dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
     dcp.load({"model": model.state_dict()}, checkpoint_id=folder)
     for name, parameter in model.named_parameters():
-        assert_same_bits(full_tensor(parameter), small().get_parameter(name).detach(), name)
+        assert_same_bits(full_weight(parameter), small().get_parameter(name).detach(), name)
 
 
 def test_checkpoints_of_copies(make_pool: Any, tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def check_fsdp2(rank: Rank) -> None:
         torch.testing.assert_close(got, getattr(whole[0], name).grad, rtol=1e-6, atol=0)
     want = torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
     torch.testing.assert_close(parallel.clip_grad_norm_(model, 1.0), want, rtol=1e-6, atol=0)
-    assert_same_bits(full_tensor(model[1].weight), made()[1].weight.detach())
+    assert_same_bits(full_weight(model[1].weight), made()[1].weight.detach())
 
 
 def test_fsdp2_beside_parts(make_pool: Any) -> None:

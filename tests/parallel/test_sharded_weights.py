@@ -24,7 +24,7 @@ from tests.parallel.sharded_models import (
 )
 from transformer_plugin import nn as tnn
 from transformer_plugin import ops
-from transformer_plugin.parallel import full_tensor, shard_
+from transformer_plugin.parallel import full_weight, shard_
 from transformer_plugin.parallel._weight_part import part_of
 from transformer_plugin.testing.distributed import Rank, RankPool
 from transformer_plugin.testing.numerics import assert_same_bits
@@ -44,7 +44,7 @@ def compare(rank: Rank, whole: Any, cut: Any, batch: Any, step: int, mean: bool 
             continue
         want = expected_grad([results.grads[name] for results in each], parameter, mean)
         assert_same_bits(own.grads[name], want, name)
-        assert_same_bits(full_tensor(parameter), whole.get_parameter(name).detach(), name)
+        assert_same_bits(full_weight(parameter), whole.get_parameter(name).detach(), name)
 
 
 def check_dense(rank: Rank, key: str, options: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from tests.parallel.tensor_parallel_models import (
 )
 from transformer_plugin import nn as tnn
 from transformer_plugin import ops
-from transformer_plugin.parallel import full_tensor
+from transformer_plugin.parallel import full_weight
 from transformer_plugin.testing.distributed import Rank, RankPool
 from transformer_plugin.testing.numerics import assert_same_bits
 
@@ -107,7 +107,7 @@ def check_bias(rank: Rank) -> None:
         for each, result in ((layer, output), (returns, without + bias)):
             (result * factors).sum().backward()
             torch.testing.assert_close(each.bias.grad, want)
-            exact = (torch.ones(4 * rank.size, 8) @ full_tensor(each.weight).t().cpu()) + each.bias.cpu()
+            exact = (torch.ones(4 * rank.size, 8) @ full_weight(each.weight).t().cpu()) + each.bias.cpu()
             exact = exact.tensor_split(rank.size)[rank.rank] if sequence_parallel else exact
             torch.testing.assert_close(result.cpu(), exact)
 

@@ -15,7 +15,7 @@ import transformer_plugin as tp
 from tests.parallel.sharded_models import RECIPES
 from tests.parallel.tensor_parallel_models import ROWS, Block, K, drawn
 from transformer_plugin import nn as tnn
-from transformer_plugin.parallel import clip_grad_norm_, full_state_dict, full_tensor, shard_
+from transformer_plugin.parallel import clip_grad_norm_, full_state_dict, full_weight, shard_
 from transformer_plugin.parallel._part_tensor import PartTensor
 from transformer_plugin.parallel._tensor_slices import slices_of
 from transformer_plugin.testing.distributed import Rank, RankPool
@@ -91,11 +91,11 @@ def check_values(rank: Rank, key: str) -> None:
     for name, parameter in quantized.named_parameters():
         want: Any = whole.get_parameter(name)
         want = want.detach().dequantize() if hasattr(want, "_buffers") else want.detach()
-        assert_same_bits(full_tensor(parameter), want, name)
+        assert_same_bits(full_weight(parameter), want, name)
     other = made(rank, key, True, seed=3)
     other.load_state_dict(whole.state_dict())  # quantized values of one rank
     for (name, one), two in zip(other.named_parameters(), quantized.parameters(), strict=True):
-        assert_same_bits(full_tensor(one), full_tensor(two), name)
+        assert_same_bits(full_weight(one), full_weight(two), name)
 
 
 @pytest.mark.parametrize("key", ["fp8_block", "mxfp8"])

@@ -30,7 +30,7 @@ from tests.parallel.tensor_parallel_models import (
 )
 from transformer_plugin import nn as tnn
 from transformer_plugin import ops, parallel
-from transformer_plugin.parallel import full_tensor, shard_
+from transformer_plugin.parallel import full_weight, shard_
 from transformer_plugin.parallel._part_tensor import PartTensor
 from transformer_plugin.parallel._weight_part import layout_of, part_of
 from transformer_plugin.testing.distributed import Rank, RankPool
@@ -53,7 +53,7 @@ def whole_of(parameter: Tensor, value: Tensor | None) -> Tensor:
     assert value is not None
     like = torch.nn.Parameter(value.clone())
     like.__dict__.update(parameter.__dict__)
-    return full_tensor(like)
+    return full_weight(like)
 
 
 def check_composition(rank: Rank, tp: int, key: str, wraps: bool) -> None:
@@ -105,7 +105,7 @@ def check_checkpoint(rank: Rank, folder: str, tp: int, phase: str) -> None:
     states = dict(zip(("model", "optimizer"), get_state_dict(block, optimizer), strict=True))
     if phase == "save":
         dcp.save(states, checkpoint_id=folder)
-        weights = {name: full_tensor(p) for name, p in block.named_parameters()}
+        weights = {name: full_weight(p) for name, p in block.named_parameters()}
         moments = {n: whole_of(p, optimizer.state[p]["exp_avg"]) for n, p in block.named_parameters()}
         if rank.rank == 0:
             torch.save({"weights": weights, "moments": moments}, f"{folder}/expected.pt")
@@ -114,7 +114,7 @@ def check_checkpoint(rank: Rank, folder: str, tp: int, phase: str) -> None:
     set_state_dict(block, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
     expected = torch.load(f"{folder}/expected.pt", map_location=rank.device)
     for name, parameter in block.named_parameters():
-        assert_same_bits(full_tensor(parameter), expected["weights"][name], name)
+        assert_same_bits(full_weight(parameter), expected["weights"][name], name)
         moment = optimizer.state[parameter]["exp_avg"]
         assert type(moment) is torch.Tensor and moment.shape == parameter.shape
         assert_same_bits(whole_of(parameter, moment), expected["moments"][name], name)

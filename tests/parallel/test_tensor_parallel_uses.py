@@ -91,7 +91,7 @@ def check_own_values(rank: Rank) -> None:
     with parallel.initialize_full_params(model):
         model.apply(initialize)
     for name, parameter in model.named_parameters():
-        assert_same_bits(parallel.full_tensor(parameter), whole.get_parameter(name).detach(), name)
+        assert_same_bits(parallel.full_weight(parameter), whole.get_parameter(name).detach(), name)
     torch.manual_seed(rank.rank)
     dispatch = tnn.DispatchConfig(max_tokens=8)
     moe = tnn.MoE(

@@ -16,7 +16,7 @@ from transformer_plugin.parallel.compat.transformer_engine import (
 from transformer_plugin.parallel.data import ExpertDataParallel, data_parallel, fully_shard
 from transformer_plugin.parallel.expert import EpConfig, EpContext, EpPlan
 from transformer_plugin.parallel.foreign import attach_distributed_weights
-from transformer_plugin.parallel.full_state import full_state_dict, full_tensor, initialize_full_params
+from transformer_plugin.parallel.full_state import full_state_dict, full_weight, initialize_full_params
 from transformer_plugin.parallel.random import TensorParallelRNG
 from transformer_plugin.parallel.sharded import shard_
 
@@ -37,7 +37,7 @@ __all__ = [
     "ep_finalize",
     "ep_prepare",
     "full_state_dict",
-    "full_tensor",
+    "full_weight",
     "fully_shard",
     "initialize_full_params",
     "is_ep_bootstrapped",

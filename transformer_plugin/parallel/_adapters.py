@@ -103,10 +103,10 @@ def _with_full_weights(method: Callable[..., Any]) -> Callable[..., Any]:
 def _full_weights(layer: Any) -> Iterator[None]:
     """Context in which a layer has its full weights, of which it keeps this rank's shards. All ranks call it."""
     from transformer_plugin.nn._tensor_parallel import initialize_full_params
-    from transformer_plugin.parallel.full_state import full_tensor
+    from transformer_plugin.parallel.full_state import full_weight
 
     note_layer(layer)
-    values = {name: full_tensor(layer._parameters[name]) for name in layer.weight_parts}
+    values = {name: full_weight(layer._parameters[name]) for name in layer.weight_parts}
     with initialize_full_params(layer):
         for name, value in values.items():
             layer._parameters[name].data = value

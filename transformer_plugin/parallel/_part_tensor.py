@@ -72,7 +72,7 @@ class PartTensor(Tensor):
             own.part.copy_(args[1].part)
             return own
         got = f"{func}, which computes with values that other ranks have"
-        advice = "Use .part for what this rank has, or transformer_plugin.parallel.full_tensor(parameter)"
+        advice = "Use .part for what this rank has, or transformer_plugin.parallel.full_weight(parameter)"
         raise NotImplementedError(message("PartTensor", "self", "an op that copies or moves", got, advice))
 
     def untyped_storage(self) -> Any:

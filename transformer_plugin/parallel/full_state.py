@@ -19,13 +19,13 @@ from transformer_plugin.parallel.foreign import refuse_shards
 
 
 @typed
-def full_tensor(parameter: Tensor) -> Tensor:
+def full_weight(parameter: Tensor) -> Tensor:
     """The whole weight ``[N, ...]`` of a part, without padding, on every rank: a copy without a gradient.
 
     Of sharded weights and of tensor-parallel ones, of quantized ones the values. All ranks that have parts call it. A
     parameter that is not a part is returned as a copy.
     """
-    refuse_shards("full_tensor", "parameter", [parameter])
+    refuse_shards("full_weight", "parameter", [parameter])
     if layout_of(parameter) is None:
         note_shards()
     part, slices = part_of(parameter), slices_of(parameter)
@@ -47,7 +47,7 @@ def full_state_dict(module: torch.nn.Module) -> dict[str, Any]:
     state: dict[str, Any] = module.state_dict()
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if name in state and (part_of(parameter) or slices_of(parameter)):
-            state[name] = full_tensor(parameter)
+            state[name] = full_weight(parameter)
     for name, value in state.items():
         if isinstance(value, PartTensor) and value.part_layout.slices is not None:  # of delayed scaling
             state[name] = _joined(value.part, value.part_layout.slices)

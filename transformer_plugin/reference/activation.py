@@ -46,8 +46,11 @@ def swiglu_backward(
     prob = 1.0 if probs is None else probs[:, None]
     grad_gate = grad.float() * linear * prob * (sigmoid + silu * (1 - sigmoid))
     both = [grad_gate, grad.float() * silu * prob]
-    blocks = torch.stack([part.unflatten(1, (-1, interleave or part.shape[1])) for part in both], dim=2)
-    grad_input = blocks.flatten(1).to(input.dtype)
+    if interleave:
+        grad_input = torch.stack([part.unflatten(1, (-1, interleave)) for part in both], dim=2).flatten(1)
+    else:
+        grad_input = torch.cat(both, dim=-1)
+    grad_input = grad_input.to(input.dtype)
     grad_input = before_tail(grad_input, group_sizes)
     if probs is None:
         return grad_input, torch.empty(0, dtype=torch.float32, device=input.device)

@@ -94,7 +94,7 @@ def layer_calls(draw: Draw) -> Calls:
     yield "grouped_gemm_swiglu_quantize", "", {**product, "keep_input": True, "format": "mxfp8"}
     yield "check_group_sizes", "", {}
     every_row = {"group_sizes": draw.integers([T])}  # others have unspecified results, which differ
-    for name, of_rows in (("", {}), ("groups", every_row), ("interleaved", {"interleave": 32})):
+    for name, of_rows in (("", {}), ("groups", every_row)):
         yield "swiglu", name, {"input": draw(T, K), **probs, **of_rows}
         yield "swiglu_backward", name, {"grad": draw(T, K // 2), "input": draw(T, K), **probs, **of_rows}
 
