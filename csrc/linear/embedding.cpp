@@ -30,7 +30,7 @@ c10::SymInt check_embedding(const Tensor& indices, const Tensor& weight, int64_t
   check_dtype(places, {at::kLong, at::kInt});
   check_same_device(places, table);
   const c10::SymInt rows = whole_size(weight, shard);
-  TP_CHECK_VALUE(!shard.is_cut() || weight.sym_size(0) * shard.ranks >= shard.rows, kOp, "weight",
+  TP_CHECK_VALUE(!shard.is_sharded() || weight.sym_size(0) * shard.ranks >= shard.rows, kOp, "weight",
                  "a part of the " << shard.rows << " rows on each of " << shard.ranks << " ranks",
                  describe(weight), "Cut the table as transformer_plugin.parallel.shard_ does");
   TP_CHECK_VALUE(padding_idx >= -1 && c10::SymInt(padding_idx) < rows, kOp, "padding_idx",
@@ -53,7 +53,7 @@ Tensor embedding(const Tensor& indices, const Tensor& weight, int64_t padding_id
   const c10::SymInt rows = check_embedding(indices, weight, padding_idx, shard);
   check_range(indices, rows.guard_int(__FILE__, __LINE__));
   const BelowAutograd guard;
-  if (!shard.is_cut()) return at::embedding(weight, indices, padding_idx);
+  if (!shard.is_sharded()) return at::embedding(weight, indices, padding_idx);
   return at::embedding(sharded::gather_values(weight, shard, false), indices, padding_idx);
 }
 
@@ -92,7 +92,7 @@ class EmbeddingFunction : public DifferentiableOnce<EmbeddingFunction> {
         sharded::parse_weight_shard(kOp, ctx->saved_data["weight_shard"].toStringRef());
     const c10::SymInt rows = whole_size(weight, shard);
     Tensor grad = at::embedding_dense_backward_symint(grads[0], indices, rows, padding_idx, false);
-    if (shard.is_cut()) {
+    if (shard.is_sharded()) {
       if (weight.sym_size(0) * shard.ranks != rows) {
         const Tensor parts = sharded::gradient_parts(weight, shard, grad.scalar_type());
         parts.narrow(0, 0, shard.rows).copy_(grad);

@@ -37,7 +37,7 @@ struct Call {
   MainGrad main_grad;
   CallerBuffers buffers;
   bool save_original_input;
-  const sharded::WeightShard& shard = sharded::kWhole;
+  const sharded::WeightShard& shard = sharded::kUnsharded;
 
   LinearArguments layer() const {
     return {input,     weight,  group_sizes,         bias, bias_scale, quantized_weight, options,
@@ -109,7 +109,7 @@ Tensor native_product(const Call& call) {
 bool is_one_product(const Call& call) {
   if (!call.input.defined() || !call.group_sizes->defined() || call.weight.empty()) return false;
   const auto& [buffers, accumulate, weight_grad, queue] = call.main_grad;
-  return !call.shard.is_cut() && call.input_format == "none" && call.weight_format == "none" &&
+  return !call.shard.is_sharded() && call.input_format == "none" && call.weight_format == "none" &&
          call.grad_format == "none" && !call.quantized_weight && !buffers && !queue && accumulate &&
          weight_grad == "none" && !call.buffers.given();
 }
@@ -135,7 +135,7 @@ Tensor grouped_linear(const Call& call) {
   const LinearArguments layer = call.layer();
   check_quantizable(call.op, layer, formats, false);
   const BelowAutograd guard;
-  const bool is_plain = formats.native() && !call.shard.is_cut();
+  const bool is_plain = formats.native() && !call.shard.is_sharded();
   return is_plain ? native_product(call) : quantized_linear_forward(layer, formats);
 }
 

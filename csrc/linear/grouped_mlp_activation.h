@@ -26,7 +26,7 @@ struct MlpArguments {
   CallerBuffers buffers = {};
   TokenRows rows = {};
   // Of both weights.
-  const sharded::WeightShard& shard = sharded::kWhole;
+  const sharded::WeightShard& shard = sharded::kUnsharded;
 
   // The rows of the groups.
   const at::Tensor& sized_as_rows() const { return rows.given() ? rows.source : input; }

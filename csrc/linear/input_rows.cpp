@@ -29,7 +29,7 @@ Quantized gathered(const Quantized& part, int64_t rows, const InputRanks& ranks)
 
 void check_input_ranks(const Argument& input, const InputRanks& ranks, const CallerBuffers& buffers) {
   TP_CHECK_VALUE(ranks.ranks >= 1, input.op, "input_ranks", "at least 1", ranks.ranks, "Pass group.size()");
-  if (!ranks.is_cut()) return;
+  if (!ranks.is_sharded()) return;
   TP_CHECK_VALUE(input.tensor.dim() >= 2, input.op, input.name,
                  "at least 2 dimensions with input_ranks, of which the first is gathered",
                  describe(input.tensor), "Pass rows");

@@ -42,7 +42,7 @@ struct Call {
   CallerBuffers buffers;
   bool save_original_input;
   InputRanks input_ranks = {};
-  const sharded::WeightShard& shard = sharded::kWhole;
+  const sharded::WeightShard& shard = sharded::kUnsharded;
 
   OperandFormats formats() const { return operand_formats(op, input_format, weight_format, grad_format); }
   LinearArguments layer(const Tensor& rows) const {
@@ -51,7 +51,7 @@ struct Call {
   }
   // [M, N] in the leading dimensions of the input, of all its ranks.
   Tensor shaped(const Tensor& output) const {
-    if (!input_ranks.is_cut()) return from_matrix(output, input);
+    if (!input_ranks.is_sharded()) return from_matrix(output, input);
     return output.view_symint(output_sizes());
   }
   std::vector<c10::SymInt> output_sizes() const {
@@ -111,7 +111,7 @@ Tensor native_product(const Tensor& input, const Tensor& weight, const OptionalT
 Tensor linear(const Call& call) {
   const OperandFormats formats = check_linear(call);
   const BelowAutograd guard;
-  const bool is_plain = formats.native() && !call.shard.is_cut() && !call.input_ranks.is_cut();
+  const bool is_plain = formats.native() && !call.shard.is_sharded() && !call.input_ranks.is_sharded();
   if (is_plain) return native_product(call.input, call.weight, call.bias, call.buffers.out);
   const Tensor x = as_matrix(call.input);
   const LinearArguments layer = call.layer(x);
@@ -187,7 +187,7 @@ class LinearMainGradFunction : public DifferentiableOnce<LinearMainGradFunction<
                         const OptionalTensor& bias, const MainGrad& main_grad, const CallerBuffers& buffers) {
     const bool wants_weight = weight.requires_grad(), wants_input = input.requires_grad();
     ctx->save_for_backward({wants_weight ? input : Tensor(), wants_input ? weight : Tensor()});
-    if (wants_weight) save_wgrad_destination(ctx, "main_grad", main_grad, weight, sharded::kWhole);
+    if (wants_weight) save_wgrad_destination(ctx, "main_grad", main_grad, weight, sharded::kUnsharded);
     if (wants_input) save_dgrad_out(ctx, buffers);
     return plain_forward(input, weight, bias, buffers.out);
   }
@@ -205,7 +205,7 @@ class LinearMainGradFunction : public DifferentiableOnce<LinearMainGradFunction<
       grad_input = into ? *into : from_matrix(product_of(grad, saved[1]), grads[0]);
     }
     const auto destination =
-        wgrad_destination({ctx, 1, 1, /*is_grouped=*/false}, "main_grad", sharded::kWhole);
+        wgrad_destination({ctx, 1, 1, /*is_grouped=*/false}, "main_grad", sharded::kUnsharded);
     if (destination) {
       const Quantized g{grad, Tensor(), Tensor()}, x{as_matrix(saved[0]), Tensor(), Tensor()};
       grad_weight = destination->compute({g, x, std::nullopt, grad.scalar_type()})[0];
@@ -222,15 +222,15 @@ Tensor linear_autograd(const Call& call) {
                buffers, save_original_input, input_ranks, shard] = call;
   if (!any_wants_grad(input, weight, bias)) return redispatch(call);
   const bool is_native = input_format == "none" && weight_format == "none" && grad_format == "none";
-  const bool is_cut = shard.is_cut() || input_ranks.is_cut();
+  const bool is_sharded = shard.is_sharded() || input_ranks.is_sharded();
   const bool is_plain =
-      is_native && !is_cut && !quantized && main_grad.accumulate && main_grad.weight_grad == "none";
+      is_native && !is_sharded && !quantized && main_grad.accumulate && main_grad.weight_grad == "none";
   if (is_plain && !main_grad.buffers && !main_grad.queue && !buffers.given()) {
     return bias ? LinearFunction<true>::apply(input, weight, bias)
                 : LinearFunction<false>::apply(input, weight, bias);
   }
   const OperandFormats formats = check_linear(call);
-  if (formats.native() && !is_cut) {
+  if (formats.native() && !is_sharded) {
     return bias ? LinearMainGradFunction<true>::apply(input, weight, bias, main_grad, buffers)
                 : LinearMainGradFunction<false>::apply(input, weight, bias, main_grad, buffers);
   }

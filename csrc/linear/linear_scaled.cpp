@@ -64,7 +64,7 @@ struct Layer {
 
 void check_shard(const Layer& layer) {
   const sharded::WeightShard& shard = layer.shard;
-  if (!shard.is_cut()) return;
+  if (!shard.is_sharded()) return;
   TP_CHECK_VALUE(!shard.each && !shard.is_foreign(), layer.op, "weight_shard",
                  "a key without 'each' and 'handle'", "'" << shard.key << "'",
                  "Use linear or grouped_linear, which compute scales from the data");
@@ -147,7 +147,7 @@ struct Operands {
 
 // The whole weight.
 Tensor gathered(const Tensor& weight, const sharded::WeightShard& shard, bool backward) {
-  return shard.is_cut() ? sharded::gather_values(weight, shard, backward) : weight;
+  return shard.is_sharded() ? sharded::gather_values(weight, shard, backward) : weight;
 }
 
 Operands quantize_operands(const Layer& layer) {
@@ -187,7 +187,7 @@ class LinearScaledFunction : public DifferentiableOnce<LinearScaledFunction<is_g
     const SharedOffsets shared(or_undefined(group_sizes));
     Operands operands = quantize_operands(layer);
     const Tensor none, output = forward_of(layer, operands);
-    if (shard.is_cut()) operands.weight = {weight, Tensor(), Tensor()};  // gathered again
+    if (shard.is_sharded()) operands.weight = {weight, Tensor(), Tensor()};  // gathered again
     if (wants_weight) save_wgrad_destination(ctx, kMainGrad, {}, weight, shard);
     save_weight_shard(ctx, shard);
     ctx->save_for_backward(
@@ -249,7 +249,7 @@ class LinearScaledFunction : public DifferentiableOnce<LinearScaledFunction<is_g
   // As the forward had it.
   static Quantized weight_of(AutogradContext* ctx, const variable_list& saved, std::string_view key,
                              const sharded::WeightShard& shard) {
-    if (!shard.is_cut()) return {saved[2], saved[3], Tensor(), {}, key};
+    if (!shard.is_sharded()) return {saved[2], saved[3], Tensor(), {}, key};
     return quantize_role(gathered(saved[2], shard, true), std::nullopt, saved[7], key, std::nullopt,
                          ctx->saved_data["first_of_weight"].toInt());
   }

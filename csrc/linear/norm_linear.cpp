@@ -43,7 +43,7 @@ struct NormLinear {
   const OptionalList& quantized_weight;
   bool return_normalized;
   MainGrad main_grad = {};
-  const sharded::WeightShard& shard = sharded::kWhole;
+  const sharded::WeightShard& shard = sharded::kUnsharded;
 };
 
 bool is_centered(std::string_view normalization) {

@@ -74,7 +74,7 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
     const bool keeps_original = keeps_input(save_original_input, ranks, formats);
     const bool columns_now = wants_weight && !keeps_original;
     const QuantizedOperand x =
-        ranks.is_cut()
+        ranks.is_sharded()
             ? gathered_operand_of(input, ranks, column_sizes, formats.input, input_key, true, columns_now)
             : quantize_operand(input, column_sizes, formats.input, input_key, true, columns_now);
     const WeightSource source{weight, quantized_weight, shard};
@@ -101,7 +101,7 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
     ctx->saved_data["weight_format"] = std::string(weight_key);
     ctx->saved_data["grad_format"] = std::string(grad_key);
     ctx->saved_data["has_bias"] = bias.has_value();
-    if (ranks.is_cut()) {
+    if (ranks.is_sharded()) {
       ctx->saved_data["input_ranks"] = num_ranks;
       ctx->saved_data["input_group"] = std::string(input_group);
     }
@@ -154,7 +154,7 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
                                        w.values.transposed, grad.scalar_type(), options, w.matrices(),
                                        saved_dgrad_out(ctx, QuantizedLinearFunction::kName, grad)));
         const InputRanks ranks = saved_ranks(ctx);
-        if (ranks.is_cut()) grad_input = divided_rows(grad_input, ranks);
+        if (ranks.is_sharded()) grad_input = divided_rows(grad_input, ranks);
       } else {
         announce_use_in_backward(ctx, kMainGrad, shard);
       }
@@ -175,7 +175,7 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
   }
 
   static bool keeps_input(bool save_original_input, const InputRanks& ranks, const OperandFormats& formats) {
-    if (ranks.is_cut()) return !formats.input.stochastic_rounding;  // which would draw other numbers
+    if (ranks.is_sharded()) return !formats.input.stochastic_rounding;  // which would draw other numbers
     return save_original_input && !formats.native();
   }
 
@@ -190,7 +190,7 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
                                     const OptionalTensor& column_sizes) {
     if (ctx->saved_data.find("original_input") == ctx->saved_data.end()) return saved;
     const InputRanks ranks = saved_ranks(ctx);
-    const Tensor input = ranks.is_cut() ? gathered_rows(saved.data, ranks) : saved.data;
+    const Tensor input = ranks.is_sharded() ? gathered_rows(saved.data, ranks) : saved.data;
     return quantize_operand(input, column_sizes, saved.format, saved.key, false, true).columnwise;
   }
 
@@ -310,7 +310,7 @@ void check_quantizable(const char* op, const LinearArguments& layer, const Opera
 Tensor quantized_linear_forward(const LinearArguments& layer, const OperandFormats& formats) {
   const SharedOffsets shared(or_undefined(layer.group_sizes));
   const QuantizedOperand input =
-      layer.input_ranks.is_cut()
+      layer.input_ranks.is_sharded()
           ? gathered_operand_of(layer.input, layer.input_ranks, std::nullopt, formats.input,
                                 formats.input_key, true, false)
           : quantize_operand(layer.input, layer.group_sizes, formats.input, formats.input_key, true, false);

@@ -46,7 +46,7 @@ struct InputRanks {
   int64_t ranks = 1;  // 1: the input has all rows
   std::string_view group = {};
 
-  bool is_cut() const { return ranks > 1; }
+  bool is_sharded() const { return ranks > 1; }
 };
 
 // input [M, K] and weight [N, K]; or, with group sizes, input [T, K] and weight [G, N, K] or several [N, K].
@@ -63,7 +63,7 @@ struct LinearArguments {
   CallerBuffers buffers = {};
   bool save_original_input = false;  // for the weight gradient, which quantizes it in the backward
   InputRanks input_ranks = {};
-  const sharded::WeightShard& shard = sharded::kWhole;
+  const sharded::WeightShard& shard = sharded::kUnsharded;
 };
 
 // Refuses, in the name of `op`, what the ops called below would refuse. `columns`: quantized columnwise too, for the weight

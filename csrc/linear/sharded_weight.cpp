@@ -12,7 +12,7 @@ using torch::autograd::AutogradContext;
 
 namespace {
 
-void check_cut_list(const WeightArgument& weight, const sharded::WeightShard& shard, bool is_quantized) {
+void check_sharded_list(const WeightArgument& weight, const sharded::WeightShard& shard, bool is_quantized) {
   constexpr const char* name = "weight_shard";
   const bool is_list = weight.is_list() || (weight.first().dim() == 3 && weight.groups() == 1);
   const std::string& given = shard.key;
@@ -30,14 +30,14 @@ void check_cut_list(const WeightArgument& weight, const sharded::WeightShard& sh
 
 void check_weight_shard(const WeightArgument& weight, const sharded::WeightShard& shard,
                         const MainGrad& main_grad, bool is_quantized) {
-  if (!shard.is_cut()) return;
+  if (!shard.is_sharded()) return;
   constexpr const char* name = "weight_shard";
   TP_CHECK_VALUE(!shard.is_foreign() || !is_traced(weight.first()), weight.op, weight.first_name(),
                  "eager code with a weight that another runtime gathers (attach_distributed_weights)",
                  "'" << shard.name << "' in code that is compiled, exported or traced",
                  "Leave the layer out with torch.compiler.disable(layer)");
   if (shard.each) {
-    check_cut_list(weight, shard, is_quantized);
+    check_sharded_list(weight, shard, is_quantized);
   } else {
     TP_CHECK_VALUE(!weight.is_list(), weight.op, name,
                    "'' or a key with 'each' for a weight of several tensors", "'" << shard.key << "'",
@@ -61,7 +61,7 @@ std::string shard_of(const char* name) { return std::string(name) + "_weight"; }
 
 void save_shards(AutogradContext* ctx, const char* name, at::TensorList weight,
                  const sharded::WeightShard& shard) {
-  if (!shard.is_cut()) return;
+  if (!shard.is_sharded()) return;
   const std::string key = shard_of(name);
   if (!shard.each) ctx->saved_data[key] = weight[0];
   for (size_t i = 0; shard.each && i < weight.size(); ++i) {
@@ -78,7 +78,7 @@ std::vector<Tensor> saved_shards(AutogradContext* ctx, const char* name, const s
 }
 
 void save_weight_shard(AutogradContext* ctx, const sharded::WeightShard& shard) {
-  if (shard.is_cut()) ctx->saved_data["weight_shard"] = shard.key;
+  if (shard.is_sharded()) ctx->saved_data["weight_shard"] = shard.key;
 }
 
 sharded::WeightShard saved_weight_shard(const AutogradContext* ctx) {

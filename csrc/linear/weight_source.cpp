@@ -64,13 +64,13 @@ QuantizedWeight sharded_weight(const WeightSource& source, const OperandFormats&
 }  // namespace
 
 QuantizedWeight WeightSource::for_forward(const OperandFormats& formats, bool backward) const {
-  if (!shard.is_cut()) return own_weight(*this, formats, backward);
+  if (!shard.is_sharded()) return own_weight(*this, formats, backward);
   if (shard.is_foreign()) return external_weight(*this, formats, backward);
   return shard.each ? sharded_list(*this, formats, backward) : sharded_weight(*this, formats, backward);
 }
 
 WeightForBackward WeightSource::for_backward(const Quantized& saved, const OperandFormats& formats) const {
-  if (!shard.is_cut()) return {saved, tensors};
+  if (!shard.is_sharded()) return {saved, tensors};
   WeightForBackward result;
   if (shard.is_foreign()) {
     const at::TensorList shards = shard.each ? tensors : at::TensorList(saved.data);

@@ -24,7 +24,7 @@ void check_weight_size(const WeightArgument& weight, int64_t dim, const c10::Sym
 }
 
 c10::SymInt whole_size(const at::Tensor& weight, const sharded::WeightShard& shard) {
-  return shard.is_cut() ? c10::SymInt(shard.rows) : weight.sym_size(0);
+  return shard.is_sharded() ? c10::SymInt(shard.rows) : weight.sym_size(0);
 }
 
 c10::SymInt whole_rows(const WeightArgument& weight, const sharded::WeightShard& shard) {

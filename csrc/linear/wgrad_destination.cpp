@@ -195,7 +195,7 @@ std::unique_ptr<WgradDestination> wgrad_destination(const WeightInputs& weight, 
     const Tensor& tensor = main_grad.queue ? *main_grad.queue : main_grad.buffers[0];
     if (!is_traced(tensor)) refuse_capture(weight, name, main_grad.queue.has_value());
   }
-  if (shard.is_cut()) {
+  if (shard.is_sharded()) {
     std::vector<Tensor> shards = saved_shards(weight.ctx, name, shard);
     if (shard.is_foreign()) return external_destination(weight, std::move(shards), shard);
     return reduce_scatter_destination(weight, std::move(main_grad), std::move(shards), shard);

@@ -40,8 +40,8 @@ Gather checked(const Tensor& data, const OptionalTensor& scale_inv, const Option
   Gather gather{parts, parse_format(kOp, "format", format_key), columnwise, backward,
                 parse_weight_shard(kOp, shard_key)};
   const size_t count = tensors_of(gather.format);
-  TP_CHECK_VALUE(gather.shard.is_cut(), kOp, "shard", "the key of a weight that is sharded over ranks", "''",
-                 "Read a whole weight as it is");
+  TP_CHECK_VALUE(gather.shard.is_sharded(), kOp, "shard", "the key of a weight that is sharded over ranks",
+                 "''", "Read a whole weight as it is");
   TP_CHECK_VALUE(
       !gather.shard.is_foreign(), kOp, "shard", "a key without 'handle'", "'" << shard_key << "'",
       "A weight that another runtime gathers cannot have this recipe: use one without delayed scaling");

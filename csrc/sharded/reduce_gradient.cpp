@@ -100,7 +100,7 @@ WeightShard checked(const char* op, const Tensor& parts, const Tensor& weight, s
   check_dtype({op, "parts", parts}, {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble});
   check_defined({op, "weight", weight});
   WeightShard shard = parse_weight_shard(op, key);
-  TP_CHECK_VALUE(shard.is_cut(), op, "shard", "the key of a weight that is sharded over ranks", "''",
+  TP_CHECK_VALUE(shard.is_sharded(), op, "shard", "the key of a weight that is sharded over ranks", "''",
                  "Add the gradient of a whole weight itself");
   check_same_device({op, "weight", weight}, {op, "parts", parts});
   std::vector<c10::SymInt> sizes(weight.sym_sizes().begin(), weight.sym_sizes().end());

@@ -43,7 +43,7 @@ struct WeightShard {
   std::string name = {};
   std::string group = {};
 
-  bool is_cut() const { return ranks > 0; }
+  bool is_sharded() const { return ranks > 0; }
   bool is_foreign() const { return handle > 0; }
   // Runs `exchange`, whose errors then say which weight they are about.
   template <typename Exchange>
@@ -60,7 +60,7 @@ struct WeightShard {
 };
 
 // A weight that is whole.
-inline const WeightShard kWhole;
+inline const WeightShard kUnsharded;
 
 // Raises a four-part ValueError if `key` is not one.
 WeightShard parse_weight_shard(const char* op, std::string_view key);
