@@ -367,7 +367,7 @@ TORCH_LIBRARY(transformer_plugin, m) {
   // reduce_gradient_out: the sum over ranks of this rank's rows of gradients [ranks * n, ...] of the whole weight; the
   // other two begin it, and wait for it, in a compiled graph not before `after` is computed.
   // configure_gathers: how many weights ahead of their use a group gathers, and whether in CUDA graphs, too. count_gathers:
-  // collectives, those begun early, uses of these, early ones that were dropped, bytes sent. note_weights_changed: nothing
+  // collectives, those begun early, uses of these, early ones that were dropped, bytes sent. invalidate_prefetched: nothing
   // gathered before is used. enter_gather_region, leave_gather_region: the input, at the borders of what is captured alone.
   m.def(
       "gather_weight(Tensor data, Tensor? scale_inv, Tensor? amax, str format, bool columnwise, bool backward, "
@@ -380,14 +380,14 @@ TORCH_LIBRARY(transformer_plugin, m) {
   m.def("configure_gathers(str group_name, int distance, bool in_graphs=False) -> ()");
   m.def("clear_gathers(str group_name) -> ()");
   m.def("count_gathers(str group_name) -> int[]");
-  m.def("note_weights_changed() -> ()");
+  m.def("invalidate_prefetched() -> ()");
   m.def("enter_gather_region(Tensor input, str group_name) -> Tensor");
   m.def("leave_gather_region(Tensor output, str group_name) -> Tensor");
 
-  // distributed: all_gather_text returns every rank's text, through the group's store, to compare configurations. compare_call raises if ranks
+  // distributed: all_gather_text returns every rank's text, through the group's store, to compare configurations. compare_header raises if ranks
   // announce different calls. release_group frees the state of groups that have been destroyed.
   m.def("all_gather_text(str group_name, str text, int timeout_ms=-1) -> str[]");
-  m.def("compare_call(str group_name, ScalarType dtype, int width, int timeout_ms=-1) -> ()");
+  m.def("compare_header(str group_name, ScalarType dtype, int width, int timeout_ms=-1) -> ()");
   m.def("release_group(str group_name) -> ()");
 
   // Of all of the above.

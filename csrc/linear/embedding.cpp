@@ -29,7 +29,7 @@ c10::SymInt check_embedding(const Tensor& indices, const Tensor& weight, int64_t
   check_dim(table, 2);
   check_dtype(places, {at::kLong, at::kInt});
   check_same_device(places, table);
-  const c10::SymInt rows = whole_size(weight, shard);
+  const c10::SymInt rows = unsharded_size(weight, shard);
   TP_CHECK_VALUE(!shard.is_sharded() || weight.sym_size(0) * shard.ranks >= shard.rows, kOp, "weight",
                  "a part of the " << shard.rows << " rows on each of " << shard.ranks << " ranks",
                  describe(weight), "Cut the table as transformer_plugin.parallel.shard_ does");
@@ -90,7 +90,7 @@ class EmbeddingFunction : public DifferentiableOnce<EmbeddingFunction> {
     const int64_t padding_idx = ctx->saved_data["padding_idx"].toInt();
     const sharded::WeightShard shard =
         sharded::parse_weight_shard(kOp, ctx->saved_data["weight_shard"].toStringRef());
-    const c10::SymInt rows = whole_size(weight, shard);
+    const c10::SymInt rows = unsharded_size(weight, shard);
     Tensor grad = at::embedding_dense_backward_symint(grads[0], indices, rows, padding_idx, false);
     if (shard.is_sharded()) {
       if (weight.sym_size(0) * shard.ranks != rows) {

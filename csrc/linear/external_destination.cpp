@@ -3,7 +3,7 @@
 #include <utility>
 
 #include "linear/products.h"
-#include "sharded/foreign_weight.h"
+#include "sharded/external_weight.h"
 
 namespace transformer_plugin::linear {
 namespace {
@@ -21,11 +21,11 @@ class ExternalDestination : public WgradDestination {
 
   variable_list compute(const WgradProduct& product) override {
     const auto& [grad, input, group_sizes, dtype, options] = product;
-    const std::vector<Tensor> unsharded = sharded::foreign_buffers(shards_, shard_, dtype);
+    const std::vector<Tensor> unsharded = sharded::external_buffers(shards_, shard_, dtype);
     const bool is_one_group = !weight_.is_grouped && group_sizes;
     wgrad_into(grad, input, group_sizes,
                is_one_group ? std::vector<Tensor>{unsharded[0].unsqueeze(0)} : unsharded, false, options);
-    variable_list gradients = sharded::foreign_gradients(unsharded, shards_, shard_);
+    variable_list gradients = sharded::external_gradients(unsharded, shards_, shard_);
     for (size_t i = 0; i < weight_.count; ++i) {
       if (weight_.wants(i) && !gradients[i].defined()) refuse_capture(weight_, "main_grad", false);
     }

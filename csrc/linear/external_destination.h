@@ -1,4 +1,4 @@
-// The gradient of a weight of another runtime, in whose buffers it is written (sharded/foreign_weight.h).
+// The gradient of a weight of another runtime, in whose buffers it is written (sharded/external_weight.h).
 #pragma once
 
 #include "linear/wgrad_destination.h"

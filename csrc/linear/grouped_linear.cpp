@@ -73,10 +73,10 @@ OperandFormats check_grouped_linear(const Call& call) {
   }
   check_grouped_weight(weight, input);
   check_weight_size(weight, 2, call.input.sym_size(1), "the columns of 'input'");
-  const c10::SymInt rows = whole_rows(weight, call.shard);
+  const c10::SymInt rows = unsharded_rows(weight, call.shard);
   check_layer_widths(input, weight, rows, formats);
   const bool has_all = weight.is_list() || call.shard.each;
-  const c10::SymInt groups = has_all ? weight.groups() : whole_size(weight.first(), call.shard);
+  const c10::SymInt groups = has_all ? weight.groups() : unsharded_size(weight.first(), call.shard);
   check_groups({call.op, "group_sizes", *call.group_sizes}, input, weight.name, groups);
   if (call.bias) check_bias({call.op, "bias", *call.bias}, input, groups, rows);
   check_weight_shard(weight, call.shard, call.main_grad, call.quantized_weight.has_value());
@@ -95,7 +95,7 @@ OperandFormats check_grouped_linear(const Call& call) {
 
 Tensor grouped_linear_meta(const Call& call) {
   check_grouped_linear(call);
-  const c10::SymInt rows = whole_rows({call.op, "weight", call.weight}, call.shard);
+  const c10::SymInt rows = unsharded_rows({call.op, "weight", call.weight}, call.shard);
   return empty(call.input, {call.input.sym_size(0), rows}, call.input.scalar_type());
 }
 

@@ -78,7 +78,8 @@ OperandFormats check_grouped_mlp(const MlpArguments& mlp, std::string_view input
   check_weight_size(fc2_weight, 0, groups, "the groups of 'fc1_weight'");
   check_weight_size(fc2_weight, 1, mlp.input.sym_size(1), "the columns of 'input'");
   check_weight_size(fc2_weight, 2, linear / 2, "half the rows of 'fc1_weight' in a group");
-  const c10::SymInt all_groups = fc1_weight.is_list() ? groups : whole_size(fc1_weight.first(), mlp.shard);
+  const c10::SymInt all_groups =
+      fc1_weight.is_list() ? groups : unsharded_size(fc1_weight.first(), mlp.shard);
   check_groups({mlp.op, "group_sizes", mlp.group_sizes}, input, fc1_weight.name, all_groups);
   check_dtype(probs, {at::kFloat});
   check_dim(probs, 1);

@@ -37,11 +37,11 @@ void check_input_ranks(const Argument& input, const InputRanks& ranks, const Cal
                  "None with input_ranks, as the gradient comes from other ranks", "a buffer", "Leave it out");
 }
 
-Tensor gathered_rows(const Tensor& input, const InputRanks& ranks) {
+Tensor all_gather_rows(const Tensor& input, const InputRanks& ranks) {
   return ops::all_gather(input, ranks.ranks, ranks.group, -1, -1);
 }
 
-Tensor divided_rows(const Tensor& grad, const InputRanks& ranks) {
+Tensor reduce_scatter_rows(const Tensor& grad, const InputRanks& ranks) {
   return ops::reduce_scatter(grad, ranks.ranks, ranks.group, -1, -1);
 }
 
@@ -53,7 +53,7 @@ QuantizedOperand gathered_operand_of(const Tensor& rows, const InputRanks& ranks
     own.rowwise = gathered(own.rowwise, rows.size(0), ranks);
     return own;
   }
-  return quantize_operand(gathered_rows(rows, ranks), column_sizes, format, key, rowwise, columnwise);
+  return quantize_operand(all_gather_rows(rows, ranks), column_sizes, format, key, rowwise, columnwise);
 }
 
 }  // namespace transformer_plugin::linear

@@ -10,9 +10,9 @@ namespace transformer_plugin::linear {
 
 void check_input_ranks(const Argument& input, const InputRanks& ranks, const CallerBuffers& buffers);
 // All rows along the first dimension of an input [n, ..., K].
-at::Tensor gathered_rows(const at::Tensor& input, const InputRanks& ranks);
+at::Tensor all_gather_rows(const at::Tensor& input, const InputRanks& ranks);
 // This rank's rows of the sum over ranks.
-at::Tensor divided_rows(const at::Tensor& grad, const InputRanks& ranks);
+at::Tensor reduce_scatter_rows(const at::Tensor& grad, const InputRanks& ranks);
 // The operand that quantizing all rows gives, of a matrix [n, K] that is this rank's rows. Rows whose scales are their own
 // travel quantized.
 QuantizedOperand gathered_operand_of(const at::Tensor& rows, const InputRanks& ranks,

@@ -60,7 +60,7 @@ struct Call {
     sizes[0] = sizes[0] * input_ranks.ranks;
     return sizes;
   }
-  c10::SymInt out_features() const { return whole_size(weight, shard); }
+  c10::SymInt out_features() const { return unsharded_size(weight, shard); }
 };
 
 OperandFormats check_linear(const Call& call) {

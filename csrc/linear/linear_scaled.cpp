@@ -54,7 +54,7 @@ struct Layer {
   const sharded::WeightShard& shard;
 
   // The first dimension of the whole weight, and its rows.
-  c10::SymInt size() const { return whole_size(weight, shard); }
+  c10::SymInt size() const { return unsharded_size(weight, shard); }
   c10::SymInt rows() const { return weight.dim() == 3 ? weight.sym_size(-2) : size(); }
   // The index of a role's first scale; roles are 0 input, 1 weight, 2 gradient.
   int64_t first_of(int64_t role) const {
@@ -65,7 +65,7 @@ struct Layer {
 void check_shard(const Layer& layer) {
   const sharded::WeightShard& shard = layer.shard;
   if (!shard.is_sharded()) return;
-  TP_CHECK_VALUE(!shard.each && !shard.is_foreign(), layer.op, "weight_shard",
+  TP_CHECK_VALUE(!shard.each && !shard.is_external(), layer.op, "weight_shard",
                  "a key without 'each' and 'handle'", "'" << shard.key << "'",
                  "Use linear or grouped_linear, which compute scales from the data");
   check_weight_shard({layer.op, "weight", layer.weight}, shard, {});

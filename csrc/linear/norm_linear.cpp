@@ -62,9 +62,9 @@ void check_norm_linear(const NormLinear& layer, const OperandFormats& formats) {
   check_pair(weight, input, 2);
   check_size(weight, 1, norm.input.sym_size(-1), "the last dimension of 'input'");
   if (layer.bias)
-    check_bias({kOp, "bias", *layer.bias}, input, std::nullopt, whole_size(layer.weight, layer.shard));
+    check_bias({kOp, "bias", *layer.bias}, input, std::nullopt, unsharded_size(layer.weight, layer.shard));
   check_weight_shard(weights, layer.shard, layer.main_grad);
-  check_layer_widths(input, weights, whole_size(layer.weight, layer.shard), formats);
+  check_layer_widths(input, weights, unsharded_size(layer.weight, layer.shard), formats);
   check_quantized_weight("quantized_weight", layer.quantized_weight, weights, formats);
   check_weight_gradient(layer.main_grad, weights, false, norm.input);
   if (!layer.main_grad.buffers) return;
@@ -161,8 +161,8 @@ struct LayerGradients {
   Tensor input, bias;
   variable_list weight;
 };
-using WholeWeight = std::function<Quantized()>;  // as the data gradient reads it
-LayerGradients unquantized_gradients(const Tensor& grad, const NormCall& norm, const WholeWeight& weight,
+using UnshardedWeight = std::function<Quantized()>;  // as the data gradient reads it
+LayerGradients unquantized_gradients(const Tensor& grad, const NormCall& norm, const UnshardedWeight& weight,
                                      const LayerNeedsGrad& wanted) {
   LayerGradients result;
   if (wanted.weight) {
@@ -181,7 +181,7 @@ LayerGradients unquantized_gradients(const Tensor& grad, const NormCall& norm, c
 
 // The weight gradient first, whose operands are then freed.
 LayerGradients quantized_gradients(const Tensor& grad, const NormCall& norm, SavedTensors kept,
-                                   const WholeWeight& weight, const OperandFormats& formats,
+                                   const UnshardedWeight& weight, const OperandFormats& formats,
                                    const LayerNeedsGrad& wanted) {
   LayerGradients result;
   const bool wants_weight = wanted.weight != nullptr;
@@ -312,7 +312,9 @@ class NormLinearFunction : public DifferentiableOnce<NormLinearFunction> {
     const WeightSource source{{}, {}, shard};
     const Quantized early = is_early ? source.for_backward(weight, formats).values : Quantized{};
     if (!wanted.input) announce_use_in_backward(ctx, "main_grad", shard);
-    const WholeWeight whole = [&] { return is_early ? early : source.for_backward(weight, formats).values; };
+    const UnshardedWeight whole = [&] {
+      return is_early ? early : source.for_backward(weight, formats).values;
+    };
     if (formats.native()) return unquantized_gradients(grad, norm, whole, wanted);
     const SavedTensors kept{{}, {saved[5], saved[6], saved[7], formats.input, input_key, true}, {}};
     return quantized_gradients(grad, norm, kept, whole, formats, wanted);
@@ -371,7 +373,7 @@ Two norm_linear(const Tensor& input, const OptionalTensor& norm_weight, const Op
   const OperandFormats formats = operand_formats(kOp, input_format, weight_format, grad_format);
   check_norm_linear(layer_of(input), formats);
   if constexpr (kernel == Kernel::kMeta) {
-    return {empty(input, with_columns(input, whole_size(weight, shard)), input.scalar_type()),
+    return {empty(input, with_columns(input, unsharded_size(weight, shard)), input.scalar_type()),
             return_normalized ? empty(input, input.sym_sizes(), input.scalar_type())
                               : empty(input, {0}, input.scalar_type())};
   } else if constexpr (kernel == Kernel::kAutograd) {

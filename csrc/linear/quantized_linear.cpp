@@ -154,7 +154,7 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
                                        w.values.transposed, grad.scalar_type(), options, w.matrices(),
                                        saved_dgrad_out(ctx, QuantizedLinearFunction::kName, grad)));
         const InputRanks ranks = saved_ranks(ctx);
-        if (ranks.is_sharded()) grad_input = divided_rows(grad_input, ranks);
+        if (ranks.is_sharded()) grad_input = reduce_scatter_rows(grad_input, ranks);
       } else {
         announce_use_in_backward(ctx, kMainGrad, shard);
       }
@@ -190,7 +190,7 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
                                     const OptionalTensor& column_sizes) {
     if (ctx->saved_data.find("original_input") == ctx->saved_data.end()) return saved;
     const InputRanks ranks = saved_ranks(ctx);
-    const Tensor input = ranks.is_sharded() ? gathered_rows(saved.data, ranks) : saved.data;
+    const Tensor input = ranks.is_sharded() ? all_gather_rows(saved.data, ranks) : saved.data;
     return quantize_operand(input, column_sizes, saved.format, saved.key, false, true).columnwise;
   }
 

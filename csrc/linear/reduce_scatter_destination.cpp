@@ -100,7 +100,7 @@ class ShardListDestination final : public ReduceScatterDestination {
     const bool is_whole = weight_.count == 1 || valid.is_contiguous();
     wgrad_into(product.grad, product.input, product.group_sizes,
                is_whole ? std::vector<Tensor>{valid} : valid.unbind(0), false, product.options);
-    sent_ = sharded::parts_of_stack(std::move(stack), shard_);
+    sent_ = sharded::shards_of_stack(std::move(stack), shard_);
     if (sharded::reduce_asynchronously(sent_, shard_, list_target())) {
       sent_ = Tensor();
       return placeholders(weight_, main_grad_, dtype_);

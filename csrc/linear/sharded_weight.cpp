@@ -32,7 +32,7 @@ void check_weight_shard(const WeightArgument& weight, const sharded::WeightShard
                         const MainGrad& main_grad, bool is_quantized) {
   if (!shard.is_sharded()) return;
   constexpr const char* name = "weight_shard";
-  TP_CHECK_VALUE(!shard.is_foreign() || !is_traced(weight.first()), weight.op, weight.first_name(),
+  TP_CHECK_VALUE(!shard.is_external() || !is_traced(weight.first()), weight.op, weight.first_name(),
                  "eager code with a weight that another runtime gathers (attach_distributed_weights)",
                  "'" << shard.name << "' in code that is compiled, exported or traced",
                  "Leave the layer out with torch.compiler.disable(layer)");

@@ -5,7 +5,7 @@
 #include "linear/quantized_weight.h"
 #include "linear/sharded_weight.h"
 #include "quantize/ops/matrix_shape.h"
-#include "sharded/foreign_weight.h"
+#include "sharded/external_weight.h"
 #include "sharded/gather_weight.h"
 
 namespace transformer_plugin::linear {
@@ -16,7 +16,7 @@ using at::Tensor;
 // The weight that another runtime unshards now, in one direction. Several matrices without scales are put into `matrices`.
 Quantized external_operand(at::TensorList shards, const sharded::WeightShard& shard,
                            const OperandFormats& formats, bool backward, std::vector<Tensor>& matrices) {
-  sharded::ForeignWeight made = sharded::foreign_weight(shards, shard, formats.weight_key, backward);
+  sharded::ExternalWeight made = sharded::external_weight(shards, shard, formats.weight_key, backward);
   if (made.quantized.empty()) {
     QuantizedWeight weight = quantize_weight_operand(made.values, formats, backward);
     matrices = std::move(weight.matrices);
@@ -65,14 +65,14 @@ QuantizedWeight sharded_weight(const WeightSource& source, const OperandFormats&
 
 QuantizedWeight WeightSource::for_forward(const OperandFormats& formats, bool backward) const {
   if (!shard.is_sharded()) return own_weight(*this, formats, backward);
-  if (shard.is_foreign()) return external_weight(*this, formats, backward);
+  if (shard.is_external()) return external_weight(*this, formats, backward);
   return shard.each ? sharded_list(*this, formats, backward) : sharded_weight(*this, formats, backward);
 }
 
 WeightForBackward WeightSource::for_backward(const Quantized& saved, const OperandFormats& formats) const {
   if (!shard.is_sharded()) return {saved, tensors};
   WeightForBackward result;
-  if (shard.is_foreign()) {
+  if (shard.is_external()) {
     const at::TensorList shards = shard.each ? tensors : at::TensorList(saved.data);
     result.values = external_operand(shards, shard, formats, true, result.unsharded_matrices);
   } else if (shard.each) {
@@ -89,9 +89,9 @@ WeightForBackward WeightSource::for_backward(const Quantized& saved, const Opera
 
 void announce_use_in_backward(torch::autograd::AutogradContext* ctx, const char* main_grad,
                               const sharded::WeightShard& shard) {
-  if (!shard.is_foreign()) return;
+  if (!shard.is_external()) return;
   const std::vector<Tensor> shards = saved_shards(ctx, main_grad, shard);
-  if (!shards.empty()) sharded::foreign_weight(shards, shard, "none", true);
+  if (!shards.empty()) sharded::external_weight(shards, shard, "none", true);
 }
 
 }  // namespace transformer_plugin::linear

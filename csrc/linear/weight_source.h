@@ -3,7 +3,7 @@
 //   plain      the weight itself, quantized in each forward
 //   quantized  the tensors that quantize_weight made of it before (linear/quantized_weight.h)
 //   sharded    all ranks: their shards are all-gathered in the forward, and in the backward again
-//   external   another runtime, which unshards the weight in each direction (sharded/foreign_weight.h)
+//   external   another runtime, which unshards the weight in each direction (sharded/external_weight.h)
 #pragma once
 
 #include <torch/csrc/autograd/custom_function.h>

@@ -23,11 +23,11 @@ void check_weight_size(const WeightArgument& weight, int64_t dim, const c10::Sym
   check_size({weight.op, name.c_str(), weight.first()}, weight.is_list() ? dim - 1 : dim, expected, meaning);
 }
 
-c10::SymInt whole_size(const at::Tensor& weight, const sharded::WeightShard& shard) {
+c10::SymInt unsharded_size(const at::Tensor& weight, const sharded::WeightShard& shard) {
   return shard.is_sharded() ? c10::SymInt(shard.rows) : weight.sym_size(0);
 }
 
-c10::SymInt whole_rows(const WeightArgument& weight, const sharded::WeightShard& shard) {
+c10::SymInt unsharded_rows(const WeightArgument& weight, const sharded::WeightShard& shard) {
   return shard.each ? c10::SymInt(shard.rows) : weight.rows();
 }
 

@@ -56,9 +56,9 @@ class GroupedWeight {
 };
 
 // The first dimension of a weight; of the whole one where it is sharded over ranks.
-c10::SymInt whole_size(const at::Tensor& weight, const sharded::WeightShard& shard);
+c10::SymInt unsharded_size(const at::Tensor& weight, const sharded::WeightShard& shard);
 // The rows of a whole matrix of a grouped weight.
-c10::SymInt whole_rows(const WeightArgument& weight, const sharded::WeightShard& shard);
+c10::SymInt unsharded_rows(const WeightArgument& weight, const sharded::WeightShard& shard);
 
 // Dtype, dimensions and device; of several matrices, that all are like the first.
 void check_grouped_weight(const WeightArgument& weight, const Argument& input);

@@ -197,7 +197,7 @@ std::unique_ptr<WgradDestination> wgrad_destination(const WeightInputs& weight, 
   }
   if (shard.is_sharded()) {
     std::vector<Tensor> shards = saved_shards(weight.ctx, name, shard);
-    if (shard.is_foreign()) return external_destination(weight, std::move(shards), shard);
+    if (shard.is_external()) return external_destination(weight, std::move(shards), shard);
     return reduce_scatter_destination(weight, std::move(main_grad), std::move(shards), shard);
   }
   if (main_grad.queue) return std::make_unique<QueueDestination>(weight, std::move(main_grad));

@@ -58,7 +58,7 @@ Gathered prepare_list(const Gather& gather) {
 
 }  // namespace
 
-void note_weights_changed() { ++announced_changes; }
+void invalidate_prefetched() { ++announced_changes; }
 
 GatherCache::PartRef::PartRef(const Tensor& part)
     : storage(part.storage().getWeakStorageImpl()),

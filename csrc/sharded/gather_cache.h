@@ -6,7 +6,7 @@
 // it is dropped and the weight is gathered again. So the order of use decides about time and never about values.
 //
 // Every rank must decide alike, because a gather needs all of them. Decisions depend only on the calls a program makes, on the
-// versions that torch counts, and on announced changes (note_weights_changed): never on time, addresses or values. Whether a
+// versions that torch counts, and on announced changes (invalidate_prefetched): never on time, addresses or values. Whether a
 // weight still exists is not among them, as ranks collect garbage at different times. So a weight is gathered early only after
 // one of its own set, and the weights of a set exist together.
 #pragma once
@@ -58,7 +58,7 @@ struct GatherCounts {
 };
 
 // A change of weights that versions do not show, such as a step of a fused optimizer: nothing gathered before it is used.
-void note_weights_changed();
+void invalidate_prefetched();
 
 class GatherCache {
  public:

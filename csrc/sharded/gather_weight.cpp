@@ -1,5 +1,5 @@
 // gather_weight: the tensors of one direction of a weight, from those that each rank quantized from its rows. The ops
-// configure_gathers, clear_gathers, count_gathers and note_weights_changed control the prefetches of gather_cache.h.
+// configure_gathers, clear_gathers, count_gathers and invalidate_prefetched control the prefetches of gather_cache.h.
 #include "sharded/gather_weight.h"
 
 #include <ATen/ops/empty.h>
@@ -43,7 +43,7 @@ Gather checked(const Tensor& data, const OptionalTensor& scale_inv, const Option
   TP_CHECK_VALUE(gather.shard.is_sharded(), kOp, "shard", "the key of a weight that is sharded over ranks",
                  "''", "Read a whole weight as it is");
   TP_CHECK_VALUE(
-      !gather.shard.is_foreign(), kOp, "shard", "a key without 'handle'", "'" << shard_key << "'",
+      !gather.shard.is_external(), kOp, "shard", "a key without 'handle'", "'" << shard_key << "'",
       "A weight that another runtime gathers cannot have this recipe: use one without delayed scaling");
   TP_CHECK_VALUE(!gather.shard.each, kOp, "shard", "a key without 'each'", "'" << shard_key << "'",
                  "Gather several matrices with gather_weight_list");
@@ -190,6 +190,6 @@ TP_IMPL_NO_GRADIENT(gather_weight, gather_weight_kernel, gather_weight_meta);
 TP_IMPL_FOR(CompositeExplicitAutograd, configure_gathers, configure_gathers);
 TP_IMPL_FOR(CompositeExplicitAutograd, clear_gathers, clear_gathers);
 TP_IMPL_FOR(CompositeExplicitAutograd, count_gathers, count_gathers);
-TP_IMPL_FOR(CompositeExplicitAutograd, note_weights_changed, note_weights_changed);
+TP_IMPL_FOR(CompositeExplicitAutograd, invalidate_prefetched, invalidate_prefetched);
 
 }  // namespace transformer_plugin::sharded

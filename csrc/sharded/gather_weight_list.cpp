@@ -21,7 +21,7 @@ constexpr const char* kOp = "gather_weight_list";
 
 WeightShard checked(TensorList parts, std::string_view shard_key) {
   WeightShard shard = parse_weight_shard(kOp, shard_key);
-  TP_CHECK_VALUE(shard.is_sharded() && shard.each && !shard.is_foreign(), kOp, "shard",
+  TP_CHECK_VALUE(shard.is_sharded() && shard.each && !shard.is_external(), kOp, "shard",
                  "the key of matrices that are sharded over ranks, with 'each'", "'" << shard_key << "'",
                  "Gather a single weight with gather_weight");
   TP_CHECK_VALUE(!parts.empty(), kOp, "parts", "at least one matrix", "an empty list",

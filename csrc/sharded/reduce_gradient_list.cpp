@@ -42,7 +42,7 @@ Tensor gradient_stack(at::TensorList matrices, const WeightShard& shard, at::Sca
   return stack;
 }
 
-Tensor parts_of_stack(Tensor stack, const WeightShard& shard) {
+Tensor shards_of_stack(Tensor stack, const WeightShard& shard) {
   const c10::SymInt rows = stack.sym_size(1) / shard.ranks;
   return stack.unflatten_symint(1, {c10::SymInt(shard.ranks), rows})
       .transpose(0, 1)

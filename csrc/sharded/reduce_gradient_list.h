@@ -22,7 +22,7 @@ at::Tensor stack_like(at::TensorList matrices);
 // A buffer for the gradients of the whole matrices as this rank computes them, [G, ranks * n, K], with rows of zeros last.
 at::Tensor gradient_stack(at::TensorList matrices, const WeightShard& shard, at::ScalarType dtype);
 // The same in the order of the ranks, [ranks * G, n, K].
-at::Tensor parts_of_stack(at::Tensor stack, const WeightShard& shard);
+at::Tensor shards_of_stack(at::Tensor stack, const WeightShard& shard);
 // Begins the sum on a side stream, if nothing waits for a gradient before the end of the backward.
 bool reduce_asynchronously(const at::Tensor& parts, const WeightShard& shard, const ListTarget& target);
 // Adds sums [G, n, K] to the buffers, or writes them.

@@ -9,7 +9,7 @@
 //   async           gradients are in `weight.grad` or in `main_grad` at the end of the backward, and not before
 //   timeout_ms=<n>  for waits on other ranks; default: the timeout of the group
 //   set=<n>         the weights that are used together, as those of a model; of weights without one, none is gathered early
-//   handle=<n>      another runtime gathers the weight and takes its gradient (sharded/foreign_weight.h); not in a c10d group
+//   handle=<n>      another runtime gathers the weight and takes its gradient (sharded/external_weight.h); not in a c10d group
 //   name=<name>     of the parameter, for errors; without a comma
 //   group=<name>    name of the c10d group; it is last, because it may have any characters
 //
@@ -44,7 +44,7 @@ struct WeightShard {
   std::string group = {};
 
   bool is_sharded() const { return ranks > 0; }
-  bool is_foreign() const { return handle > 0; }
+  bool is_external() const { return handle > 0; }
   // Runs `exchange`, whose errors then say which weight they are about.
   template <typename Exchange>
   void run(Exchange&& exchange) const {

@@ -189,7 +189,7 @@ def change_weights(pair: Pair, how: str, seed: int) -> None:
         elif how == "data":
             for name, parameter in pair.cut.named_parameters():
                 parameter.data.copy_(own_part(pair, name, after[name]))
-            ops.note_weights_changed()
+            ops.invalidate_prefetched()
     if how == "step":
         optimizer = torch.optim.SGD(pair.cut.parameters(), lr=1.0)
         kept = {n: p.grad for n, p in pair.cut.named_parameters()}

@@ -321,8 +321,8 @@ def test_other_arguments_out_of_range() -> None:
     assert error_of(lambda: ep.all_gather_text("a text", "", LONG)).startswith(
         f"transformer_plugin::all_gather_text: {LATE}"
     )
-    assert error_of(lambda: ep.compare_call("", torch.float32, 3, LONG)).startswith(
-        f"transformer_plugin::compare_call: {LATE}"
+    assert error_of(lambda: ep.compare_header("", torch.float32, 3, LONG)).startswith(
+        f"transformer_plugin::compare_header: {LATE}"
     )
 
 

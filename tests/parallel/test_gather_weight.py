@@ -117,7 +117,7 @@ def check_changes(rank: Rank) -> None:
     assert (after.dropped - start.dropped, after.gathers - start.gathers) == (1, 3)
     weights[2].data.fill_(rank.rank + 50.0)  # torch does not count it
     base[2] = 50
-    ops.note_weights_changed()
+    ops.invalidate_prefetched()
     use(2)
     assert ops.count_gathers(name).dropped == after.dropped + 1
     ops.clear_gathers(name)

@@ -115,15 +115,15 @@ def error_of(action, kind: type[Exception]) -> str:
 
 def check_compared(rank: Rank) -> None:
     name, me = rank.group_name, rank.rank
-    ep.compare_call(name, torch.float32, 8, 2000)
-    ep.compare_call(name, torch.float32, 8, 2000)  # already compared: no communication
+    ep.compare_header(name, torch.float32, 8, 2000)
+    ep.compare_header(name, torch.float32, 8, 2000)  # already compared: no communication
     if me == 0:
-        ep.compare_call(name, torch.float32, 8, 2000)
+        ep.compare_header(name, torch.float32, 8, 2000)
     text = error_of(
         lambda: (
-            ep.compare_call(name, torch.float32, 8 + 8 * me, 2000)
+            ep.compare_header(name, torch.float32, 8 + 8 * me, 2000)
             if me
-            else ep.compare_call(name, torch.bfloat16, 8, 2000)
+            else ep.compare_header(name, torch.bfloat16, 8, 2000)
         ),
         ValueError,
     )
@@ -132,16 +132,16 @@ def check_compared(rank: Rank) -> None:
         "got different ones: dtype is bfloat16 on rank 0, float32 on rank 1; width is 8 on rank 0, 16 on rank 1. "
         "Make the same calls in the same order, with the same constants, on every rank."
     )
-    ep.compare_call(name, torch.float16, 8, 2000)  # the group still works
+    ep.compare_header(name, torch.float16, 8, 2000)  # the group still works
     begun = time.monotonic()
     if me == 0:  # new on this rank, already compared on the other
-        text = error_of(lambda: ep.compare_call(name, torch.float64, 8, 2000), PeerTimeoutError)
+        text = error_of(lambda: ep.compare_header(name, torch.float64, 8, 2000), PeerTimeoutError)
         assert "transformer_plugin::dispatch" in text and "rank(s) 1 did not take part" in text, text
         assert time.monotonic() - begun < 7.0
     else:
-        ep.compare_call(name, torch.float32, 8, 2000)
+        ep.compare_header(name, torch.float32, 8, 2000)
         time.sleep(5)
-        text = error_of(lambda: ep.compare_call(name, torch.float64, 8, 2000), PeerTimeoutError)
+        text = error_of(lambda: ep.compare_header(name, torch.float64, 8, 2000), PeerTimeoutError)
         assert "This is rank 1, which came too late or left out a call" in text, text
 
 

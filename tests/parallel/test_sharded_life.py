@@ -309,7 +309,7 @@ def check_announced(rank: Rank) -> None:
         for name, parameter in cut.named_parameters():
             parameter.data.mul_(2.0)
             whole.get_parameter(name).data.mul_(2.0)
-        ops.note_weights_changed()
+        ops.invalidate_prefetched()
         for layer in cut.children():
             layer.quantize_weights()  # type: ignore[operator]
         assert_same_bits(cut(x).detach(), whole(x).detach())

@@ -150,7 +150,7 @@ def check_stamps(rank: Rank, distance: int) -> None:
         assert made[3] == len(early), (distance, changed, made)
         assert made[0] == count + len(early), (distance, changed, made)
     before = ops.count_gathers(name)
-    ops.note_weights_changed()
+    ops.invalidate_prefetched()
     for i in range(count):
         use(i)
     # What the last use has gathered ahead, of the next round.

@@ -74,7 +74,7 @@ class ShardedWeightMixin(PluginModule):
             self.weight_shard = without_set(self.weight_shard)
             self.named_weight_shard = without_set(self.named_weight_shard)
         if self.is_gathered_elsewhere:
-            from transformer_plugin.parallel.foreign import give_handle
+            from transformer_plugin.parallel.external import give_handle
 
             give_handle(self)
         if self.tensor_parallel is not None:

@@ -377,7 +377,7 @@ def all_gather_text(text: str, group_name: str, timeout_ms: int = -1) -> list[st
         return list(_ops.all_gather_text.default(group_name, text, timeout_ms))
 
 
-def compare_call(group_name: str, dtype: torch.dtype, width: int, timeout_ms: int = -1) -> None:
+def compare_header(group_name: str, dtype: torch.dtype, width: int, timeout_ms: int = -1) -> None:
     """Compare a dispatch of ``width`` columns of ``dtype`` between the ranks, as CUDA does for each new kind of call.
 
     No payload is sent. For programs that check before the first step that their ranks make the same calls.
@@ -386,4 +386,4 @@ def compare_call(group_name: str, dtype: torch.dtype, width: int, timeout_ms: in
         ValueError: the ranks announced different calls. PeerTimeoutError: a rank announced no call in time.
     """
     with peer_errors():
-        _ops.compare_call.default(group_name, dtype, width, timeout_ms)
+        _ops.compare_header.default(group_name, dtype, width, timeout_ms)

@@ -51,8 +51,8 @@ __all__ = [
     "finish_reduce_gradient",
     "gather_weight",
     "gather_weight_list",
+    "invalidate_prefetched",
     "leave_gather_region",
-    "note_weights_changed",
     "reduce_gradient_out",
     "start_reduce_gradient",
 ]
@@ -269,10 +269,10 @@ def count_gathers(group_name: str) -> GatherCounts:
     return GatherCounts(*_ops.count_gathers.default(group_name))
 
 
-def note_weights_changed() -> None:
+def invalidate_prefetched() -> None:
     """Announce a change of weights that torch does not count, so that nothing gathered before is used.
 
     Steps of torch's optimizers are noticed. Call it after others that write through pointers or ``.data``. All ranks
     must call it at the same place.
     """
-    _ops.note_weights_changed.default()
+    _ops.invalidate_prefetched.default()

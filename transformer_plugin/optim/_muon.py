@@ -18,7 +18,7 @@ from transformer_plugin.optim import _whole_matrices as matrices
 from transformer_plugin.optim._newton_schulz import orthogonalized
 from transformer_plugin.optim._shared_work import by_ranks
 from transformer_plugin.optim._whole_matrices import Target, target_of
-from transformer_plugin.parallel.foreign import refuse_shards
+from transformer_plugin.parallel.external import refuse_shards
 from transformer_plugin.tensor._base import FormatTensor
 from transformer_plugin.tensor._layout import describe, message
 

@@ -15,7 +15,7 @@ from transformer_plugin.parallel.compat.transformer_engine import (
 )
 from transformer_plugin.parallel.data import ExpertDataParallel, data_parallel, fully_shard
 from transformer_plugin.parallel.expert import EpConfig, EpContext, EpPlan
-from transformer_plugin.parallel.foreign import attach_distributed_weights
+from transformer_plugin.parallel.external import attach_distributed_weights
 from transformer_plugin.parallel.full_state import full_state_dict, full_weight, initialize_full_params
 from transformer_plugin.parallel.random import TensorParallelRNG
 from transformer_plugin.parallel.sharded import shard_

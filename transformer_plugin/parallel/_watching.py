@@ -230,7 +230,7 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         return
     parameters = [p for settings in optimizer.param_groups for p in settings["params"]]
     if any(WEIGHT_PART in parameter.__dict__ for parameter in parameters):
-        ops.note_weights_changed()
+        ops.invalidate_prefetched()
     copies: dict[int, Any] = {}
     for parameter in parameters:
         for copy in parameter.__dict__.get("quantized_copies", ()):

@@ -16,7 +16,7 @@ from transformer_plugin.parallel._group_names import group_named
 from transformer_plugin.parallel._layer_shards import note_shards
 from transformer_plugin.parallel._tensor_slices import slices_of
 from transformer_plugin.parallel._weight_part import layout_of, part_of
-from transformer_plugin.parallel.foreign import refuse_shards
+from transformer_plugin.parallel.external import refuse_shards
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -15,7 +15,7 @@ from transformer_plugin.parallel._layer_shards import note_shards
 from transformer_plugin.parallel._part_tensor import PartTensor, values_of
 from transformer_plugin.parallel._tensor_slices import TensorSlices, slices_of
 from transformer_plugin.parallel._weight_part import layout_of, part_of
-from transformer_plugin.parallel.foreign import refuse_shards
+from transformer_plugin.parallel.external import refuse_shards
 
 
 @typed

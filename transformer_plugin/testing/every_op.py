@@ -319,11 +319,11 @@ def _collective_calls(draw: Draw, indices: Tensor, experts: int) -> Calls:
     yield "configure_gathers", "", {"group_name": "", "distance": 1, "in_graphs": False}
     for name in ("clear_gathers", "count_gathers"):
         yield name, "", {"group_name": ""}
-    yield "note_weights_changed", "", {}
+    yield "invalidate_prefetched", "", {}
     yield "enter_gather_region", "", {"input": draw(tokens, K), "group_name": ""}
     yield "leave_gather_region", "", {"output": draw(tokens, K), "group_name": ""}
     yield "all_gather_text", "", {"group_name": "", "text": "one configuration", "timeout_ms": 1000}
-    yield "compare_call", "", {"group_name": "", "dtype": FLOAT32, "width": 8, "timeout_ms": 1000}
+    yield "compare_header", "", {"group_name": "", "dtype": FLOAT32, "width": 8, "timeout_ms": 1000}
     yield "release_group", "", {"group_name": ""}
 
 

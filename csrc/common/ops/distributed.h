@@ -8,8 +8,8 @@ namespace transformer_plugin::ops {
 
 inline constexpr Op<"all_gather_text", std::vector<std::string>(std::string_view group_name, std::string_view text,
     int64_t timeout_ms)> all_gather_text;
-inline constexpr Op<"compare_call", void(std::string_view group_name, ScalarType dtype, int64_t width,
-    int64_t timeout_ms)> compare_call;
+inline constexpr Op<"compare_header", void(std::string_view group_name, ScalarType dtype, int64_t width,
+    int64_t timeout_ms)> compare_header;
 inline constexpr Op<"release_group", void(std::string_view group_name)> release_group;
 
 }  // namespace transformer_plugin::ops

@@ -18,7 +18,7 @@ inline constexpr Op<"finish_reduce_gradient", Tensor(const Tensor& token, const 
 inline constexpr Op<"configure_gathers", void(std::string_view group_name, int64_t distance, bool in_graphs)> configure_gathers;
 inline constexpr Op<"clear_gathers", void(std::string_view group_name)> clear_gathers;
 inline constexpr Op<"count_gathers", std::vector<int64_t>(std::string_view group_name)> count_gathers;
-inline constexpr Op<"note_weights_changed", void()> note_weights_changed;
+inline constexpr Op<"invalidate_prefetched", void()> invalidate_prefetched;
 inline constexpr Op<"enter_gather_region", Tensor(const Tensor& input, std::string_view group_name)> enter_gather_region;
 inline constexpr Op<"leave_gather_region", Tensor(const Tensor& output, std::string_view group_name)> leave_gather_region;
 

@@ -267,8 +267,8 @@ CompactPlan compact_plan_meta(const Tensor& topk_idx, int64_t num_experts, SymIn
 }
 
 // Makes the comparison of a new kind of call on CUDA, for a dispatch of `width` columns, but on any device.
-void compare_call(std::string_view group_name, at::ScalarType dtype, int64_t width, int64_t timeout_ms) {
-  RankGroup("compare_call", group_name, timeout_ms, Tensor())
+void compare_header(std::string_view group_name, at::ScalarType dtype, int64_t width, int64_t timeout_ms) {
+  RankGroup("compare_header", group_name, timeout_ms, Tensor())
       .compare_through_store(make_call(phases::kDispatchTokens)
                                  .set(fields::kDtype, static_cast<int64_t>(dtype), "dtype")
                                  .set(fields::kWidth, width, "width"));
@@ -280,6 +280,6 @@ TP_IMPL_CPU_CUDA(plan, plan);
 TP_IMPL_FOR(Meta, plan, plan_meta);
 TP_IMPL_CPU_CUDA(compact_plan, compact_plan);
 TP_IMPL_FOR(Meta, compact_plan, compact_plan_meta);
-TP_IMPL_FOR(CompositeExplicitAutograd, compare_call, compare_call);
+TP_IMPL_FOR(CompositeExplicitAutograd, compare_header, compare_header);
 
 }  // namespace transformer_plugin::expert_parallel

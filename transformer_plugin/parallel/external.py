@@ -31,7 +31,7 @@ _METHODS = (
 _NUMBERS = itertools.count(1)
 _HANDLE = re.compile(r"handle=\d+,")
 _LAYERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-_library = torch.library.Library("transformer_plugin_foreign", "DEF")
+_library = torch.library.Library("transformer_plugin_external", "DEF")
 
 
 @typed

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as Placed
 
 import transformer_plugin as tp
-from tests.parallel.foreign_layers import (
+from tests.parallel.external_layers import (
     KINDS,
     RECIPES,
     Convert,

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import transformer_plugin as tp
-from tests.parallel.foreign_layers import KINDS, RECIPES, G, K, N, Shard, T, batch, driven, layer_of, run
+from tests.parallel.external_layers import KINDS, RECIPES, G, K, N, Shard, T, batch, driven, layer_of, run
 from transformer_plugin import nn as tnn
 from transformer_plugin import ops, optim, parallel, recipes
 from transformer_plugin.parallel import attach_distributed_weights, shard_
