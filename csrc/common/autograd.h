@@ -73,6 +73,9 @@ class NodeOf : public Self {};
 template <typename Self>
 class CheckedFunction : public torch::autograd::Function<Self> {
  public:
+  // The op that a node belongs to, where Self serves several.
+  static const char* op_of(const torch::autograd::AutogradContext*) { return Self::kName; }
+
   template <typename... Arguments>
   static auto apply(Arguments&&... arguments) {
     size_t index = 0;
@@ -91,10 +94,10 @@ class CheckedFunction : public torch::autograd::Function<Self> {
 };
 
 // A function whose backward is Self::gradients(). With create_graph=True, results without a graph raise an
-// error when they are differentiated again, because they would silently count as constants. Without
-// `keeps_graphs` these are all results; with it, gradients() calls differentiable ops, and these are the
-// results that still have no graph.
-template <typename Self, bool keeps_graphs>
+// error when they are differentiated again, because they would silently count as constants. Unless
+// Self::keeps_graphs(ctx) these are all results; otherwise gradients() calls differentiable ops, and these are
+// the results that still have no graph.
+template <typename Self>
 class DifferentiableFunction : public CheckedFunction<Self> {
  public:
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
@@ -104,18 +107,19 @@ class DifferentiableFunction : public CheckedFunction<Self> {
     const torch::autograd::variable_list saved = ctx->get_saved_variables();
     torch::autograd::variable_list results;
     {
-      const at::AutoGradMode mode(keeps_graphs);
+      const at::AutoGradMode mode(Self::keeps_graphs(ctx));
       results = Self::gradients(ctx, grads);
     }
     if (wants_grad(at::TensorList(grads)) || wants_grad(at::TensorList(saved)))
-      refuse(torch::autograd::collect_next_edges(grads, saved), results);
+      refuse(Self::op_of(ctx), torch::autograd::collect_next_edges(grads, saved), results);
     return results;
   }
 
  private:
-  static void refuse(torch::autograd::edge_list&& from, torch::autograd::variable_list& results) {
+  static void refuse(const char* op, torch::autograd::edge_list&& from,
+                     torch::autograd::variable_list& results) {
     const auto refusal = make_node<torch::autograd::Error>(
-        std::string("transformer_plugin::") + Self::kName +
+        std::string("transformer_plugin::") + op +
             ": gradient: expected to be differentiated once, got a second time (create_graph=True). "
             "Write this part in plain PyTorch for that.",
         std::move(from));
@@ -128,9 +132,15 @@ class DifferentiableFunction : public CheckedFunction<Self> {
 };
 
 template <typename Self>
-using DifferentiableOnce = DifferentiableFunction<Self, false>;
+class DifferentiableOnce : public DifferentiableFunction<Self> {
+ public:
+  static bool keeps_graphs(const torch::autograd::AutogradContext*) { return false; }
+};
 template <typename Self>
-using DifferentiableTwice = DifferentiableFunction<Self, true>;
+class DifferentiableTwice : public DifferentiableFunction<Self> {
+ public:
+  static bool keeps_graphs(const torch::autograd::AutogradContext*) { return true; }
+};
 
 }  // namespace transformer_plugin
 
@@ -139,7 +149,7 @@ using DifferentiableTwice = DifferentiableFunction<Self, true>;
 template <typename Self>
 struct torch::autograd::CppNode<transformer_plugin::NodeOf<Self>> : torch::autograd::CppNode<Self> {
   std::string name() const override {
-    return std::string("transformer_plugin::") + Self::kName + "_backward_node";
+    return std::string("transformer_plugin::") + Self::op_of(&this->ctx_) + "_backward_node";
   }
   // Called last in Function::apply(), which has used the marks of mark_non_differentiable() by then. Compiled autograd asserts
   // that a node has none.

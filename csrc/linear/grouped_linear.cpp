@@ -8,9 +8,9 @@
 #include "common/tensor.h"
 #include "gemm/dispatch/checks.h"
 #include "gemm/ops/calls.h"
+#include "linear/linear_node.h"
 #include "linear/main_grad.h"
 #include "linear/products.h"
-#include "linear/quantized_linear.h"
 #include "linear/quantized_weight.h"
 #include "linear/sharded_weight.h"
 
@@ -24,45 +24,8 @@ using OptionalTensor = std::optional<Tensor>;
 
 constexpr const char *kOp = "grouped_linear", *kOutOp = "grouped_linear_out";
 
-// The arguments of a call.
-struct Call {
-  const char* op;
-  const Tensor& input;
-  at::TensorList weight;
-  const OptionalTensor group_sizes;
-  const OptionalTensor &bias, &bias_scale;
-  std::string_view input_format, weight_format, grad_format;
-  OptionalList quantized_weight;
-  LaunchOptions options;
-  MainGrad main_grad;
-  CallerBuffers buffers;
-  bool save_original_input;
-  const sharded::WeightShard& shard = sharded::kUnsharded;
-
-  LinearArguments layer() const {
-    return {input,     weight,  group_sizes,         bias, bias_scale, quantized_weight, options,
-            main_grad, buffers, save_original_input, {},   shard};
-  }
-};
-
-// What buffers may not share memory with, besides each other.
-void check_memory(const Call& call) {
-  if (!call.main_grad.buffers && !call.buffers.given()) return;
-  CallMemory memory(call.op);
-  memory.written("main_grad", call.main_grad.buffers);
-  call.buffers.add_to(memory);
-  memory.read("input", call.input);
-  memory.read("weight", call.weight);
-  memory.read("group_sizes", call.group_sizes);
-  memory.read("bias", call.bias);
-  memory.read("bias_scale", call.bias_scale);
-  memory.read("quantized_weight", call.quantized_weight);
-  memory.check();
-}
-
-OperandFormats check_grouped_linear(const Call& call) {
-  const OperandFormats formats =
-      operand_formats(call.op, call.input_format, call.weight_format, call.grad_format);
+OperandFormats check_grouped_linear(const LinearCall& call) {
+  const OperandFormats formats = call.formats();
   const Argument input{call.op, "input", call.input};
   const WeightArgument weight{call.op, "weight", call.weight};
   if (formats.native()) {
@@ -73,7 +36,7 @@ OperandFormats check_grouped_linear(const Call& call) {
   }
   check_grouped_weight(weight, input);
   check_weight_size(weight, 2, call.input.sym_size(1), "the columns of 'input'");
-  const c10::SymInt rows = unsharded_rows(weight, call.shard);
+  const c10::SymInt rows = call.out_features();
   check_layer_widths(input, weight, rows, formats);
   const bool has_all = weight.is_list() || call.shard.each;
   const c10::SymInt groups = has_all ? weight.groups() : unsharded_size(weight.first(), call.shard);
@@ -89,85 +52,78 @@ OperandFormats check_grouped_linear(const Call& call) {
   check_weight_gradient(call.main_grad, weight, true, call.input);
   check_save_original_input(call.op, call.save_original_input, formats);
   check_caller_buffers(input, rows, call.buffers);
-  check_memory(call);
+  call.check_memory();
   return formats;
 }
 
-Tensor grouped_linear_meta(const Call& call) {
+Tensor grouped_linear_meta(const LinearCall& call) {
   check_grouped_linear(call);
-  const c10::SymInt rows = unsharded_rows({call.op, "weight", call.weight}, call.shard);
-  return empty(call.input, {call.input.sym_size(0), rows}, call.input.scalar_type());
+  return empty(call.input, {call.input.sym_size(0), call.out_features()}, call.input.scalar_type());
 }
 
-Tensor native_product(const Call& call) {
+Tensor native_product(const LinearCall& call) {
   const Quantized input{call.input, Tensor(), Tensor()}, weight{call.weight[0], Tensor(), Tensor()};
   return gemm_of(input, weight, call.group_sizes, call.bias, call.bias_scale, true, call.input.scalar_type(),
                  call.options, call.weight, call.buffers.out);
 }
 
 // Whether the call is one product, which checks its arguments itself.
-bool is_one_product(const Call& call) {
-  if (!call.input.defined() || !call.group_sizes->defined() || call.weight.empty()) return false;
-  const auto& [buffers, accumulate, weight_grad, queue] = call.main_grad;
-  return !call.shard.is_sharded() && call.input_format == "none" && call.weight_format == "none" &&
-         call.grad_format == "none" && !call.quantized_weight && !buffers && !queue && accumulate &&
-         weight_grad == "none" && !call.buffers.given();
+bool is_one_product(const LinearCall& call) {
+  return call.input.defined() && call.group_sizes->defined() && !call.weight.empty() && call.is_plain();
 }
 
 // Calls the product. What it refuses is refused by the checks of the layer, which name the layer's arguments; checking
 // in every call would double the host time of checks.
-Tensor checked_product(const Call& call) {
+Tensor checked_product(const LinearCall& call) {
   if (call.input.is_cuda()) check_earlier_sizes(call.op);
   try {
     return native_product(call);
   } catch (const c10::Error&) {
-    check_quantizable(call.op, call.layer(), check_grouped_linear(call), false);
+    check_quantizable(call.op, call.input, call.weight[0], call.group_sizes, check_grouped_linear(call),
+                      false);
     throw;
   }
 }
 
-Tensor grouped_linear(const Call& call) {
+Tensor grouped_linear(const LinearCall& call) {
   if (is_one_product(call)) {
     const BelowAutograd guard;
     return checked_product(call);
   }
   const OperandFormats formats = check_grouped_linear(call);
-  const LinearArguments layer = call.layer();
-  check_quantizable(call.op, layer, formats, false);
+  check_quantizable(call.op, call.input, call.weight[0], call.group_sizes, formats, false);
   const BelowAutograd guard;
-  const bool is_plain = formats.native() && !call.shard.is_sharded();
-  return is_plain ? native_product(call) : quantized_linear_forward(layer, formats);
+  return call.is_native_here() ? native_product(call) : linear_forward(call, formats);
 }
 
 // Calls the op below autograd.
-Tensor redispatch(const Call& call) {
+Tensor redispatch(const LinearCall& call) {
   const BelowAutograd guard;
+  const auto& [input_key, weight_key, grad_key] = call.keys;
   const auto& [max_sms, expected_rows] = call.options;
   const auto& [buffers, accumulate, weight_grad, queue] = call.main_grad;
   const auto& [out, dgrad_out] = call.buffers;
   if (out) {
     ops::grouped_linear_out(call.input, call.weight, *call.group_sizes, *out, call.bias, call.bias_scale,
-                            call.input_format, call.weight_format, call.grad_format, call.quantized_weight,
-                            max_sms, expected_rows, buffers, accumulate, weight_grad, queue,
-                            call.save_original_input, dgrad_out);
+                            input_key, weight_key, grad_key, call.quantized_weight, max_sms, expected_rows,
+                            buffers, accumulate, weight_grad, queue, call.save_original_input, dgrad_out);
     return *out;
   }
   return ops::grouped_linear(call.input, call.weight, *call.group_sizes, call.bias, call.bias_scale,
-                             call.input_format, call.weight_format, call.grad_format, call.quantized_weight,
-                             max_sms, expected_rows, buffers, accumulate, weight_grad, queue,
-                             call.save_original_input, dgrad_out, call.shard.key);
+                             input_key, weight_key, grad_key, call.quantized_weight, max_sms, expected_rows,
+                             buffers, accumulate, weight_grad, queue, call.save_original_input, dgrad_out,
+                             call.shard.key);
 }
 
-Tensor grouped_linear_autograd(const Call& call) {
+Tensor grouped_linear_autograd(const LinearCall& call) {
   if (!any_wants_grad(call.input, call.weight, call.bias, call.bias_scale)) return redispatch(call);
   if (is_one_product(call)) return checked_product(call);
   const OperandFormats formats = check_grouped_linear(call);
-  const LinearArguments layer = call.layer();
-  check_quantizable(call.op, layer, formats, wants_grad(call.weight));
-  return quantized_linear_autograd(layer, formats);
+  check_quantizable(call.op, call.input, call.weight[0], call.group_sizes, formats, wants_grad(call.weight));
+  return linear_with_gradient(call, formats);
 }
 
-template <Tensor (*run)(const Call&)>
+template <Tensor (*run)(const LinearCall&)>
 Tensor entry_of(const Tensor& input, at::TensorList weight, const Tensor& group_sizes,
                 const OptionalTensor& bias, const OptionalTensor& bias_scale, std::string_view input_format,
                 std::string_view weight_format, std::string_view grad_format, OptionalList quantized_weight,
@@ -175,25 +131,25 @@ Tensor entry_of(const Tensor& input, at::TensorList weight, const Tensor& group_
                 std::string_view weight_grad, const OptionalTensor& wgrad_queue, bool save_original_input,
                 const OptionalTensor& dgrad_out, std::string_view weight_shard) {
   const GroupedWeight given(weight);
+  const OptionalTensor sizes = group_sizes;
   const sharded::WeightShard shard = sharded::parse_weight_shard(kOp, weight_shard);
   return run({kOp,
               input,
               given.get(),
-              group_sizes,
+              sizes,
               bias,
               bias_scale,
-              input_format,
-              weight_format,
-              grad_format,
+              {input_format, weight_format, grad_format},
               quantized_weight,
               {max_sms, expected_rows},
               {main_grad, accumulate, weight_grad, wgrad_queue},
               {std::nullopt, dgrad_out},
               save_original_input,
+              {},
               shard});
 }
 
-template <Tensor (*run)(const Call&)>
+template <Tensor (*run)(const LinearCall&)>
 void out_entry_of(const Tensor& input, at::TensorList weight, const Tensor& group_sizes, const Tensor& out,
                   const OptionalTensor& bias, const OptionalTensor& bias_scale, std::string_view input_format,
                   std::string_view weight_format, std::string_view grad_format, OptionalList quantized_weight,
@@ -201,15 +157,14 @@ void out_entry_of(const Tensor& input, at::TensorList weight, const Tensor& grou
                   std::string_view weight_grad, const OptionalTensor& wgrad_queue, bool save_original_input,
                   const OptionalTensor& dgrad_out) {
   const GroupedWeight given(weight);
+  const OptionalTensor sizes = group_sizes;
   run({kOutOp,
        input,
        given.get(),
-       group_sizes,
+       sizes,
        bias,
        bias_scale,
-       input_format,
-       weight_format,
-       grad_format,
+       {input_format, weight_format, grad_format},
        quantized_weight,
        {max_sms, expected_rows},
        {main_grad, accumulate, weight_grad, wgrad_queue},

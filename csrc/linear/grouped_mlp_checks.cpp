@@ -135,7 +135,7 @@ void check_quantizable(const MlpArguments& mlp, const OperandFormats& formats, b
         .expand_symint({mlp.rows.source.sym_size(0), columns_of_input});
   };
   const Tensor rows = mlp.rows.given() ? rows_of_tokens() : mlp.input;
-  check_quantizable(mlp.op, {rows, mlp.fc1_weight, sizes, none, none, std::nullopt}, formats, columns);
+  check_quantizable(mlp.op, rows, mlp.fc1_weight[0], sizes, formats, columns);
   if (formats.input.is_quantized()) {
     quantize::check_matrix({mlp.op, "fc2_weight", mlp.fc2_weight[0]}, nullptr, formats.weight);
   }

@@ -45,9 +45,9 @@ Tensor reduce_scatter_rows(const Tensor& grad, const InputRanks& ranks) {
   return ops::reduce_scatter(grad, ranks.ranks, ranks.group, -1, -1);
 }
 
-QuantizedOperand gathered_operand_of(const Tensor& rows, const InputRanks& ranks,
-                                     const std::optional<Tensor>& column_sizes, const Format& format,
-                                     std::string_view key, bool rowwise, bool columnwise) {
+QuantizedOperand all_gather_operand(const Tensor& rows, const InputRanks& ranks,
+                                    const std::optional<Tensor>& column_sizes, const Format& format,
+                                    std::string_view key, bool rowwise, bool columnwise) {
   if (rowwise && !columnwise && rows_travel_quantized(rows, format, key)) {
     QuantizedOperand own = quantize_operand(rows, std::nullopt, format, key, true, false);
     own.rowwise = gathered(own.rowwise, rows.size(0), ranks);

@@ -15,8 +15,8 @@ at::Tensor all_gather_rows(const at::Tensor& input, const InputRanks& ranks);
 at::Tensor reduce_scatter_rows(const at::Tensor& grad, const InputRanks& ranks);
 // The operand that quantizing all rows gives, of a matrix [n, K] that is this rank's rows. Rows whose scales are their own
 // travel quantized.
-QuantizedOperand gathered_operand_of(const at::Tensor& rows, const InputRanks& ranks,
-                                     const std::optional<at::Tensor>& column_sizes, const Format& format,
-                                     std::string_view key, bool rowwise, bool columnwise);
+QuantizedOperand all_gather_operand(const at::Tensor& rows, const InputRanks& ranks,
+                                    const std::optional<at::Tensor>& column_sizes, const Format& format,
+                                    std::string_view key, bool rowwise, bool columnwise);
 
 }  // namespace transformer_plugin::linear

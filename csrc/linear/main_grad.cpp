@@ -136,6 +136,7 @@ void save_main_grad(AutogradContext* ctx, const char* name, const MainGrad& main
 }
 
 SavedMainGrad saved_main_grad(AutogradContext* ctx, const char* name) {
+  if (ctx->saved_data.empty()) return {};
   SavedMainGrad result{saved_matrices(ctx, name)};
   const auto queue = ctx->saved_data.find(queue_of(name));
   if (queue != ctx->saved_data.end()) result.queue = queue->second.toTensor();

@@ -81,8 +81,7 @@ void check_norm_linear(const NormLinear& layer, const OperandFormats& formats) {
 
 // Refuses what the ops called below would refuse. `columns`: for the gradient of the weight.
 void check_values(const NormLinear& layer, const OperandFormats& formats, bool columns) {
-  check_quantizable(kOp, {layer.norm.input, layer.weight, kNone, kNone, kNone, std::nullopt}, formats,
-                    columns);
+  check_quantizable(kOp, layer.norm.input, layer.weight, kNone, formats, columns);
 }
 
 // Block scales along rows are found in registers. Without the values in memory there is nothing to return, and no factor that

@@ -184,6 +184,14 @@ QuantizedOperand quantize_operand(const Tensor& x, const OptionalTensor& group_s
   return result;
 }
 
+OptionalTensor column_groups(const Tensor& input, const OptionalTensor& group_sizes,
+                             const OperandFormats& formats, int64_t ranks) {
+  const bool blocks = formats.input.family == FormatFamily::kFp8Block && !formats.input.square_blocks &&
+                      !formats.grad.square_blocks;
+  if (group_sizes || !blocks || !input.sym_size(0).is_symbolic()) return group_sizes;
+  return at::full_symint({1}, c10::Scalar(input.sym_size(0) * ranks), input.options().dtype(at::kLong));
+}
+
 QuantizedGradient quantize_gradient(const Tensor& grad, const OptionalTensor& group_sizes,
                                     const Format& format, std::string_view key, bool rows, bool columns,
                                     bool with_bias, bool zero_tail) {

@@ -1,5 +1,4 @@
-// Quantized operands of a layer (input, weight, gradient, each in its format) and the GEMMs of them, from which linear,
-// grouped_linear (linear/quantized_linear.h) and grouped_mlp are built.
+// Quantized operands of a layer: input, weight and gradient, each in its format.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,7 +10,7 @@
 
 #include "common/quantized.h"
 #include "gemm/args/launch_options.h"
-#include "linear/quantized_linear.h"
+#include "linear/linear_call.h"
 #include "quantize/ops/directions.h"
 
 namespace transformer_plugin::linear {
@@ -31,6 +30,13 @@ QuantizedOperand operand_of(quantize::Outputs&& outputs, const Format& format, s
 QuantizedOperand quantize_operand(const at::Tensor& x, const std::optional<at::Tensor>& group_sizes,
                                   const Format& format, std::string_view key, bool rows, bool columns,
                                   bool zero_tail = true);
+
+// The groups of columnwise quantization: those of the rows, or none. While a graph with a symbolic number of rows is traced, all
+// rows are one group: the same bits, but the scales have at least two block rows. torch guards on dimensions that may be 1, and
+// would recompile when the rows no longer fit one block.
+// `ranks`: how many have as many rows as `input`, of one product.
+std::optional<at::Tensor> column_groups(const at::Tensor& input, const std::optional<at::Tensor>& group_sizes,
+                                        const OperandFormats& formats, int64_t ranks = 1);
 
 // A quantized gradient, and the gradient of the bias where one op computes both.
 struct QuantizedGradient {

@@ -86,7 +86,7 @@ Tensor wgrad_of(const Quantized& grad, const Quantized& input, const OptionalTen
     return group_sizes ? call_grouped_gemm_wgrad(grad.data, input.data, *group_sizes, dtype, none,
                                                  as_optional(input.row_index), options, {},
                                                  as_optional(grad.row_index))
-                       : call_gemm(grad.data.t(), input.data.t(), none, true, dtype);
+                       : call_gemm(grad.data.t(), input.data, none, false, dtype);
   }
   if (!group_sizes) return gemm_of(grad, input, none, none, none, true, dtype);
   const Scales grad_scale(grad), input_scale(input);
@@ -125,7 +125,7 @@ void wgrad_into(const Quantized& given_grad, const Quantized& given_input, const
   } else if (grad.scale.defined()) {
     call_gemm_out(grad.data, input.data, out[0], true, accumulate, keys);
   } else {
-    call_gemm_out(grad.data.t(), input.data.t(), out[0], true, accumulate);
+    call_gemm_out(grad.data.t(), input.data, out[0], false, accumulate);
   }
 }
 

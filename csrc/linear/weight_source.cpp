@@ -63,6 +63,10 @@ QuantizedWeight sharded_weight(const WeightSource& source, const OperandFormats&
 
 }  // namespace
 
+Tensor WeightSource::values(bool backward) const {
+  return shard.is_sharded() ? sharded::gather_values(tensors[0], shard, backward) : tensors[0];
+}
+
 QuantizedWeight WeightSource::for_forward(const OperandFormats& formats, bool backward) const {
   if (!shard.is_sharded()) return own_weight(*this, formats, backward);
   if (shard.is_external()) return external_weight(*this, formats, backward);

@@ -36,6 +36,8 @@ struct WeightSource {
   OptionalList quantized;
   const sharded::WeightShard& shard;
 
+  // The values of a weight of one tensor, all-gathered where it is sharded.
+  at::Tensor values(bool backward) const;
   // The operand of the forward. With `backward` also what the backward needs, to be saved: of a sharded weight the shard.
   QuantizedWeight for_forward(const OperandFormats& formats, bool backward) const;
   // The operand of the data gradient. `saved`: QuantizedWeight::backward.

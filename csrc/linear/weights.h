@@ -35,6 +35,8 @@ struct MainGrad {
   bool accumulate = true;                 // or write over what the buffers hold
   std::string_view weight_grad = "none";  // what autograd gets in place of the gradient
   std::optional<at::Tensor> queue = {};   // where the backward leaves the operands (linear/deferred_wgrad.h)
+
+  bool given() const { return buffers || queue || !accumulate || weight_grad != "none"; }
 };
 
 // The weight of a grouped layer. A single matrix becomes a stack of one, so that several tensors are always a list.

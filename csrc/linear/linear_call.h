@@ -1,0 +1,76 @@
+// The arguments of the ops linear and grouped_linear.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <string_view>
+
+#include "common/quantized.h"
+#include "gemm/args/launch_options.h"
+#include "linear/caller_buffers.h"
+#include "linear/operand_formats.h"
+#include "linear/weights.h"
+#include "sharded/weight_shard.h"
+
+namespace transformer_plugin::linear {
+
+// The ranks over which the rows of an input are sharded (linear/input_rows.h).
+struct InputRanks {
+  int64_t ranks = 1;  // 1: the input has all rows
+  std::string_view group = {};
+
+  bool is_sharded() const { return ranks > 1; }
+};
+
+struct FormatKeys {
+  std::string_view input = "none", weight = "none", grad = "none";
+
+  bool native() const { return input == "none" && weight == "none" && grad == "none"; }
+};
+
+// Delayed scaling (linear/delayed_scaling.h).
+struct DelayedScales {
+  const std::optional<at::Tensor>& scale;  // none: the scales are those of the data
+  const std::optional<at::Tensor>& amax;
+};
+inline const std::optional<at::Tensor> kNoTensor = std::nullopt;
+
+// input [..., K] and weight [N, K]; or, with group sizes, input [T, K] and weight [G, N, K] or several [N, K].
+// `quantized_weight` (linear/quantized_weight.h) is read instead of `weight`, which then gives sizes and dtype only.
+struct LinearCall {
+  const char* op;
+  const at::Tensor& input;
+  at::TensorList weight;
+  const std::optional<at::Tensor>&group_sizes, &bias, &bias_scale;
+  FormatKeys keys = {};
+  OptionalList quantized_weight = {};
+  gemm::LaunchOptions options = {};  // of the grouped GEMMs
+  MainGrad main_grad = {};
+  CallerBuffers buffers = {};
+  bool save_original_input = false;  // for the weight gradient, which quantizes it in the backward
+  InputRanks input_ranks = {};
+  const sharded::WeightShard& shard = sharded::kUnsharded;
+  DelayedScales delayed = {kNoTensor, kNoTensor};
+
+  OperandFormats formats() const { return operand_formats(op, keys.input, keys.weight, keys.grad); }
+  // Whether it is the product of this rank's own operands, not quantized.
+  bool is_native_here() const { return keys.native() && !shard.is_sharded() && !input_ranks.is_sharded(); }
+  // Whether the call has no option, only operands in the dtype of the input.
+  bool is_plain() const {
+    return is_native_here() && !quantized_weight && !main_grad.given() && !buffers.given();
+  }
+  // The same with the input as a matrix.
+  LinearCall with_input(const at::Tensor& matrix) const {
+    return {
+        op,      matrix,    weight,  group_sizes,         bias,        bias_scale, keys,   quantized_weight,
+        options, main_grad, buffers, save_original_input, input_ranks, shard,      delayed};
+  }
+  c10::SymInt out_features() const {
+    return group_sizes ? unsharded_rows({op, "weight", weight}, shard) : unsharded_size(weight[0], shard);
+  }
+  // That no buffer of the caller shares memory with another or with an operand.
+  void check_memory() const;
+};
+
+}  // namespace transformer_plugin::linear
