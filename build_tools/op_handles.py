@@ -44,7 +44,7 @@ RESULTS = {
 WIDTH = 130
 
 _SECTION = re.compile(r"^  // (\w+): ")
-_SCHEMA = re.compile(r"(\w+)\((.*)\) -> (.*)")
+_SCHEMA = re.compile(r"([\w.]+)\((.*)\) -> (.*)")
 
 
 def schemas() -> dict[str, list[str]]:
@@ -94,7 +94,7 @@ def declaration(schema: str) -> str:
     name, arguments, result = match.groups()
     first, *rest = [f"{each}," for each in _arguments(arguments)] or [""]
     units = [f'inline constexpr Op<"{name}", {_result(result)}({first}', *rest]
-    units[-1] = units[-1].rstrip(",") + f")> {name};"
+    units[-1] = units[-1].rstrip(",") + f")> {name.replace('.', '_')};"
     lines = [units[0]]
     for unit in units[1:]:
         if len(lines[-1]) + len(unit) < WIDTH:

@@ -196,11 +196,11 @@ TORCH_LIBRARY(transformer_plugin, m) {
   // The same with delayed scaling: `scale` [3], or [3 G], of input, weight and gradient. Their amaxes are maxed into
   // `amax`, that of the gradient in the backward.
   m.def(
-      "linear_scaled(Tensor input, Tensor weight, Tensor scale, Tensor(a!)? amax=None, Tensor? bias=None, "
+      "linear.scaled(Tensor input, Tensor weight, Tensor scale, Tensor(a!)? amax=None, Tensor? bias=None, "
       "str input_format=\"fp8_tensor:e4m3\", str weight_format=\"fp8_tensor:e4m3\", "
       "str grad_format=\"fp8_tensor:e5m2\", str weight_shard=\"\") -> Tensor");
   m.def(
-      "grouped_linear_scaled(Tensor input, Tensor weight, Tensor group_sizes, Tensor scale, Tensor(a!)? amax=None, "
+      "grouped_linear.scaled(Tensor input, Tensor weight, Tensor group_sizes, Tensor scale, Tensor(a!)? amax=None, "
       "Tensor? bias=None, Tensor? bias_scale=None, str input_format=\"fp8_tensor:e4m3\", "
       "str weight_format=\"fp8_tensor:e4m3\", str grad_format=\"fp8_tensor:e5m2\", int max_sms=0, "
       "int expected_rows=-1, str weight_shard=\"\") -> Tensor");

@@ -80,7 +80,8 @@ def weight_gradient_quantized(out: bool, format: str = FP8) -> None:
 def scaled(name: str) -> None:
     grouped = name.startswith("grouped")
     weight, scale = of(G, N, K) if grouped else of(N, K), torch.ones(3 * G if grouped else 3)
-    getattr(ops, name)(of(T, K), weight, *((SIZES,) if grouped else ()), scale, torch.zeros_like(scale))
+    sizes = (SIZES,) if grouped else ()
+    getattr(ops, name)(of(T, K), weight, *sizes, scale=scale, amax=torch.zeros_like(scale))
 
 
 TABLE: dict[str, tuple[Callable[[], object], int]] = {
@@ -124,13 +125,13 @@ TABLE: dict[str, tuple[Callable[[], object], int]] = {
         PRODUCT,
     ),
     "linear": (lambda: ops.linear(of(2, T // 2, K), of(N, K), of(N)), PRODUCT),
-    "linear_scaled": (lambda: scaled("linear_scaled"), PRODUCT),
+    "linear of delayed scaling": (lambda: scaled("linear"), PRODUCT),
     "norm_linear": (
         lambda: ops.norm_linear(of(2, T // 2, K), of(K), None, of(N, K), of(N), 1e-5),
         PRODUCT,
     ),
     "grouped_linear": (lambda: ops.grouped_linear(of(T, K), of(G, N, K), SIZES, of(G, N)), PRODUCT),
-    "grouped_linear_scaled": (lambda: scaled("grouped_linear_scaled"), PRODUCT),
+    "grouped_linear of delayed scaling": (lambda: scaled("grouped_linear"), PRODUCT),
     "grouped_mlp": (
         lambda: ops.grouped_mlp(of(T, K), of(G, 2 * N, K), of(G, K, N), SIZES, torch.rand(T)),
         3 * PRODUCT,

@@ -29,10 +29,9 @@ def load() -> None:
             f"{torch.version.cuda}) in {LIBRARY.name}, got {reason}. Build it again for this torch: {BUILD}."
         ) from None
     _separate_compile_caches()
-    for schema in torch._C._jit_get_all_schemas():
-        namespace, _, op = schema.name.partition("::")
-        if namespace == "transformer_plugin":
-            _name_wrong_types(getattr(torch.ops.transformer_plugin, op))
+    names = {schema.name.partition("::") for schema in torch._C._jit_get_all_schemas()}
+    for op in sorted(op for namespace, _, op in names if namespace == "transformer_plugin"):
+        _name_wrong_types(getattr(torch.ops.transformer_plugin, op))
 
 
 def _separate_compile_caches() -> None:
@@ -47,7 +46,11 @@ def _separate_compile_caches() -> None:
         config.cache_key_tag = ",".join(filter(None, (config.cache_key_tag, tag)))
 
 
-_MISMATCH = re.compile(r"transformer_plugin::\w+\(\) Expected a value of type '[^']+' for argument '(\w+)'")
+# Of several overloads torch quotes the errors of all.
+_MISMATCH = re.compile(
+    r"(?s)transformer_plugin::\w+\(\) Expected a value of type '[^']+' for argument '(\w+)'"
+    r".*?\nDeclaration: transformer_plugin::([\w.]+)\("
+)
 _TYPES = {
     "Tensor": "a tensor",
     "str": "a string",
@@ -111,20 +114,26 @@ def _name_wrong_types(op: torch._ops.OpOverloadPacket) -> None:
 
     Calls with a wrong number or a wrong name of arguments keep torch's error.
     """
-    schema = op.default._schema
-    op.default._op = _naming_wrong_types(op.default._op, schema)
-    op._op = _naming_wrong_types(op._op, schema)
-    torch.jit._builtins._register_builtin(op._op, schema.name)  # by which TorchScript knows it
+    for each in op.overloads():
+        overload = getattr(op, each)
+        overload._op = _naming_wrong_types(overload._op, [overload._schema])
+    op._op = _naming_wrong_types(op._op, [getattr(op, each)._schema for each in op.overloads()])
+    torch.jit._builtins._register_builtin(op._op, op.default._schema.name)  # by which TorchScript knows it
 
 
-def _naming_wrong_types(call: Callable[..., Any], schema: Any) -> Callable[..., Any]:
-    arguments = schema.arguments
-    named_op = f"{schema.name}: argument '"
+def _naming_wrong_types(call: Callable[..., Any], schemas: list[Any]) -> Callable[..., Any]:
+    """``schemas``: of the overload that is called, or of those among which torch chooses."""
 
     def mistaken(error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """The error in the package's words, of a call that torch refused before the op ran."""
+        names = [{a.name for a in each.arguments} for each in schemas]
+        schema = next(
+            (each for each, own in zip(schemas, names, strict=True) if own >= kwargs.keys()), schemas[0]
+        )
+        arguments, named_op = schema.arguments, f"{schema.name}: argument '"
         values = {**{a.name: x for a, x in zip(arguments, args, strict=False)}, **kwargs}
-        found = _MISMATCH.match(str(error))
+        own_name = schema.name.partition("::")[2] + (schema.overload_name and f".{schema.overload_name}")
+        found = next((each for each in _MISMATCH.finditer(str(error)) if each[2] == own_name), None)
         if found:
             missing = next((a for a in arguments if a.name == found[1]), None)
         elif str(error).startswith(named_op):

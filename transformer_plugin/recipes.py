@@ -171,8 +171,7 @@ class DelayedScaling(Recipe):
             :func:`transformer_plugin.nn.reduce_amax` instead reduces a whole model with one collective.
 
     The format keys are ``fp8_tensor``, which says how the operands are stored. With these keys
-    :func:`transformer_plugin.ops.linear` computes scales from the data; :func:`transformer_plugin.ops.linear_scaled`
-    has scales as arguments.
+    :func:`transformer_plugin.ops.linear` computes scales from the data unless its argument ``scale`` gives them.
 
     Source: Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433; NVIDIA TransformerEngine's recipe of
     this name.

@@ -121,7 +121,8 @@ void register_unsupported_layouts(torch::Library& library) {
         arguments.begin(), arguments.end(),
         [](const c10::Argument& argument) { return takes_tensor(argument) || takes_list(argument); });
     if (!has_tensors) continue;
-    const std::string name = own_name(handle->schema());
+    std::string name = own_name(handle->schema());
+    if (!op.overload_name.empty()) name += "." + op.overload_name;
     for (const DispatchKey key : kRefused) {
       library.impl(name.c_str(),
                    torch::dispatch(key, torch::CppFunction::makeFromBoxedFunction<&refuse_others>()));

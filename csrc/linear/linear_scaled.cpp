@@ -1,4 +1,4 @@
-// linear_scaled and grouped_linear_scaled: linear and grouped_linear with delayed scaling.
+// linear.scaled and grouped_linear.scaled: the overloads with the scales of delayed scaling.
 #include "common/autograd.h"
 #include "common/ops/linear.h"
 #include "common/register.h"
@@ -43,8 +43,8 @@ Tensor linear_scaled(const Tensor& input, const Tensor& weight, const Tensor& sc
                      std::string_view weight_format, std::string_view grad_format,
                      std::string_view weight_shard) {
   const OptionalTensor scales = scale;
-  const sharded::WeightShard shard = sharded::parse_weight_shard("linear_scaled", weight_shard);
-  return run_op({.op = "linear_scaled",
+  const sharded::WeightShard shard = sharded::parse_weight_shard("linear", weight_shard);
+  return run_op({.op = "linear",
                  .input = input,
                  .weight = weight,
                  .group_sizes = kNoTensor,
@@ -62,8 +62,8 @@ Tensor grouped_linear_scaled(const Tensor& input, const Tensor& weight, const Te
                              std::string_view weight_format, std::string_view grad_format, int64_t max_sms,
                              int64_t expected_rows, std::string_view weight_shard) {
   const OptionalTensor scales = scale, sizes = group_sizes;
-  const sharded::WeightShard shard = sharded::parse_weight_shard("grouped_linear_scaled", weight_shard);
-  return run_op({.op = "grouped_linear_scaled",
+  const sharded::WeightShard shard = sharded::parse_weight_shard("grouped_linear", weight_shard);
+  return run_op({.op = "grouped_linear",
                  .input = input,
                  .weight = weight,
                  .group_sizes = sizes,

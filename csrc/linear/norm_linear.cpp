@@ -79,11 +79,6 @@ void check_norm_linear(const NormLinear& layer, const OperandFormats& formats) {
   memory.check();
 }
 
-// Refuses what the ops called below would refuse. `columns`: for the gradient of the weight.
-void check_values(const NormLinear& layer, const OperandFormats& formats, bool columns) {
-  check_quantizable(kOp, layer.norm.input, layer.weight, kNone, formats, columns);
-}
-
 // Block scales along rows are found in registers. Without the values in memory there is nothing to return, and no factor that
 // marks NaN and infinities. fp8_tensor and nvfp4 need the amax of the whole matrix first, and scales of whole rows have no such op.
 bool fuses_quantize(const NormLinear& layer, const OperandFormats& formats) {
@@ -377,7 +372,7 @@ Two norm_linear(const Tensor& input, const OptionalTensor& norm_weight, const Op
                               : empty(input, {0}, input.scalar_type())};
   } else if constexpr (kernel == Kernel::kAutograd) {
     const Tensor x = as_matrix(input);
-    check_values(layer_of(x), formats, weight.requires_grad());
+    check_quantizable(kOp, x, weight, kNone, formats, weight.requires_grad());
     if (return_normalized) return in_two_nodes(layer_of(input), formats);
     return shaped(
         NormLinearFunction::apply(x, norm_weight, norm_bias, weight, bias, eps, centered, zero_centered,
@@ -386,7 +381,7 @@ Two norm_linear(const Tensor& input, const OptionalTensor& norm_weight, const Op
   } else {
     const BelowAutograd guard;
     const Tensor x = as_matrix(input);
-    check_values(layer_of(x), formats, false);
+    check_quantizable(kOp, x, weight, kNone, formats, false);
     SavedTensors nothing;
     const Outputs outputs = forward_of(layer_of(x), formats, {}, nothing);
     return shaped(outputs.output, outputs.normalized, input);

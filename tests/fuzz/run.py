@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tests.fuzz.arguments import Tables
+from transformer_plugin.testing.every_op import overload
 
 SECONDS = 10.0  # CPU time of one call; elapsed time may be longer on a busy machine
 CLOCK_SECONDS = 120.0
@@ -46,7 +47,7 @@ def marked(tensor: Tensor, mark: str) -> bool:
 def call(op: str, arguments: dict[str, Any]) -> str:
     """Returns the error, or "" without one. Also computes the gradients of outputs that have any."""
     try:
-        found = getattr(torch.ops.transformer_plugin, op)(**arguments)
+        found = overload(op)(**arguments)
         outputs = [found] if isinstance(found, Tensor) else list(found or ())
         wanted = [o.float().sum() for o in outputs if isinstance(o, Tensor) and o.requires_grad]
         if wanted:

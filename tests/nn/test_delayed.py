@@ -87,13 +87,11 @@ def test_every_step_takes_the_scales_of_the_steps_before(
         assert_same_bits(output.detach(), evaluated, "an evaluation takes the scales of the next step")
         keys, weight = tuple(module._formats), module.weight.detach()
         if kind == "linear":
-            expected = ops.linear_scaled(x, weight, scales.to(device), None, module.bias, *keys)
+            expected = ops.linear(x, weight, module.bias, *keys, scale=scales.to(device))
             parts = [[x], [weight], [grad]]
         else:
             sizes = torch.tensor(SIZES, device=device)
-            expected = ops.grouped_linear_scaled(
-                x, weight, sizes, scales.to(device), None, module.bias, None, *keys
-            )
+            expected = ops.grouped_linear(x, weight, sizes, module.bias, None, *keys, scale=scales.to(device))
             parts = [x.split(SIZES), weight.unbind(0), grad.split(SIZES)]
         assert_same_bits(output.detach(), expected.detach())
         optimizer.zero_grad()

@@ -226,9 +226,9 @@ def test_opcheck(name: str, device: torch.device) -> None:
     x, sizes = torch.randn(48, 64, device=device, requires_grad=True), torch.tensor([16, 16], device=device)
     _ops = torch.ops.transformer_plugin
     if name == "fp8_delayed":
-        opcheck(_ops.linear_scaled.default, (x, w, torch.ones(3, device=device), None, None, *keys))
+        opcheck(_ops.linear.scaled, (x, w, torch.ones(3, device=device), None, None, *keys))
         opcheck(
-            _ops.grouped_linear_scaled.default,
+            _ops.grouped_linear.scaled,
             (x, stack, sizes, torch.ones(6, device=device), None, None, None, *keys),
         )
         return

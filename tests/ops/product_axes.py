@@ -127,8 +127,8 @@ PRODUCTS = {
     "gemm_out fp8_row": _GEMM_ROWS,
     "grouped_gemm fp8_row": _GROUPED_ROWS,
     "grouped_gemm_out fp8_row": _GROUPED_ROWS,
-    "linear_scaled": Product(_SCALED, [("t", "n")], _SCALED_POWERS, [("A D",)], nan_only=True),
-    "grouped_linear_scaled": Product(
+    "linear.scaled": Product(_SCALED, [("t", "n")], _SCALED_POWERS, [("A D",)], nan_only=True),
+    "grouped_linear.scaled": Product(
         _GROUPED_SCALED, [("t", "n")], _GROUPED_SCALED_POWERS, [("g b", "")], nan_only=True
     ),
     "grouped_gemm_swiglu": _SWIGLU,

@@ -282,7 +282,7 @@ def test_unquantized_products_sum_in_the_same_order(device: torch.device) -> Non
     for product in (
         lambda bias: ops.linear(x, w, bias),
         lambda bias: ops.gemm(x, w, bias),
-        lambda bias: ops.linear_scaled(x, w, scale, None, bias),
+        lambda bias: ops.linear(x, w, bias, scale=scale),
     ):
         bias = torch.zeros(24, device=device, requires_grad=True)
         product(bias).backward(grad)

@@ -213,7 +213,7 @@ def linear_calls(formats: tuple[str, str, str]) -> Iterator[Callable[[], Any]]:
         torch.autograd.grad(output, leaves, grad)
 
     def scaled() -> None:
-        output = ops.grouped_linear_scaled(leaves[0], leaves[1], sizes, factors, None, leaves[2], leaves[3])
+        output = ops.grouped_linear(leaves[0], leaves[1], sizes, leaves[2], leaves[3], scale=factors)
         torch.autograd.grad(output, leaves, grad)
 
     yield step

@@ -98,10 +98,10 @@ CALLS: list[tuple[str, Callable[[], Tensor]]] = [
     ("linear", lambda: ops.linear(of(T, K), of(N, K), of(N))),
     ("linear", lambda: Linear(K, N, recipe=Float8BlockScaling())(of(T, K))),
     ("norm_linear", lambda: ops.norm_linear(of(T, K), of(K), None, of(N, K), None, 1e-5)[0]),
-    ("linear_scaled", lambda: Linear(K, N, recipe=DelayedScaling()).eval()(of(T, K))),
-    ("linear_scaled", lambda: Linear(K, N, recipe=DelayedScaling())(of(T, K))),
+    ("linear", lambda: Linear(K, N, recipe=DelayedScaling()).eval()(of(T, K))),
+    ("linear", lambda: Linear(K, N, recipe=DelayedScaling())(of(T, K))),
     ("grouped_linear", lambda: GroupedLinear(G, K, N, recipe=Float8BlockScaling())(of(T, K), SIZES)),
-    ("grouped_linear_scaled", lambda: GroupedLinear(G, K, N, recipe=DelayedScaling())(of(T, K), SIZES)),
+    ("grouped_linear", lambda: GroupedLinear(G, K, N, recipe=DelayedScaling())(of(T, K), SIZES)),
 ]
 
 

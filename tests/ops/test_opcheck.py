@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from tests.opcheck import opcheck
 from tests.ops.test_refusals import CALLS, copied
@@ -19,8 +18,7 @@ FIRST = list({(call.op, call.name): call for call in CALLS if call.op not in HOS
 @pytest.mark.parametrize("call", FIRST, ids=[f"{call.op}-{call.name}" for call in FIRST])
 @pytest.mark.usefixtures("schema_checks_take_fp8")
 def test_opcheck(call: Call) -> None:
-    op = getattr(torch.ops.transformer_plugin, call.op).default
-    opcheck(op, (), copied(call.arguments), always_trace=True)
+    opcheck(call.function, (), copied(call.arguments), always_trace=True)
 
 
 def test_every_op_is_checked() -> None:

@@ -163,7 +163,7 @@ def test_amax_that_overlaps_an_input_is_refused() -> None:
         "inputs ": ("amax_t", lambda: ops.amax_list_out([wide, wide], key, torch.zeros(2), first_row)),
         "scale ": (
             "amax",
-            lambda: ops.linear_scaled(wide, torch.ones(3, 4), state, state, None, *[key] * 3),
+            lambda: ops.linear(wide, torch.ones(3, 4), None, *[key] * 3, scale=state, amax=state),
         ),
     }
     before, state_before = wide.clone(), state.clone()

@@ -48,7 +48,7 @@ def compared(call: Call, arguments: dict[str, Any]) -> list[tuple[Tensor, Tensor
     """Returns pairs of what the op and the reference return and write."""
     mine, other = copied(arguments), copied(arguments)
     # The wrapper omits the empty tensors that the registered op returns.
-    op = ops.quantize_scaled if call.op == "quantize_scaled" else getattr(OPS, call.op)
+    op = ops.quantize_scaled if call.op == "quantize_scaled" else call.function
     found, expected = op(**mine), of_reference(call, other)
     pairs = list(zip(flat(found), flat(expected), strict=True))
     for name in BUFFERS[call.op]:
@@ -78,7 +78,7 @@ def test_every_reference_is_tested() -> None:
 
 def implementations(call: Call) -> list[Any]:
     """Returns the reference and the op, both of which are compared with the arithmetic of a test."""
-    return [getattr(module, call.op) for module in (reference, OPS)]
+    return [getattr(reference, call.packet), call.function]
 
 
 @kinds

@@ -123,7 +123,7 @@ def results(function: Callable[..., Any], call: Call, arguments: dict[str, Any])
 
 def functions(call: Call) -> list[Callable[..., Any]]:
     """Returns the reference and the op, which must have the same properties."""
-    return [lambda inputs: of_reference(call, inputs), lambda inputs: getattr(OPS, call.op)(**inputs)]
+    return [lambda inputs: of_reference(call, inputs), lambda inputs: call.function(**inputs)]
 
 
 @dtypes

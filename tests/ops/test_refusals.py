@@ -41,7 +41,7 @@ def test_every_op_is_in_the_table() -> None:
 
 @pytest.mark.parametrize("call", CALLS, ids=IDS)
 def test_valid_calls_are_accepted(call: Call) -> None:
-    getattr(ops, call.op)(**copied(call.arguments))
+    call.function(**copied(call.arguments))
 
 
 @pytest.mark.parametrize("call", CALLS, ids=IDS)
@@ -53,11 +53,11 @@ def test_refused_call_names_its_op_and_writes_nothing(call: Call) -> None:
         before = bytes_of(arguments)
         tried += 1
         try:
-            getattr(ops, call.op)(**arguments)
+            call.function(**arguments)
         except (ValueError, TypeError) as error:
             refused += 1
             assert re.match(
-                rf"transformer_plugin::{call.op}: argument '[\w\[\]]+': expected .*, got .*\. \S",
+                rf"transformer_plugin::{call.packet}: argument '[\w\[\]]+': expected .*, got .*\. \S",
                 str(error),
                 re.DOTALL,
             ), f"{change}: {error}"
@@ -70,15 +70,15 @@ def test_refused_call_names_its_op_and_writes_nothing(call: Call) -> None:
 def test_unsuitable_buffers_are_refused(call: Call) -> None:
     for change, arguments in unsuitable_buffers(call):
         before = bytes_of(arguments)
-        with pytest.raises((ValueError, TypeError), match=f"^transformer_plugin::{call.op}: argument '"):
-            pytest.fail(f"{change}: {getattr(ops, call.op)(**arguments)}")
+        with pytest.raises((ValueError, TypeError), match=f"^transformer_plugin::{call.packet}: argument '"):
+            pytest.fail(f"{change}: {call.function(**arguments)}")
         assert_same_bytes(arguments, before, change)
 
 
 @pytest.mark.parametrize("call", CALLS, ids=IDS)
 def test_negative_views_are_read_as_their_values(call: Call) -> None:
     """An input with the negative bit, whose memory contains the negated values, gives the same results."""
-    expected = getattr(ops, call.op)(**copied(call.arguments))
+    expected = call.function(**copied(call.arguments))
     outputs_of = BUFFERS[call.op]
     for name, value in call.arguments.items():
         if name in outputs_of or not isinstance(value, Tensor) or value.dtype not in NEGATED:
@@ -87,7 +87,7 @@ def test_negative_views_are_read_as_their_values(call: Call) -> None:
         arguments[name] = torch._neg_view(-value)
         assert arguments[name].is_neg()
         same = copied(call.arguments)
-        found, wanted = getattr(ops, call.op)(**arguments), getattr(ops, call.op)(**same)
+        found, wanted = call.function(**arguments), call.function(**same)
         assert_same(found, wanted if expected is not None else None, name)
         for buffer in outputs_of:
             if isinstance(arguments.get(buffer), (Tensor, list)):
@@ -99,9 +99,9 @@ def test_negative_views_are_read_as_their_values(call: Call) -> None:
     "call", [c for c in CALLS if isinstance(c.arguments.get("group_sizes"), Tensor)], ids=repr
 )
 def test_list_of_sizes_is_refused(call: Call, sizes: Any) -> None:
-    text = f"transformer_plugin::{call.op}: argument 'group_sizes': expected a tensor"
+    text = f"transformer_plugin::{call.packet}: argument 'group_sizes': expected a tensor"
     with pytest.raises(TypeError, match=re.escape(text)):
-        getattr(ops, call.op).default(**{**call.arguments, "group_sizes": sizes})
+        call.function(**{**call.arguments, "group_sizes": sizes})
 
 
 @pytest.mark.parametrize("wants_grad", [False, True])

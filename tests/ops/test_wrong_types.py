@@ -15,7 +15,7 @@ import torch
 
 from tests.ops.test_refusals import CALLS, copied
 from transformer_plugin import ops
-from transformer_plugin.testing.every_op import Call
+from transformer_plugin.testing.every_op import Call, overload
 
 FIRST_CALLS = list({call.op: call for call in reversed(CALLS)}.values())
 X, W, SIZES = torch.ones(32, 64), torch.ones(2, 32, 64), torch.tensor([16, 16])
@@ -49,9 +49,10 @@ FOUR_PARTS = r"transformer_plugin::\w+: argument '[\w\[\]]+': expected .*, got .
 
 def forms(op: str) -> dict[str, Callable[..., Any]]:
     """The op in each form that Python code has."""
-    packet = getattr(torch.ops.transformer_plugin, op)
-    found: dict[str, Callable[..., Any]] = {"ops.x": packet, "ops.x.default": packet.default}
-    return {**found, **({"wrapper": getattr(ops, op)} if op in ops.__all__ else {})}
+    name = op.partition(".")[0]
+    packet = getattr(torch.ops.transformer_plugin, name)
+    found: dict[str, Callable[..., Any]] = {"ops.x": packet, "ops.x.default": overload(op)}
+    return {**found, **({"wrapper": getattr(ops, name)} if name in ops.__all__ else {})}
 
 
 @pytest.mark.parametrize("call", FIRST_CALLS, ids=lambda call: call.op)
@@ -63,7 +64,7 @@ def test_each_argument_is_named(call: Call) -> None:
                 continue
             with pytest.raises(TypeError) as caught:
                 function(**accepted(function, arguments) if form == "wrapper" else arguments)
-            assert str(caught.value).startswith(f"transformer_plugin::{call.op}: argument '{name}"), form
+            assert str(caught.value).startswith(f"transformer_plugin::{call.packet}: argument '{name}"), form
             assert ", got object. " in str(caught.value)
 
 

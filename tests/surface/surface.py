@@ -19,12 +19,17 @@ FROZEN = Path(__file__).with_name("frozen.json")
 NAMESPACE = "transformer_plugin"
 
 
+def _name_of(schema: torch._C.FunctionSchema) -> str:
+    name: str = schema.name.split("::")[1]
+    return f"{name}.{schema.overload_name}" if schema.overload_name else name
+
+
 def op_schemas() -> dict[str, str]:
-    """Returns every registered op's schema, by name."""
+    """Returns every registered op's schema, by name; of an overload ``linear.scaled``."""
     schemas = (
         schema for schema in torch._C._jit_get_all_schemas() if schema.name.startswith(f"{NAMESPACE}::")
     )
-    return {schema.name.split("::")[1]: str(schema) for schema in sorted(schemas, key=str)}
+    return {_name_of(schema): str(schema) for schema in sorted(schemas, key=str)}
 
 
 def modules() -> list[ModuleType]:

@@ -33,6 +33,7 @@ HINT = "If that is meant, run `python -m tests.surface.update` and commit the di
 def wrapper_of(name: str) -> Any:
     """Returns the wrapper from ``ops``, or from ``ops.expert_parallel``, whose names are clear only within the
     module."""
+    name = name.split(".")[0]
     family: ModuleType = expert_parallel if hasattr(expert_parallel, name) else ops
     if family is ops:
         assert name in ops.__all__
@@ -47,7 +48,7 @@ def test_public_surface_is_frozen(part: str) -> None:
 
 def test_registration_lists_every_op_and_no_other() -> None:
     text = (ROOT / "csrc" / "registration.cpp").read_text()
-    assert sorted(re.findall(r'm\.def\(\s*"(\w+)\(', text)) == OPS
+    assert sorted(re.findall(r'm\.def\(\s*"([\w.]+)\(', text)) == OPS
 
 
 def test_host_ops_are_few() -> None:
@@ -82,12 +83,16 @@ def test_op_has_a_kernel_for_every_backend(name: str) -> None:
 def test_op_has_a_wrapper_with_the_same_arguments(name: str) -> None:
     wrapper = wrapper_of(name)
     assert len(inspect.getdoc(wrapper) or "") > 40, "the wrapper needs a docstring"
-    schema = getattr(getattr(torch.ops, NAMESPACE), name).default._schema
-    assert list(inspect.signature(wrapper).parameters) == [argument.name for argument in schema.arguments]
+    packet = getattr(getattr(torch.ops, NAMESPACE), name.split(".")[0])
+    arguments: dict[str, None] = {}
+    for overload in ("default", *(each for each in packet.overloads() if each != "default")):
+        arguments |= dict.fromkeys(a.name for a in getattr(packet, overload)._schema.arguments)
+    assert list(inspect.signature(wrapper).parameters) == list(arguments)
 
 
 @by_op
 def test_op_has_a_reference(name: str) -> None:
+    name = name.split(".")[0]
     forward = name.removesuffix("_backward")  # the gradient of a reference comes from torch's autograd
     names = [name, forward] + [n.replace("_quantized", "") for n in (name,) if "_quantized" in n]
     modules = (reference, expert_parallel_reference, tensor_parallel_reference)

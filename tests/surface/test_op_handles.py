@@ -40,8 +40,8 @@ def test_headers_are_those_of_the_schemas() -> None:
 
 
 def test_every_op_has_a_handle() -> None:
-    registered = re.findall(r'm\.def\(\s*"(\w+)\(', (ROOT / "csrc" / "registration.cpp").read_text())
-    named = re.findall(r'Op<"(\w+)"', "".join(op_handles.headers().values()))
+    registered = re.findall(r'm\.def\(\s*"([\w.]+)\(', (ROOT / "csrc" / "registration.cpp").read_text())
+    named = re.findall(r'Op<"([\w.]+)"', "".join(op_handles.headers().values()))
     assert sorted(named) == sorted(registered)
 
 

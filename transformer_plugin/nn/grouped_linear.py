@@ -349,8 +349,10 @@ class GroupedLinear(RecipeModule):
             recipe, accepted and self._op_accepts_rows(input, group_sizes, bias_scale)
         )
         amax = self.delayed_amax if self.training else None
-        layer = (scale, amax, bias, bias_scale, *self._formats, *self.launch_options, self._shard_key())
-        return ops.grouped_linear_scaled(input, weight, group_sizes, *layer)
+        max_sms, expected_rows = self.launch_options
+        options = {"max_sms": max_sms, "expected_rows": expected_rows, "weight_shard": self._shard_key()}
+        operands = (input, weight, group_sizes, bias, bias_scale)
+        return ops.grouped_linear(*operands, *self._formats, scale=scale, amax=amax, **options)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

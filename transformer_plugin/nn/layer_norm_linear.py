@@ -47,7 +47,7 @@ class LayerNormLinear(RecipeModule):
     computes it, and the backward keeps the input and no normalized values.
 
     With ``DelayedScaling`` the two steps run one after the other, the norm and
-    :func:`transformer_plugin.ops.linear_scaled`, because the amax of the norm is collected while it is quantized. The
+    :func:`transformer_plugin.ops.linear`, because the amax of the norm is collected while it is quantized. The
     backward then also keeps the quantized norm.
 
     Args:
@@ -250,8 +250,8 @@ class LayerNormLinear(RecipeModule):
         if isinstance(self.recipe, DelayedScaling):
             scale = self._delayed_scales(self.recipe, self._op_accepts(normalized, weight, bias))
             amax = self.delayed_amax if self.training else None
-            formats = (*self._formats, self._shard_key())
-            return ops.linear_scaled(normalized, weight, scale, amax, bias, *formats)
+            delayed = {"scale": scale, "amax": amax, "weight_shard": self._shard_key()}
+            return ops.linear(normalized, weight, bias, *self._formats, **delayed)
         options: dict[str, Any] = {**into, "quantized_weight": quantized_weight}
         if out is None:
             return ops.linear(normalized, weight, bias, *self._formats, **options)

@@ -154,7 +154,8 @@ class Linear(RecipeModule, torch.nn.Linear):
         elif isinstance(self._recipe, DelayedScaling):
             scale = self._delayed_scales(self._recipe, self._op_accepts(input, weight, bias))
             amax = self.delayed_amax if self.training else None
-            output = ops.linear_scaled(input, weight, scale, amax, bias, *self._formats, self._shard_key())
+            delayed = {"scale": scale, "amax": amax, "weight_shard": self._shard_key()}
+            output = ops.linear(input, weight, bias, *self._formats, **delayed)
         elif out is None:
             output = ops.linear(input, weight, bias, *self._formats, quantized_weight, **into)
         else:

@@ -30,12 +30,10 @@ from torch import Tensor
 
 from transformer_plugin.errors import with_peers
 from transformer_plugin.formats import Format
-from transformer_plugin.ops._operands import are, key_of, keys_of, layer_keys
+from transformer_plugin.ops._operands import key_of, keys_of
 
 __all__ = [
     "delayed_scale",
-    "grouped_linear_scaled",
-    "linear_scaled",
     "quantize_scaled",
     "update_delayed_scale_",
 ]
@@ -145,89 +143,3 @@ def delayed_scale(
     """
     keys = keys_of(formats, "delayed_scale")
     return _ops.delayed_scale.default(history, scale, amax, keys, margin, algorithm)
-
-
-def linear_scaled(
-    input: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    amax: Tensor | None = None,
-    bias: Tensor | None = None,
-    input_format: str | Format = "fp8_tensor:e4m3",
-    weight_format: str | Format = "fp8_tensor:e4m3",
-    grad_format: str | Format = "fp8_tensor:e5m2",
-    weight_shard: str = "",
-) -> Tensor:
-    """:func:`~transformer_plugin.ops.linear` in ``fp8_tensor`` with the scales that are passed.
-
-    Args:
-        input: ``[..., K]`` float32, bfloat16 or float16.
-        weight: ``[N, K]`` in the dtype of ``input``.
-        scale: float32 ``[3]``, contiguous: of the input, the weight and the gradient of the output.
-        amax: float32 ``[3]``, contiguous, or None to collect nothing. In training it is raised to the amaxes of input
-            and weight in the forward, unless activation checkpointing recomputes it inside a backward, and of the
-            gradient in the backward. Written through its pointer: its autograd version does not change, and changes of
-            it between forward and backward are no error.
-        bias: ``[N]``, any float dtype.
-        input_format, weight_format, grad_format: ``fp8_tensor:e4m3`` or ``fp8_tensor:e5m2``.
-        weight_shard: the key of a weight that is sharded over ranks (:mod:`transformer_plugin.ops.sharded`);
-            ``weight`` is then this rank's part. Its values are gathered, and quantized with the scale, which is the
-            same on all ranks if their states are.
-
-    Returns:
-        ``[..., N]`` in the dtype of ``input``. Differentiable in ``input``, ``weight`` and ``bias``. The backward reads
-        ``scale`` again, so pass the copy that :func:`update_delayed_scale_` returns.
-
-    Raises:
-        TypeError: another dtype. ValueError: sizes or devices that do not agree, a state that is not contiguous,
-        another format. Nothing is written then.
-    """
-    formats = layer_keys("linear_scaled", input_format, weight_format, grad_format)
-    arguments = (input, weight, scale, amax, bias, *formats)
-    if are((weight_shard,), ("",)):
-        return _ops.linear_scaled.default(*arguments)
-    return with_peers(_ops.linear_scaled.default, *arguments, weight_shard)
-
-
-def grouped_linear_scaled(
-    input: Tensor,
-    weight: Tensor,
-    group_sizes: Tensor,
-    scale: Tensor,
-    amax: Tensor | None = None,
-    bias: Tensor | None = None,
-    bias_scale: Tensor | None = None,
-    input_format: str | Format = "fp8_tensor:e4m3",
-    weight_format: str | Format = "fp8_tensor:e4m3",
-    grad_format: str | Format = "fp8_tensor:e5m2",
-    max_sms: int = 0,
-    expected_rows: int = -1,
-    weight_shard: str = "",
-) -> Tensor:
-    """:func:`~transformer_plugin.ops.grouped_linear` in ``fp8_tensor`` with the scales that are passed.
-
-    Args:
-        input: ``[T, K]`` float32, bfloat16 or float16.
-        weight: ``[G, N, K]`` in the dtype of ``input``.
-        group_sizes: int32 or int64 ``[G]``.
-        scale: float32 ``[3 * G]``, contiguous: of the input's groups, the weights, and the gradient's groups.
-        amax: float32 ``[3 * G]``, contiguous, or None: as for :func:`linear_scaled`, of each group and weight.
-        bias: ``[G, N]``, any float dtype.
-        bias_scale: float32 ``[T]``, a factor of the bias for each row.
-        input_format, weight_format, grad_format: as for :func:`linear_scaled`.
-        max_sms, expected_rows: as for :func:`~transformer_plugin.ops.grouped_gemm`, for all products of forward and
-            backward.
-        weight_shard: as for :func:`linear_scaled`.
-
-    Returns:
-        ``[T, N]`` in the dtype of ``input``, tail rows zero. Differentiable in ``input``, ``weight``, ``bias`` and
-        ``bias_scale``.
-
-    Raises:
-        TypeError, ValueError: as :func:`linear_scaled` and :func:`~transformer_plugin.ops.grouped_linear`.
-    """
-    formats = layer_keys("grouped_linear_scaled", input_format, weight_format, grad_format)
-    arguments = (input, weight, group_sizes, scale, amax, bias, bias_scale, *formats, max_sms, expected_rows)
-    if are((weight_shard,), ("",)):
-        return _ops.grouped_linear_scaled.default(*arguments)
-    return with_peers(_ops.grouped_linear_scaled.default, *arguments, weight_shard)

@@ -2,6 +2,14 @@
 
 Letters are those of :mod:`transformer_plugin.ops.gemm`, and what it says of groups holds here.
 
+**Formats** are keys of one family, as a recipe gives them; each group has its own scales. The input is rounded along
+its rows for the output and along its columns for the weight's gradient; the output's gradient likewise; the weight once
+when its format is the same along both (``bf16``, ``fp8_tensor``, square blocks). In a format without group columns
+(:mod:`transformer_plugin.formats`) the weight's gradient is computed from the input and the output's gradient before
+quantization. What no gradient needs is not computed or kept. On Hopper pass :func:`transformer_plugin.formats.resolve`
+of the formats of input and gradient of a grouped layer: weight gradients of groups that begin at any row then need no
+copy.
+
 The **weight** of a grouped layer is one tensor ``[G, N, K]``, or a sequence of 1 to 1024 matrices ``[N, K]`` at any
 addresses, each with its own gradient. Matrices are never copied into one tensor: unquantized, the products read them
 where they are; quantized, they are written into one tensor of quantized data, the bytes that their stack would give.
@@ -26,6 +34,17 @@ autograd versions either; the backend ``aot_eager`` copies a new tensor into the
 forward must be followed by its backward. A buffer that begins later in its memory, as a view of a bucket does, is
 compiled with a temporary of its size.
 
+**Delayed scaling**: with a ``scale`` the operands are quantized to ``fp8_tensor`` with the scales of earlier steps
+(:mod:`transformer_plugin.ops.delayed_scaling`): one state tensor for the input, the weight and the gradient of the
+output, in this order, of a grouped layer for each group. ``amax``, of the same size, collects amaxes: in training it is
+raised to those of input and weight in the forward, unless activation checkpointing recomputes it inside a backward, and
+to that of the gradient in the backward. It is written through its pointer: its autograd version does not change, and
+changes of it between forward and backward are no error. The backward reads ``scale`` again, so pass the copy that
+:func:`~transformer_plugin.ops.update_delayed_scale_` returns. Formats left out are ``fp8_tensor:e4m3``, that of the
+gradient ``fp8_tensor:e5m2``. Not with a ``quantized_weight``, a ``main_grad``, a queue, buffers,
+``save_original_input`` and ``input_ranks``. The op is then its overload ``scaled``, which writes ``amax``; of a grouped
+layer the state is ``[3 * G]``: the input's groups, the weights, the gradient's groups.
+
 **Rows over ranks** (sequence parallelism): with ``input_ranks`` above 1 the input ``[n, ..., K]`` of :func:`linear` is
 this rank's part of the rows, along the first dimension, over the ranks of the c10d group ``input_group``. The output is
 that of all rows, in ascending order of ranks, as if :func:`~transformer_plugin.ops.all_gather` came first; the gradient
@@ -36,6 +55,7 @@ of formats whose scales belong to rows (FP8 blocks, MXFP8) travel quantized in t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,8 +82,38 @@ __all__ = [
 
 _ops = torch.ops.transformer_plugin
 _NO_FORMATS = ("none", "none", "none")
+_DELAYED_FORMATS = ("fp8_tensor:e4m3", "fp8_tensor:e4m3", "fp8_tensor:e5m2")
+#: Options that delayed scaling does not have, and what leaves each out.
+_NOT_DELAYED: dict[str, Any] = {
+    "quantized_weight": None,
+    "main_grad": None,
+    "accumulate": True,
+    "weight_grad": "none",
+    "wgrad_queue": None,
+    "save_original_input": False,
+    "dgrad_out": None,
+    "input_ranks": 1,
+}
 _PLAIN = (*_NO_FORMATS, True, "none", "", 1)  # what linear takes besides tensors, by default
 _PLAIN_GROUPED = (*_NO_FORMATS, 0, -1, True, "none", "")  # and grouped_linear
+
+
+def _delayed_keys(op: str, scale: Tensor | None, formats: Sequence[str | Format], *options: Any) -> list[str]:
+    """The keys of the formats of delayed scaling, for those that were left out too. Refuses the options of ``linear``
+    that delayed scaling does not have: ``options`` in the order of ``_NOT_DELAYED``."""
+    if scale is None:
+        raise ValueError(
+            f"transformer_plugin::{op}: argument 'amax': expected None without 'scale', got a tensor. Pass both."
+        )
+    for (name, none), value in zip(_NOT_DELAYED.items(), options, strict=False):
+        if value is not none and (type(value) is not type(none) or value != none):
+            got = repr(value) if none is not None else "another value"
+            raise ValueError(
+                f"transformer_plugin::{op}: argument '{name}': expected {none!r} with 'scale', got {got}. Leave it "
+                "out, or leave out 'scale'."
+            )
+    keys = zip(layer_keys(op, *formats), _DELAYED_FORMATS, strict=True)
+    return [otherwise if key == "none" else key for key, otherwise in keys]
 
 
 def linear(
@@ -83,49 +133,48 @@ def linear(
     weight_shard: str = "",
     input_ranks: int = 1,
     input_group: str = "",
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
 ) -> Tensor:
     """``input @ weight.T + bias`` with operands in the given formats; ``torch.nn.functional.linear`` by default.
 
     Args:
         input: ``[..., K]`` float32, bfloat16 or float16 (float64 without formats).
-        weight: ``[N, K]`` in the dtype of ``input``.
-        bias: ``[N]``, any float dtype.
-        input_format, weight_format, grad_format: keys of formats of one family, as a recipe gives them, or
-            :class:`~transformer_plugin.formats.Format`s. The input is rounded along its rows for the output and along
-            its columns for the weight's gradient; the output's gradient likewise; the weight once when its format is
-            the same along both (``bf16``, ``fp8_tensor``, square blocks). In a format without group columns
-            (:mod:`transformer_plugin.formats`) the weight's gradient is computed from the input and the output's
-            gradient before quantization. What no gradient needs is not computed or kept.
+        weight, bias: ``[N, K]`` in the dtype of ``input``; ``[N]``, any float dtype.
+        input_format, weight_format, grad_format: keys, or :class:`~transformer_plugin.formats.Format`s, see above.
         quantized_weight: what :func:`quantize_weight` made of ``weight`` with these formats: the same bits, without
             quantizing the weight again. ``weight`` is then not read; its gradient is the usual one.
         main_grad, accumulate, weight_grad: where the gradient of the weight goes, see above; ``[N, K]``.
-        wgrad_queue: a queue of :mod:`transformer_plugin.ops.deferred_wgrad`: the backward leaves the operands of the
-            weight gradient there, and computes none.
-        save_original_input: whether the backward keeps ``input`` itself, and quantizes it again with the same bits: no
-            more memory where another layer keeps it, too. Not with stochastic rounding of the input.
+        wgrad_queue: where the backward leaves the operands of the weight gradient
+            (:mod:`transformer_plugin.ops.deferred_wgrad`).
+        save_original_input: whether the backward keeps ``input`` itself, and quantizes it again with the same bits.
+            Less memory where another layer keeps it, too. Not with stochastic rounding of the input.
         dgrad_out: where the backward writes the gradient of ``input``, contiguous, of its sizes and dtype; autograd
             gets that memory. Do not read or write it between the backward and the use of that gradient.
-        weight_shard: the key of a weight that is sharded over ranks (:mod:`transformer_plugin.ops.sharded`);
-            ``weight``, ``quantized_weight`` and ``main_grad`` are then this rank's part ``[n, K]``. Not with
-            ``wgrad_queue``.
+        weight_shard: the key of a weight that is sharded over ranks (:mod:`transformer_plugin.ops.sharded`), of which
+            ``weight``, ``quantized_weight`` and ``main_grad`` are this rank's ``[n, K]``. Not with ``wgrad_queue``.
         input_ranks, input_group: the ranks over which the rows of ``input`` are sharded, see above.
+        scale, amax: float32 ``[3]``, contiguous: delayed scaling, see above.
 
     Returns:
         ``[..., N]`` in the dtype of ``input``. Differentiable in ``input``, ``weight`` and ``bias``.
 
     Raises:
-        TypeError: another dtype. ValueError: sizes or devices that do not agree, a format that does not exist,
-        formats of different families, a quantized weight that does not fit the weight and the formats; a buffer
-        that does not fit, shares memory with an argument or requires a gradient; options of one that is missing.
+        TypeError: another dtype. ValueError: sizes or devices that do not agree; formats that do not exist or go
+        together; a quantized weight or a buffer that does not fit; a buffer that shares memory or requires a gradient.
     """
+    gradient = (main_grad, accumulate, weight_grad, wgrad_queue, save_original_input, dgrad_out)
+    formats = (input_format, weight_format, grad_format)
+    if scale is not None or amax is not None:
+        keys = _delayed_keys("linear", scale, formats, quantized_weight, *gradient, input_ranks)
+        return with_peers(_ops.linear.scaled, input, weight, scale, amax, bias, *keys, weight_shard)
     no_tensors = quantized_weight is None and main_grad is wgrad_queue is dgrad_out is None
-    rest = (input_format, weight_format, grad_format, accumulate, weight_grad, weight_shard, input_ranks)
-    if no_tensors and are(rest, _PLAIN):  # strings that are not passed need not be parsed: 0.5 us
+    if no_tensors and are(
+        (*formats, accumulate, weight_grad, weight_shard, input_ranks), _PLAIN
+    ):  # strings that are not passed need not be parsed: 0.5 us
         return _ops.linear.default(input, weight, bias)
-    formats = layer_keys("linear", input_format, weight_format, grad_format)
-    gradient = (main_grad, accumulate, weight_grad, wgrad_queue, save_original_input, dgrad_out, weight_shard)
-    options = (*formats, quantized_weight, *gradient, input_ranks, input_group)
-    return with_peers(_ops.linear.default, input, weight, bias, *options)
+    options = (quantized_weight, *gradient, weight_shard, input_ranks, input_group)
+    return with_peers(_ops.linear.default, input, weight, bias, *layer_keys("linear", *formats), *options)
 
 
 def grouped_linear(
@@ -147,47 +196,44 @@ def grouped_linear(
     save_original_input: bool = False,
     dgrad_out: Tensor | None = None,
     weight_shard: str = "",
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
 ) -> Tensor:
     """:func:`linear` for each group of rows with the group's own weight and bias.
 
     Args:
-        input: ``[T, K]`` float32, bfloat16 or float16 (float64 on a CPU without formats).
+        input, group_sizes: ``[T, K]`` float32, bfloat16 or float16 (float64 on a CPU without formats); int ``[G]``.
         weight: ``[G, N, K]`` in the dtype of ``input``, or G matrices, see above.
-        group_sizes: int32 or int64 ``[G]``.
-        bias: ``[G, N]``, any float dtype.
-        bias_scale: float32 ``[T]``, a factor of the bias for each row.
-        input_format, weight_format, grad_format: as for :func:`linear`; each group has its own scales.
-        quantized_weight: as for :func:`linear`.
-        max_sms, expected_rows: as for :func:`~transformer_plugin.ops.grouped_gemm`, for all products of forward and
-            backward.
+        bias, bias_scale: ``[G, N]``, any float dtype; float32 ``[T]``, a factor of the bias for each row.
+        input_format, weight_format, grad_format, quantized_weight: as for :func:`linear`.
+        max_sms, expected_rows: as for :func:`~transformer_plugin.ops.grouped_gemm`, for all products.
         main_grad, accumulate, weight_grad: see above; ``[G, N, K]`` or G matrices.
-        wgrad_queue, save_original_input, dgrad_out: as for :func:`linear`; rows of ``dgrad_out`` past the last group
-            become zero.
-        weight_shard: the key of a weight that is sharded over ranks (:mod:`transformer_plugin.ops.sharded`); ``weight``
-            is then this rank's part ``[n, N, K]`` of the stack, or with ``each`` a list of parts ``[n, K]``.
-
-    On Hopper pass :func:`transformer_plugin.formats.resolve` of the formats of input and gradient: weight gradients of
-    groups that begin at any row then need no copy.
+        wgrad_queue, save_original_input, dgrad_out: as for :func:`linear`; tail rows of ``dgrad_out`` become zero.
+        weight_shard: as for :func:`linear`, of ``[n, N, K]``, or with ``each`` of a list of ``[n, K]``.
+        scale, amax: as for :func:`linear`; ``[3 * G]``, and ``weight`` is one tensor.
 
     Returns:
-        ``[T, N]`` in the dtype of ``input``, tail rows zero. Differentiable in ``input``, ``weight``, ``bias`` and
-        ``bias_scale``.
+        ``[T, N]`` in the dtype of ``input``, tail rows zero. Differentiable in all floats but ``scale`` and ``amax``.
 
     Raises:
-        TypeError: another dtype. ValueError: as :func:`~transformer_plugin.ops.grouped_gemm` and :func:`linear`; square
-        blocks for the input or the gradient.
+        TypeError, ValueError: as :func:`~transformer_plugin.ops.grouped_gemm` and :func:`linear`; square blocks.
     """
-    matrices = listed(weight, "grouped_linear", "weight")
-    required = (input, matrices, group_sizes, bias, bias_scale)
-    gradient = (listed_or_none(main_grad, "grouped_linear", "main_grad"), accumulate, weight_grad)
-    formats = layer_keys("grouped_linear", input_format, weight_format, grad_format)
+    formats = (input_format, weight_format, grad_format)
+    rest = (wgrad_queue, save_original_input, dgrad_out)
+    if scale is not None or amax is not None:
+        options = (quantized_weight, main_grad, accumulate, weight_grad, *rest)
+        keys = _delayed_keys("grouped_linear", scale, formats, *options)
+        operands = (input, weight, group_sizes, scale, amax, bias, bias_scale)
+        return with_peers(_ops.grouped_linear.scaled, *operands, *keys, max_sms, expected_rows, weight_shard)
+    required = (input, listed(weight, "grouped_linear", "weight"), group_sizes, bias, bias_scale)
+    into = (listed_or_none(main_grad, "grouped_linear", "main_grad"), accumulate, weight_grad)
+    keys = layer_keys("grouped_linear", *formats)
     no_tensors = quantized_weight is main_grad is wgrad_queue is dgrad_out is None
-    rest = (*formats, max_sms, expected_rows, accumulate, weight_grad, weight_shard)
-    if no_tensors and are(rest, _PLAIN_GROUPED):
+    others = (*keys, max_sms, expected_rows, accumulate, weight_grad, weight_shard)
+    if no_tensors and are(others, _PLAIN_GROUPED):
         return _ops.grouped_linear.default(*required)  # what is not passed need not be parsed
-    options = (quantized_weight, max_sms, expected_rows)
-    others = (wgrad_queue, save_original_input, dgrad_out, weight_shard)
-    return with_peers(_ops.grouped_linear.default, *required, *formats, *options, *gradient, *others)
+    first = (*required, *keys, quantized_weight, max_sms, expected_rows)
+    return with_peers(_ops.grouped_linear.default, *first, *into, *rest, weight_shard)
 
 
 def embedding(indices: Tensor, weight: Tensor, padding_idx: int = -1, weight_shard: str = "") -> Tensor:

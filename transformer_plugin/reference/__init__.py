@@ -26,6 +26,7 @@ from transformer_plugin.reference.gemm import *
 from transformer_plugin.reference.gemm_swiglu import *
 from transformer_plugin.reference.grouped_mlp import *
 from transformer_plugin.reference.layer_out import *
+from transformer_plugin.reference.linear import *
 from transformer_plugin.reference.norm import *
 from transformer_plugin.reference.norm_linear import *
 from transformer_plugin.reference.quantize import *

@@ -7,13 +7,9 @@ from torch import Tensor
 
 from transformer_plugin.formats import Format
 from transformer_plugin.reference._fp8 import round_to_fp8
-from transformer_plugin.reference.gemm import gemm, grouped_gemm
-from transformer_plugin.reference.quantize import dequantize
 
 __all__ = [
     "delayed_scale",
-    "grouped_linear_scaled",
-    "linear_scaled",
     "quantize_scaled",
     "update_delayed_scale_",
 ]
@@ -103,42 +99,3 @@ def update_delayed_scale_(
     scale.copy_(torch.where(usable, largest / chosen, scale).clamp(max=torch.finfo(torch.float32).max))
     amax.zero_()
     return scale.clone()
-
-
-def linear_scaled(
-    input: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    amax: Tensor | None = None,
-    bias: Tensor | None = None,
-    input_format: str = "fp8_tensor:e4m3",
-    weight_format: str = "fp8_tensor:e4m3",
-    grad_format: str = "fp8_tensor:e5m2",
-) -> Tensor:
-    """Returns the product of the operands' values in FP8, and collects the amaxes of input and weight.
-    ``grad_format`` is for the backward, which this reference does not have."""
-    x, x_scale = quantize_scaled(input.flatten(0, -2), scale, input_format, amax)
-    w, w_scale = quantize_scaled(weight, scale, weight_format, amax, first=1)
-    a, b = dequantize(x, x_scale, input_format), dequantize(w, w_scale, weight_format)
-    output = gemm(a, b, bias, dtype=input.dtype)
-    return output.unflatten(0, input.shape[:-1])
-
-
-def grouped_linear_scaled(
-    input: Tensor,
-    weight: Tensor,
-    group_sizes: Tensor,
-    scale: Tensor,
-    amax: Tensor | None = None,
-    bias: Tensor | None = None,
-    bias_scale: Tensor | None = None,
-    input_format: str = "fp8_tensor:e4m3",
-    weight_format: str = "fp8_tensor:e4m3",
-    grad_format: str = "fp8_tensor:e5m2",
-) -> Tensor:
-    """:func:`linear_scaled` for each group, with separate scales."""
-    data, scale_inv = quantize_scaled(input, scale, input_format, amax, group_sizes)
-    x = dequantize(data, scale_inv, input_format, group_sizes=group_sizes)
-    data, scale_inv = quantize_scaled(weight, scale, weight_format, amax, first=len(weight))
-    w = dequantize(data, scale_inv, weight_format)
-    return grouped_gemm(x, w, group_sizes, bias, bias_scale, dtype=input.dtype)

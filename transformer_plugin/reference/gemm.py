@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,8 +24,6 @@ __all__ = [
     "grouped_gemm_out",
     "grouped_gemm_wgrad",
     "grouped_gemm_wgrad_out",
-    "grouped_linear",
-    "linear",
 ]
 
 
@@ -291,7 +288,7 @@ class _IntoMainGrad(torch.autograd.Function):
         return made[ctx.weight_grad], None, None, None
 
 
-def _watched(weight: Tensor, main_grad: Tensor | None, accumulate: bool, weight_grad: str) -> Tensor:
+def watched(weight: Tensor, main_grad: Tensor | None, accumulate: bool, weight_grad: str) -> Tensor:
     if main_grad is None:
         return weight
     watched: Tensor = _IntoMainGrad.apply(weight, main_grad, accumulate, weight_grad)
@@ -305,10 +302,10 @@ def watched_weight(weight: Tensors, main_grad: Tensors | None, accumulate: bool,
         return weights[0] if is_stack(weights) else torch.stack(weights)
     buffers = listed(main_grad, "reference", "main_grad")
     if is_stack(weights) and is_stack(buffers):
-        return _watched(weights[0], buffers[0], accumulate, weight_grad)
+        return watched(weights[0], buffers[0], accumulate, weight_grad)
     each = weights[0].unbind() if is_stack(weights) else weights
     into = buffers[0].unbind() if is_stack(buffers) else buffers
-    return torch.stack([_watched(w, b, accumulate, weight_grad) for w, b in zip(each, into, strict=True)])
+    return torch.stack([watched(w, b, accumulate, weight_grad) for w, b in zip(each, into, strict=True)])
 
 
 def embedding(indices: Tensor, weight: Tensor, padding_idx: int = -1) -> Tensor:
@@ -323,33 +320,3 @@ def embedding(indices: Tensor, weight: Tensor, padding_idx: int = -1) -> Tensor:
         )
     )
     return rows[indices.long()]
-
-
-def linear(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    main_grad: Tensor | None = None,
-    accumulate: bool = True,
-    weight_grad: str = "none",
-) -> Tensor:
-    """input @ weight.T + bias, without quantizing the operands. The gradient of the weight, in the weight's dtype, goes
-    into a ``main_grad``."""
-    weight = _watched(weight, main_grad, accumulate, weight_grad)
-    rows = input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
-    return gemm(rows, weight, bias).reshape(*input.shape[:-1], weight.shape[0])
-
-
-def grouped_linear(
-    input: Tensor,
-    weight: Tensors,
-    group_sizes: Tensor,
-    bias: Tensor | None = None,
-    bias_scale: Tensor | None = None,
-    main_grad: Tensors | None = None,
-    accumulate: bool = True,
-    weight_grad: str = "none",
-) -> Tensor:
-    """:func:`linear` for each group, without quantizing the operands."""
-    stacked = watched_weight(weight, main_grad, accumulate, weight_grad)
-    return grouped_gemm(input, stacked, group_sizes, bias, bias_scale)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from transformer_plugin.ops._operands import Tensors
 from transformer_plugin.reference.activation import swiglu
-from transformer_plugin.reference.gemm import grouped_linear
+from transformer_plugin.reference.linear import grouped_linear
 from transformer_plugin.reference.routing import permute_rows, unpermute
 
 __all__ = [

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from transformer_plugin.ops._operands import Tensors
-from transformer_plugin.reference.gemm import grouped_linear, linear
 from transformer_plugin.reference.grouped_mlp import grouped_mlp
+from transformer_plugin.reference.linear import grouped_linear, linear
 
 __all__ = [
     "grouped_linear_out",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from transformer_plugin.reference.gemm import linear
+from transformer_plugin.reference.linear import linear
 from transformer_plugin.reference.norm import layer_norm, rms_norm
 
 __all__ = [

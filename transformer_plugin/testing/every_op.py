@@ -41,9 +41,26 @@ from transformer_plugin.testing.every_op_quantize import (
 class Call:
     """One call of an op, with its arguments by name."""
 
-    op: str
+    op: str  # of an overload "linear.scaled"
     name: str
     arguments: dict[str, Any]
+
+    @property
+    def packet(self) -> str:
+        """The op without the name of an overload."""
+        return self.op.partition(".")[0]
+
+    @property
+    def function(self) -> torch._ops.OpOverload:
+        """What the call calls."""
+        return overload(self.op)
+
+
+def overload(op: str) -> torch._ops.OpOverload:
+    """Returns the overload of this name."""
+    packet, _, name = op.partition(".")
+    found: torch._ops.OpOverload = getattr(getattr(torch.ops.transformer_plugin, packet), name or "default")
+    return found
 
 
 def _gemm_calls(draw: Draw) -> Calls:
@@ -353,4 +370,9 @@ def registered() -> dict[str, torch._C.FunctionSchema]:
     """Returns the schema of every op, by name."""
     schemas = torch._C._jit_get_all_schemas()
     prefix = "transformer_plugin::"
-    return {schema.name.removeprefix(prefix): schema for schema in schemas if schema.name.startswith(prefix)}
+    found = {}
+    for schema in schemas:
+        if schema.name.startswith(prefix):
+            end = f".{schema.overload_name}" if schema.overload_name else ""
+            found[schema.name.removeprefix(prefix) + end] = schema
+    return found

@@ -200,7 +200,7 @@ def scaled_calls(draw: Draw) -> Calls:
             yield op, algorithm, {**history, "margin": 1, "algorithm": algorithm}
     for name, dense_amax, amax in (("", draw.zeros(3), draw.zeros(3 * G)), ("no amax", None, None)):
         dense = {"input": draw(T, K), "weight": draw(N, K), "scale": draw.rand(3), "bias": draw(N)}
-        yield "linear_scaled", name, {**dense, "amax": dense_amax, **roles}
+        yield "linear.scaled", name, {**dense, "amax": dense_amax, **roles}
         grouped = {"input": draw(T, K), "weight": draw(G, N, K), "group_sizes": sizes, "scale": scale}
         bias = {"bias": draw(G, N), "bias_scale": draw(T)}
-        yield "grouped_linear_scaled", name, {**grouped, **bias, "amax": amax, **roles}
+        yield "grouped_linear.scaled", name, {**grouped, **bias, "amax": amax, **roles}

@@ -59,10 +59,10 @@ inline constexpr Op<"quantize_weight", std::vector<Tensor>(TensorList weight, st
     std::string_view weight_format, std::string_view grad_format)> quantize_weight;
 inline constexpr Op<"quantize_weight_out", void(TensorList weight, std::string_view input_format, std::string_view weight_format,
     std::string_view grad_format, TensorList out, OptionalTensorArg noop)> quantize_weight_out;
-inline constexpr Op<"linear_scaled", Tensor(const Tensor& input, const Tensor& weight, const Tensor& scale,
+inline constexpr Op<"linear.scaled", Tensor(const Tensor& input, const Tensor& weight, const Tensor& scale,
     OptionalTensorArg amax, OptionalTensorArg bias, std::string_view input_format, std::string_view weight_format,
     std::string_view grad_format, std::string_view weight_shard)> linear_scaled;
-inline constexpr Op<"grouped_linear_scaled", Tensor(const Tensor& input, const Tensor& weight, const Tensor& group_sizes,
+inline constexpr Op<"grouped_linear.scaled", Tensor(const Tensor& input, const Tensor& weight, const Tensor& group_sizes,
     const Tensor& scale, OptionalTensorArg amax, OptionalTensorArg bias, OptionalTensorArg bias_scale,
     std::string_view input_format, std::string_view weight_format, std::string_view grad_format, int64_t max_sms,
     int64_t expected_rows, std::string_view weight_shard)> grouped_linear_scaled;
