@@ -4,12 +4,14 @@ above."""
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from pathlib import Path
 
 from tests.surface.surface import ROOT
 
 CSRC = ROOT / "csrc"
 INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
+ENUM = re.compile(r"^\s*enum (?:class )?(\w+)", re.MULTILINE)
 
 #: Each folder, with its subfolders, and the folders that it may include.
 BELOW: dict[str, set[str]] = {
@@ -86,3 +88,14 @@ def test_order_of_folders_has_no_cycle() -> None:
     for folder, below in BELOW.items():  # listed from the bottom to the top
         assert below <= set(order), folder
         order.append(folder)
+
+
+def test_enums_have_names_of_their_own() -> None:
+    """A name means one thing, whatever the namespace. Enums that a .cpp file keeps to itself may repeat."""
+    files = defaultdict(list)
+    for path in sources():
+        for name in ENUM.findall(path.read_text()):
+            files[name].append(path)
+    assert len(files) > 10
+    shared = {name: paths for name, paths in files.items() if any(path.suffix != ".cpp" for path in paths)}
+    assert {name: paths for name, paths in shared.items() if len(paths) > 1} == {}

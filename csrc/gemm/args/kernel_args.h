@@ -20,12 +20,12 @@ enum class GemmDirection : int32_t {
   kWgrad,
 };
 
-// Scale granularity of quantized operands: one FP32 scale for each block of 128, each group or each row;
+// The scales of two quantized operands together: one FP32 scale for each block of 128, each group or each row;
 // MXFP8: one E8M0 scale for 32 elements; NVFP4: one E4M3 scale for 16 elements.
-// quantize::ScaleGranularity (quantize/args/layout.h) describes how one matrix is quantized. A GEMM combines
-// two matrices: kBlock is k1x128 with k128x128 (kWgrad: with k1x128), kGroup kPerTensor (the fp8_tensor
-// format, one scale per group of a ragged matrix), kMx k1x32 and kNv k1x16. The quantize ops have no kRow.
-enum class ScaleGranularity : int32_t { kBlock, kGroup, kRow, kMx, kNv };
+// quantize::ScaleGranularity (quantize/args/layout.h) is that of one matrix: kBlock is k1x128 with k128x128
+// (kWgrad: with k1x128), kGroup kPerTensor (the fp8_tensor format, one scale per group of a ragged matrix),
+// kMx k1x32 and kNv k1x16. The quantize ops have no kRow.
+enum class OperandScaling : int32_t { kBlock, kGroup, kRow, kMx, kNv };
 
 struct GroupedGemmArgs {
   const void* a;
@@ -54,13 +54,13 @@ struct GroupedGemmArgs {
   DType dtype;    // of a and b; with kGroup and kRow `a` may be E5M2 while b is E4M3
   DType b_dtype;  // of b with kMx, where each operand may be E4M3 or E5M2
   DType out_dtype;
-  ScaleGranularity scale_granularity;  // of a_scale and b_scale
-  bool accumulate;                     // add to what `out` contains; a group without rows leaves it unchanged
-  bool read_all_group_aligned;         // FP8 kWgrad reads only a_group_aligned and b_group_aligned
-  bool zero_tail;                      // not kWgrad: write zeros to the rows past the groups
-  bool a_tiled, b_tiled;               // one-byte scales are tiled (gemm/sm90/microscaled/scale_layout.h)
-  bool rows_16_byte_aligned;           // every row of a and b begins at a multiple of 16 bytes
-  LaunchOptions options;               // gemm/sm90 only
+  OperandScaling scaling;       // of a_scale and b_scale
+  bool accumulate;              // add to what `out` contains; a group without rows leaves it unchanged
+  bool read_all_group_aligned;  // FP8 kWgrad reads only a_group_aligned and b_group_aligned
+  bool zero_tail;               // not kWgrad: write zeros to the rows past the groups
+  bool a_tiled, b_tiled;        // one-byte scales are tiled (gemm/sm90/microscaled/scale_layout.h)
+  bool rows_16_byte_aligned;    // every row of a and b begins at a multiple of 16 bytes
+  LaunchOptions options;        // gemm/sm90 only
 };
 
 // Columns of `a_dequantized`, and words of `a_ready_rows`.

@@ -24,18 +24,18 @@ bool are_microscaled(const Format& a, const Format& b, FormatFamily family) {
 
 }  // namespace
 
-std::optional<ScaleGranularity> quantized_gemm_scales(const Format& a, const Format& b) {
-  if (are_whole(a, b)) return ScaleGranularity::kGroup;
-  if (are_rows(a, b)) return ScaleGranularity::kRow;
-  if (are_blocks(a, b) && !a.square_blocks && b.square_blocks) return ScaleGranularity::kBlock;
-  if (are_microscaled(a, b, FormatFamily::kMxFp8)) return ScaleGranularity::kMx;
-  if (are_microscaled(a, b, FormatFamily::kNvFp4)) return ScaleGranularity::kNv;
+std::optional<OperandScaling> quantized_gemm_scales(const Format& a, const Format& b) {
+  if (are_whole(a, b)) return OperandScaling::kGroup;
+  if (are_rows(a, b)) return OperandScaling::kRow;
+  if (are_blocks(a, b) && !a.square_blocks && b.square_blocks) return OperandScaling::kBlock;
+  if (are_microscaled(a, b, FormatFamily::kMxFp8)) return OperandScaling::kMx;
+  if (are_microscaled(a, b, FormatFamily::kNvFp4)) return OperandScaling::kNv;
   return std::nullopt;
 }
 
-std::optional<ScaleGranularity> quantized_wgrad_scales(const Format& grad, const Format& input) {
-  if (are_whole(grad, input)) return ScaleGranularity::kGroup;
-  if (are_blocks(grad, input) && !grad.square_blocks && !input.square_blocks) return ScaleGranularity::kBlock;
+std::optional<OperandScaling> quantized_wgrad_scales(const Format& grad, const Format& input) {
+  if (are_whole(grad, input)) return OperandScaling::kGroup;
+  if (are_blocks(grad, input) && !grad.square_blocks && !input.square_blocks) return OperandScaling::kBlock;
   return std::nullopt;
 }
 

@@ -19,7 +19,7 @@ namespace transformer_plugin::gemm {
 // group. With `beta`, beta[g] * out[i] is added before the rounding, and rows past the last group stay unchanged. With `list`,
 // its matrices replace those of `b`, which then is the first of them; not for MXFP8 and NVFP4.
 struct QuantizedGemm {
-  ScaleGranularity scales;
+  OperandScaling scales;
   const Quantized& a;                           // [T, K], blocks of 1x128
   const Quantized& b;                           // [G, N, K], blocks of 128x128; or [N, K] without offsets
   const std::optional<at::Tensor>& offsets;     // int32 [G + 1]; without, all rows are one group
@@ -35,7 +35,7 @@ struct QuantizedGemm {
 // out[g] = grad[g] @ input[g]^T * alpha[g], added to out[g] if `accumulate`, or to beta[g] * out[g]; the sum runs over the
 // columns of the group.
 struct QuantizedWgrad {
-  ScaleGranularity scales;
+  OperandScaling scales;
   const Quantized& grad;                     // [N, T], blocks of 1x128 that begin at each group
   const Quantized& input;                    // [K, T], the same
   const std::optional<at::Tensor>& offsets;  // int32 [G + 1]; without, all columns are one group
@@ -48,8 +48,8 @@ struct QuantizedWgrad {
 };
 
 // The scale granularity if the formats are a pair that QuantizedGemm, or QuantizedWgrad, supports.
-std::optional<ScaleGranularity> quantized_gemm_scales(const Format& a, const Format& b);
-std::optional<ScaleGranularity> quantized_wgrad_scales(const Format& grad, const Format& input);
+std::optional<OperandScaling> quantized_gemm_scales(const Format& a, const Format& b);
+std::optional<OperandScaling> quantized_wgrad_scales(const Format& grad, const Format& input);
 
 // Whether the device of `like` has such kernels.
 bool has_quantized_kernels(const at::Tensor& like);

@@ -40,9 +40,9 @@ struct Contiguous {
 };
 
 GroupedGemmArgs arguments_of(const Contiguous& a, const Contiguous& b, const std::optional<Tensor>& offsets,
-                             ScaleGranularity scales) {
+                             OperandScaling scales) {
   GroupedGemmArgs args{};
-  args.scale_granularity = scales;
+  args.scaling = scales;
   args.a = a.data.const_data_ptr();
   args.b = b.data.const_data_ptr();
   args.a_scale = a.scale.const_data_ptr();
@@ -75,7 +75,7 @@ bool has_quantized_kernels_cuda(const Tensor& like) {
 
 bool quantized_gemm_out_cuda(const QuantizedGemm& product, const Tensor& out) {
   const CudaScope scope(product.a.data);
-  const bool microscaled = product.scales == ScaleGranularity::kMx || product.scales == ScaleGranularity::kNv;
+  const bool microscaled = product.scales == OperandScaling::kMx || product.scales == OperandScaling::kNv;
   if (microscaled && !product.list.empty()) return false;
   const Contiguous a(product.a), b(product.b);
   std::vector<Tensor> matrices;  // of the list; must live until the kernels are launched
@@ -104,7 +104,7 @@ bool quantized_gemm_out_cuda(const QuantizedGemm& product, const Tensor& out) {
       select_gemm({GemmDirection::kFprop, args, pointers_aligned(args)}, current_gpu());
   if (selection.backend != Backend::kSm90) return false;
   Tensor values;  // must live until the kernels are launched
-  if (args.scale_granularity == ScaleGranularity::kMx || args.scale_granularity == ScaleGranularity::kNv) {
+  if (args.scaling == OperandScaling::kMx || args.scaling == OperandScaling::kNv) {
     const int64_t columns = dequantized_columns(args.k), bytes = args.rows * columns * 2;
     values = empty(out, {bytes + ready_counters(args.rows) * 4}, at::kByte);
     args.a_dequantized = values.mutable_data_ptr();

@@ -98,7 +98,7 @@ Plan grouped_gemm_plan(std::string_view product, std::string_view a_key, std::st
   if (!scales) return {backend_name(Backend::kSteps), "no kernel multiplies these two formats", {0, 0, 0}};
   args.dtype = a.element;
   args.b_dtype = b.element;
-  args.scale_granularity = *scales;
+  args.scaling = *scales;
   return plan_of({wgrad ? asked : GemmDirection::kFprop, args, true}, gpu);
 }
 

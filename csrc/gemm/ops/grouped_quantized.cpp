@@ -117,20 +117,20 @@ bool QuantizedGrouped::stack_list() {
   return true;
 }
 
-std::optional<ScaleGranularity> QuantizedGrouped::kernel_scales() {
+std::optional<OperandScaling> QuantizedGrouped::kernel_scales() {
   if (!transpose_b_ || !has_quantized_kernels(a_.data)) return std::nullopt;
   const auto scales = quantized_gemm_scales(a_.format, b_.format);
   if (!scales || list_.empty()) return scales;
-  const bool reads_list = *scales == ScaleGranularity::kGroup || *scales == ScaleGranularity::kBlock;
+  const bool reads_list = *scales == OperandScaling::kGroup || *scales == OperandScaling::kBlock;
   if (!reads_list || as_contiguous_stack(list_)) {
     stack_list();
   } else {
-    b_.scale = stacked(list_scales(), *scales == ScaleGranularity::kGroup);
+    b_.scale = stacked(list_scales(), *scales == OperandScaling::kGroup);
   }
   return scales;
 }
 
-QuantizedGemm QuantizedGrouped::product(ScaleGranularity scales, const OptionalTensor& offsets,
+QuantizedGemm QuantizedGrouped::product(OperandScaling scales, const OptionalTensor& offsets,
                                         const OptionalTensor& beta) const {
   return {scales, a_,       b_,    offsets,   bias_, bias_scale_, alpha_and_amaxes(alpha_, a_, b_),
           beta,   options_, list_, zero_tail_};

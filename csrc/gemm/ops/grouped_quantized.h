@@ -23,11 +23,11 @@ class QuantizedGrouped {
   at::Tensor offsets() const;
 
   // The scale granularity if a kernel may read the quantized data. Where it reads no list, makes one stack of the list.
-  std::optional<ScaleGranularity> kernel_scales();
+  std::optional<OperandScaling> kernel_scales();
   // Makes one stack of a list, whose matrices may lie where a kernel cannot read them; false if there is no list.
   bool stack_list();
   // The problem of that kernel.
-  QuantizedGemm product(ScaleGranularity scales, const std::optional<at::Tensor>& offsets,
+  QuantizedGemm product(OperandScaling scales, const std::optional<at::Tensor>& offsets,
                         const std::optional<at::Tensor>& beta) const;
 
   // Without such a kernel.

@@ -51,7 +51,7 @@ Tensor QuantizedWgradCall::offsets() const {
   return group_offsets({op_, "group_sizes", group_sizes_}, grad_argument(), rows);
 }
 
-std::optional<ScaleGranularity> QuantizedWgradCall::kernel_scales() const {
+std::optional<OperandScaling> QuantizedWgradCall::kernel_scales() const {
   if (!has_quantized_kernels(grad_.data)) return std::nullopt;
   return quantized_wgrad_scales(grad_.format, input_.format);
 }

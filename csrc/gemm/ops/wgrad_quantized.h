@@ -26,8 +26,8 @@ class QuantizedWgradCall {
   at::Tensor offsets() const;
 
   // The scale granularity if a kernel may read the quantized data, and the problem of that kernel.
-  std::optional<ScaleGranularity> kernel_scales() const;
-  QuantizedWgrad product(ScaleGranularity scales, const std::optional<at::Tensor>& offsets,
+  std::optional<OperandScaling> kernel_scales() const;
+  QuantizedWgrad product(OperandScaling scales, const std::optional<at::Tensor>& offsets,
                          const std::optional<at::Tensor>& beta) const {
     return {scales, grad_, input_, offsets, alpha_, beta, options_};
   }

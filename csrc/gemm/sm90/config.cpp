@@ -18,7 +18,7 @@ bool fits(int64_t size) { return size > 0 && size < INT32_MAX / 2; }
 
 // MXFP8 and NVFP4 operands, which the kernels dequantize to BF16 (microscaled/grouped_gemm_mx_nv.cuh).
 bool is_microscaled(const GroupedGemmArgs& args) {
-  return args.scale_granularity == ScaleGranularity::kMx || args.scale_granularity == ScaleGranularity::kNv;
+  return args.scaling == OperandScaling::kMx || args.scaling == OperandScaling::kNv;
 }
 
 bool is_fp8(DType dtype) { return dtype == DType::kFloat8E4M3 || dtype == DType::kFloat8E5M2; }
@@ -27,12 +27,12 @@ bool is_fp8(DType dtype) { return dtype == DType::kFloat8E4M3 || dtype == DType:
 bool is_supported_format(GemmDirection direction, const GroupedGemmArgs& args) {
   if (direction == GemmDirection::kDgrad) return false;
   const bool forward = direction == GemmDirection::kFprop;
-  switch (args.scale_granularity) {
-    case ScaleGranularity::kBlock: return args.dtype == DType::kFloat8E4M3;
-    case ScaleGranularity::kGroup: return is_fp8(args.dtype);
-    case ScaleGranularity::kRow: return forward && is_fp8(args.dtype);
-    case ScaleGranularity::kMx: return forward && is_fp8(args.dtype) && is_fp8(args.b_dtype);
-    case ScaleGranularity::kNv: return forward && args.dtype == DType::kFloat4E2M1;
+  switch (args.scaling) {
+    case OperandScaling::kBlock: return args.dtype == DType::kFloat8E4M3;
+    case OperandScaling::kGroup: return is_fp8(args.dtype);
+    case OperandScaling::kRow: return forward && is_fp8(args.dtype);
+    case OperandScaling::kMx: return forward && is_fp8(args.dtype) && is_fp8(args.b_dtype);
+    case OperandScaling::kNv: return forward && args.dtype == DType::kFloat4E2M1;
   }
   return false;
 }

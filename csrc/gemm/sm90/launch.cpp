@@ -108,17 +108,17 @@ Launcher sm90_launcher(GemmDirection direction, const GroupedGemmArgs& args) {
   if (direction == GemmDirection::kDgrad) return dgrad_16bit(args.dtype);
   if (direction == GemmDirection::kFprop) {
     if (!quantized) return fprop_16bit(args.dtype);
-    switch (args.scale_granularity) {
-      case ScaleGranularity::kBlock: return fprop_fp8_block();
-      case ScaleGranularity::kGroup: return fprop_fp8_tensor(args.dtype);
-      case ScaleGranularity::kRow: return fprop_fp8_row(args.dtype);
-      case ScaleGranularity::kMx: return fprop_mxfp8(args.dtype, args.b_dtype);
-      case ScaleGranularity::kNv: return fprop_nvfp4();
+    switch (args.scaling) {
+      case OperandScaling::kBlock: return fprop_fp8_block();
+      case OperandScaling::kGroup: return fprop_fp8_tensor(args.dtype);
+      case OperandScaling::kRow: return fprop_fp8_row(args.dtype);
+      case OperandScaling::kMx: return fprop_mxfp8(args.dtype, args.b_dtype);
+      case OperandScaling::kNv: return fprop_nvfp4();
     }
   }
   if (quantized) {
-    return args.scale_granularity == ScaleGranularity::kBlock ? wgrad_fp8_block(args.out_dtype)
-                                                              : wgrad_fp8_tensor(args.dtype, args.out_dtype);
+    return args.scaling == OperandScaling::kBlock ? wgrad_fp8_block(args.out_dtype)
+                                                  : wgrad_fp8_tensor(args.dtype, args.out_dtype);
   }
   return args.out_dtype == DType::kFloat32 ? wgrad_16bit_fp32_out(args.dtype) : wgrad_16bit(args.dtype);
 }

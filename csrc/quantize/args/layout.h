@@ -44,7 +44,7 @@ namespace transformer_plugin::quantize {
 
 inline constexpr int kTile = 128;
 
-// The elements that share one scale, along the direction that is quantized. gemm::ScaleGranularity
+// The elements that share one scale, along the direction that is quantized. gemm::OperandScaling
 // (gemm/args/kernel_args.h) names the combinations of two such matrices that a GEMM takes: kGroup for kPerTensor,
 // kBlock for k1x128 with k128x128 or with k1x128, kMx for k1x32, kNv for k1x16.
 enum class ScaleGranularity : int32_t {
