@@ -16,7 +16,6 @@
 #include "common/tensor.h"
 #include "gemm/dispatch/checks.h"
 #include "gemm/dispatch/quantized_operands.h"
-#include "gemm/ops/wgrad_quantized.h"
 #include "linear/deferred_wgrad_queue.h"
 #include "linear/main_grad.h"
 #include "linear/products.h"
@@ -134,8 +133,7 @@ void check_operands(const Deferred& call) {
   const gemm::OperandArguments of_grad{call.grad, call.grad_scale, call.grad_format};
   const gemm::OperandArguments of_input{call.input, call.input_scale, call.input_format};
   if (call.group_sizes) {
-    gemm::QuantizedWgradCall(kDefer, of_grad, of_input, *call.group_sizes, std::nullopt, std::nullopt,
-                             std::nullopt, call.launch);
+    gemm::checked_wgrad_operands(kDefer, of_grad, of_input, *call.group_sizes);
     return;
   }
   const gemm::OperandNames grad_names = gemm::names_of_grad(kDefer),

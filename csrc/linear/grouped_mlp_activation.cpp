@@ -4,7 +4,7 @@
 
 #include "common/ops/activation.h"
 #include "common/ops/gemm.h"
-#include "gemm/dispatch/grouped_gemm.h"
+#include "gemm/dispatch/run_gemm.h"
 #include "gemm/dispatch/swiglu_gemm.h"
 #include "gemm/ops/calls.h"
 #include "linear/nonfinite.h"

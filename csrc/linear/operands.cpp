@@ -11,7 +11,7 @@
 #include <limits>
 
 #include "common/autograd.h"
-#include "gemm/dispatch/quantized_gemm.h"
+#include "gemm/dispatch/select.h"
 #include "gemm/ops/calls.h"
 #include "linear/nonfinite.h"
 #include "quantize/ops/calls.h"
@@ -209,7 +209,8 @@ QuantizedGradient quantize_gradient(const Tensor& grad, const OptionalTensor& gr
 
 bool quantizes_weight_columnwise(const Tensor& weight, const OperandFormats& formats) {
   return !formats.symmetric_weight() ||
-         (quantized_gemm_scales(formats.grad, formats.weight) && has_quantized_kernels(weight));
+         (operand_scaling(GemmDirection::kFprop, formats.grad, formats.weight) &&
+          has_quantized_kernels(weight));
 }
 
 namespace {

@@ -3,7 +3,6 @@
 #include "common/autograd.h"
 #include "common/ops/routing.h"
 #include "common/tensor.h"
-#include "gemm/dispatch/quantized_gemm.h"
 #include "gemm/dispatch/select.h"
 #include "linear/caller_buffers.h"
 #include "linear/nonfinite.h"

@@ -26,7 +26,7 @@ BELOW: dict[str, set[str]] = {
     "gemm/args": {"common"},
     "gemm/generic": {"common", "quantize/cuda", "gemm/args"},
     "routing": {"common", "gemm/generic"},
-    "gemm/cpu": {"common", "gemm/args", "gemm/generic"},
+    "gemm/cpu": {"common", "quantize/ops", "gemm/args", "gemm/generic"},
     "gemm/sm90": {"common", "activation", "quantize/args", "quantize/cuda", "gemm/args"},
     "gemm/dispatch": {
         *("common", "activation", "quantize/args", "quantize/ops"),

@@ -1,6 +1,4 @@
 // Grouped GEMM on a CPU: one GEMM of torch for each group.
-#include "gemm/args/grouped_gemm.h"
-
 #include <ATen/Parallel.h>
 
 #include <algorithm>
@@ -9,8 +7,10 @@
 
 #include "common/autograd.h"
 #include "common/tensor.h"
+#include "gemm/args/gemm_problem.h"
 #include "gemm/generic/dense_gemm.h"
 #include "gemm/generic/matmul_cpu.h"
+#include "quantize/ops/dequantize.h"
 
 namespace transformer_plugin::gemm {
 namespace {
@@ -23,8 +23,9 @@ Tensor readable_rows(const Tensor& matrix) {
   return dense ? matrix : matrix.contiguous();
 }
 
-// For bfloat16 oneDNN compiles a kernel for every new size, which takes longer than a GEMM of a few hundred rows, and group sizes
-// change in every step. So groups of more rows are padded to multiples of this or, for large groups, of a fraction of their size.
+// For bfloat16 oneDNN compiles a kernel for every new size, which takes longer than a GEMM of a few hundred
+// rows, and group sizes change in every step. So groups of more rows are padded to multiples of this or, for
+// large groups, of a fraction of their size.
 constexpr int64_t kRowStep = 64;
 
 bool compiles_for_each_size(const Tensor& operand, int64_t rows) {
@@ -49,13 +50,15 @@ Tensor with_zeros(const Tensor& matrix, int64_t begin, int64_t rows, int64_t mor
   return padded;
 }
 
-// The longest row that a matrix unit reads at once: 32 elements with AMX. oneDNN reads past the end of a row and multiplies by
-// zeros, which gives NaN if the next row begins with NaN; rows that are multiples of this are safe.
+// The longest row that a matrix unit reads at once: 32 elements with AMX. oneDNN reads past the end of a row
+// and multiplies by zeros, which gives NaN if the next row begins with NaN; rows that are multiples of this
+// are safe.
 constexpr int64_t kLongestStep = 32;
 
-// Calls multiply(rows of the result, rows of `a`) until the group's `rows` from `begin` on are done. If `alone`, in one GEMM
-// that may have more rows than the group: the next group overwrites them; after the last group, rows before it are used and
-// restored. The size depends on the group alone, because GEMMs of other sizes may round sums in another order.
+// Calls multiply(rows of the result, rows of `a`) until the group's `rows` from `begin` on are done. If
+// `alone`, in one GEMM that may have more rows than the group: the next group overwrites them; after the last
+// group, rows before it are used and restored. The size depends on the group alone, because GEMMs of other
+// sizes may round sums in another order.
 template <typename Multiply>
 void multiply_in_steps(const Tensor& a, const Tensor& out, int64_t begin, int64_t rows, bool alone,
                        Multiply&& multiply) {
@@ -82,8 +85,9 @@ void multiply_in_steps(const Tensor& a, const Tensor& out, int64_t begin, int64_
   out.narrow(0, begin, rows).copy_(result.narrow(0, 0, rows));
 }
 
-// A float32 matrix of more elements than this does not fit the cache of a core, and MKL on one thread is then much slower than
-// with blocks that fit. The blocks below were measured on an Intel CPU with AVX-512 (docs/notes/experiments.md).
+// A float32 matrix of more elements than this does not fit the cache of a core, and MKL on one thread is then
+// much slower than with blocks that fit. The blocks below were measured on an Intel CPU with AVX-512
+// (docs/notes/experiments.md).
 constexpr int64_t kLargeMatrix = int64_t{1} << 19;
 constexpr int64_t kPart = int64_t{1} << 17, kPartOfColumns = 2 * kPart;
 
@@ -102,8 +106,8 @@ void multiply_columns(const Tensor& out, const std::optional<Tensor>& plus, cons
     matmul_cpu_out(out.narrow(1, at, count), own, a, b.narrow(1, at, count));
   }
 }
-// With row-major `b`: blocks of K, as large as this many rows of 1024, fewer for fewer rows. Rows of up to 512 elements, and one or
-// two rows, are faster without blocks.
+// With row-major `b`: blocks of K, as large as this many rows of 1024, fewer for fewer rows. Rows of up to
+// 512 elements, and one or two rows, are faster without blocks.
 void multiply_terms(const Tensor& out, const std::optional<Tensor>& plus, const Tensor& a, const Tensor& b) {
   constexpr int64_t kFewRows = 2, kMostRows = 128, kShortLine = 512;
   const int64_t rows = a.size(0), terms = a.size(1), line = b.size(1);
@@ -146,9 +150,9 @@ struct Worker {
   Tensor scratch;  // undefined at first
 };
 
-// Calls multiply(group, worker) for every group: large GEMMs one after the other with all threads, also those that would take one
-// thread longer than all the rest; then the others, longest first, each on one thread. A row costs `row`; `more` is the fixed cost
-// of a group in rows.
+// Calls multiply(group, worker) for every group: large GEMMs one after the other with all threads, also those
+// that would take one thread longer than all the rest; then the others, longest first, each on one thread. A
+// row costs `row`; `more` is the fixed cost of a group in rows.
 template <typename Multiply>
 void for_each_group(const Tensor& offsets, int64_t row, int64_t more, const Multiply& multiply) {
   struct Group {
@@ -184,72 +188,98 @@ void for_each_group(const Tensor& offsets, int64_t row, int64_t more, const Mult
   });
 }
 
-// The stored matrix of a group.
-Tensor matrix_of(const GroupedGemm& product, int64_t group, Worker& worker) {
-  if (!product.list.empty()) return product.list[group];
-  if (!product.quantized_b) return product.b.select(0, group);
-  const QuantizedStack& stack = *product.quantized_b;
-  if (!worker.scratch.defined()) {
-    worker.scratch = empty(product.a, {stack.rows, stack.columns}, stack.dtype);
+// The values of a group's quantized matrix.
+void dequantize_of_group(const GemmProblem& problem, int64_t group, const Tensor& values) {
+  const Quantized& b = problem.b;
+  if (problem.list.empty()) {
+    return quantize::dequantize_matrix(b.data, b.scale, as_optional(b.amax), b.format, group, values);
   }
-  stack.dequantize(group, worker.scratch);
+  const Tensor data = problem.list[group].unsqueeze(0), &scale = problem.list_scales[group];
+  const bool one_scale = b.format.family == FormatFamily::kFp8Tensor;
+  std::optional<Tensor> amax;
+  if (b.format.is_nv()) amax = problem.list_scales[problem.groups() + group];
+  if (amax && b.format.row_scaled) amax = amax->unsqueeze(0);
+  quantize::dequantize_matrix(data, one_scale ? scale : scale.unsqueeze(0), amax, b.format, 0, values);
+}
+
+bool is_converted(const GemmProblem& problem) {
+  return problem.b.data.scalar_type() != problem.a.data.scalar_type();
+}
+
+// The matrix of a group as it is multiplied.
+Tensor matrix_of(const GemmProblem& problem, int64_t group, Worker& worker) {
+  const auto stored = [&] {
+    return problem.list.empty() ? problem.b.data.select(0, group) : problem.list[group];
+  };
+  if (!is_converted(problem)) return stored();
+  if (!worker.scratch.defined()) {
+    worker.scratch =
+        empty(problem.a.data, {problem.b.rows(), problem.b.row_length()}, problem.a.data.scalar_type());
+  }
+  if (problem.b.format.is_quantized()) {
+    dequantize_of_group(problem, group, worker.scratch);
+  } else {
+    worker.scratch.copy_(stored());
+  }
   return worker.scratch;
 }
 
 }  // namespace
 
-void grouped_gemm_cpu(const GroupedGemm& product, const Tensor& out) {
-  const Tensor a = readable_rows(product.a);
+void grouped_gemm_cpu(const GemmProblem& problem, const Tensor& out) {
+  const Tensor a = readable_rows(problem.a.data);
   const at::ScalarType wide = sum_dtype(a.scalar_type()), dtype = out.scalar_type();
   // torch's GEMM rounds its FP32 sum once, after a bias of the same dtype.
   const bool same_dtype = dtype == a.scalar_type();
-  const bool fused_bias = product.bias && !product.bias_scale && product.bias->scalar_type() == dtype;
-  const int32_t* offsets = product.offsets.const_data_ptr<int32_t>();
-  const int64_t groups = product.offsets.size(0) - 1;
-  const int64_t more = product.quantized_b ? kRowsOfCodes : kRowsOfMatrix;
-  for_each_group(product.offsets, a.size(1) * out.size(1), more, [&](int64_t g, Worker& worker) {
+  const bool fused_bias = problem.bias && !problem.bias_scale && problem.bias->scalar_type() == dtype;
+  const int32_t* offsets = problem.offsets.const_data_ptr<int32_t>();
+  const int64_t groups = problem.groups();
+  const bool transpose_b = problem.direction == GemmDirection::kFprop;
+  const int64_t more = is_converted(problem) ? kRowsOfCodes : kRowsOfMatrix;
+  for_each_group(problem.offsets, a.size(1) * out.size(1), more, [&](int64_t g, Worker& worker) {
     const int64_t begin = offsets[g], rows = offsets[g + 1] - begin;
     if (rows == 0) return;
     Tensor out_g = out.narrow(0, begin, rows);
-    const Tensor stored = matrix_of(product, g, worker);
-    const Tensor a_g = a.narrow(0, begin, rows), b_g = product.transpose_b ? stored.t() : stored;
-    const bool direct = same_dtype && !product.alpha && !multiplies_in_float32(dtype);
-    if (direct && (fused_bias || !product.bias || dtype == wide)) {
-      const auto bias = fused_bias ? std::optional<Tensor>(product.bias->select(0, g)) : std::nullopt;
+    const Tensor stored = matrix_of(problem, g, worker);
+    const Tensor a_g = a.narrow(0, begin, rows), b_g = transpose_b ? stored.t() : stored;
+    const bool direct = same_dtype && !problem.alpha && !multiplies_in_float32(dtype);
+    if (direct && (fused_bias || !problem.bias || dtype == wide)) {
+      const auto bias = fused_bias ? std::optional<Tensor>(problem.bias->select(0, g)) : std::nullopt;
       multiply_in_steps(a, out, begin, rows, worker.alone, [&](Tensor target, const Tensor& part) {
         const bool in_parts = !worker.alone && is_large(b_g);
-        (!in_parts             ? matmul_cpu_out
-         : product.transpose_b ? multiply_columns
-                               : multiply_terms)(target, bias, part, b_g);
+        (!in_parts     ? matmul_cpu_out
+         : transpose_b ? multiply_columns
+                       : multiply_terms)(target, bias, part, b_g);
       });
     }
-    const bool done = direct && (fused_bias || !product.bias);
+    const bool done = direct && (fused_bias || !problem.bias);
     if (done) return;
     Tensor sum = direct && dtype == wide ? out_g : wide_matmul_cpu(a_g, b_g);
-    if (product.alpha) sum.mul_(product.alpha->select(0, g));
-    if (product.bias) {
-      Tensor bias = product.bias->select(0, g).to(wide).expand({rows, out.size(1)});
-      if (product.bias_scale) {
-        sum.addcmul_(bias, product.bias_scale->narrow(0, begin, rows).to(wide).unsqueeze(1));
+    if (problem.alpha) sum.mul_(problem.alpha->select(0, g));
+    if (problem.bias) {
+      Tensor bias = problem.bias->select(0, g).to(wide).expand({rows, out.size(1)});
+      if (problem.bias_scale) {
+        sum.addcmul_(bias, problem.bias_scale->narrow(0, begin, rows).to(wide).unsqueeze(1));
       } else {
         sum.add_(bias);
       }
     }
     if (!sum.is_same(out_g)) out_g.copy_(sum);
   });
-  if (product.zero_tail) out.narrow(0, offsets[groups], a.size(0) - offsets[groups]).zero_();
+  if (problem.zero_tail) out.narrow(0, offsets[groups], a.size(0) - offsets[groups]).zero_();
 }
 
-void grouped_wgrad_cpu(const GroupedWgrad& product, at::TensorList out, bool accumulate) {
-  const Tensor grad = readable_rows(product.grad), input = readable_rows(product.input);
+void grouped_wgrad_cpu(const GemmProblem& problem, at::TensorList out) {
+  const Tensor grad = readable_rows(problem.a.data), input = readable_rows(problem.b.data);
   const at::ScalarType wide = sum_dtype(grad.scalar_type());
-  const int32_t* offsets = product.offsets.const_data_ptr<int32_t>();
-  const bool is_plain = !product.alpha && !product.beta;
+  const bool accumulate = problem.accumulate;
+  const int32_t* offsets = problem.offsets.const_data_ptr<int32_t>();
+  const bool is_plain = !problem.alpha && !problem.beta;
   const int64_t row = grad.size(1) * input.size(1);
-  for_each_group(product.offsets, row, kRowsOfMatrix, [&](int64_t g, Worker& worker) {
+  for_each_group(problem.offsets, row, kRowsOfMatrix, [&](int64_t g, Worker& worker) {
     const int64_t begin = offsets[g], rows = offsets[g + 1] - begin;
     Tensor out_g = out[g];
-    if (rows == 0 && !product.beta) {
+    if (rows == 0 && !problem.beta) {
       if (!accumulate) out_g.zero_();
       return;
     }
@@ -267,8 +297,8 @@ void grouped_wgrad_cpu(const GroupedWgrad& product, at::TensorList out, bool acc
       multiply(grad_g.to(wide), input_g.to(wide));
     } else {
       Tensor sum = wide_matmul_cpu(grad_g, input_g);
-      if (product.alpha && rows > 0) sum.mul_(product.alpha->select(0, g));
-      const float beta = product.beta ? product.beta->select(0, g).item<float>() : accumulate;
+      if (problem.alpha && rows > 0) sum.mul_(problem.alpha->select(0, g));
+      const float beta = problem.beta ? problem.beta->select(0, g).item<float>() : accumulate;
       if (beta != 0) sum.add_(out_g.to(wide), beta);
       out_g.copy_(sum);
     }

@@ -1,4 +1,4 @@
-// Helpers that fill GroupedGemmArgs from tensors.
+// Helpers that fill the pointers of GroupedGemmArgs, and launch.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -6,13 +6,13 @@
 #include <optional>
 #include <vector>
 
-#include "common/row_index_args.h"
 #include "common/tensor.h"
-#include "gemm/args/kernel_args.h"
+#include "gemm/dispatch/describe_gemm.h"
 
 namespace transformer_plugin::gemm {
 
-// The device memory for the pointer array of a list of matrices; must outlive the launch. Empty for an empty list.
+// The device memory for the pointer array of a list of matrices; must outlive the launch. Empty for an empty
+// list.
 class DevicePointerArray {
  public:
   DevicePointerArray(at::TensorList matrices, const at::Tensor& like) {
@@ -30,28 +30,12 @@ class DevicePointerArray {
   at::Tensor room_;
 };
 
-inline bool aligned_rows(const at::Tensor& tensor) {
-  const int64_t row_bytes = tensor.size(-1) * static_cast<int64_t>(tensor.element_size());
-  return row_bytes % 16 == 0 && reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
-}
-
-// Whether kernels that gather rows by 16 bytes can read the matrix.
-inline bool has_aligned_rows(const GatheredRows& rows) {
-  return rows.index.rows > 0 && reinterpret_cast<uintptr_t>(rows.matrix) % 16 == 0 &&
-         rows.stride_bytes % 16 == 0;
-}
-
 inline const float* float_or_null(const std::optional<at::Tensor>& tensor) {
   return tensor ? tensor->const_data_ptr<float>() : nullptr;
 }
 
 inline std::optional<at::Tensor> as_float(const std::optional<at::Tensor>& tensor) {
   return tensor ? std::optional<at::Tensor>(tensor->to(at::kFloat).contiguous()) : std::nullopt;
-}
-
-// The stride of a single row is arbitrary, so it is replaced by the width.
-inline int64_t row_stride(const at::Tensor& matrix) {
-  return matrix.size(0) > 1 ? matrix.stride(0) : matrix.size(1);
 }
 
 // Launches the kernels of gemm/generic, and writes zeros past the last group if `args.zero_tail`.

@@ -1,31 +1,10 @@
 #ifdef TRANSFORMER_PLUGIN_CUDA
 
-#include <ATen/cuda/CUDAContextLight.h>
-
-#include <algorithm>
-
 #include "gemm/dispatch/cuda_args.h"
-#include "gemm/dispatch/select.h"
-#include "gemm/sm90/launch.h"
+#include "gemm/sm90/config.h"
 #include "gemm/sm90/tensor_map.h"
 
 namespace transformer_plugin::gemm {
-namespace {
-
-bool is_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
-
-}  // namespace
-
-GpuDesc current_gpu() {
-  const cudaDeviceProp* gpu = at::cuda::getCurrentDeviceProperties();
-  return {gpu->major * 10 + gpu->minor, gpu->multiProcessorCount, kBuiltForSm90a};
-}
-
-bool pointers_aligned(const GroupedGemmArgs& args) {
-  const void* const* list = args.list.addresses;
-  return is_aligned(args.out) && is_aligned(args.a_scale) && is_aligned(args.b_scale) &&
-         (!list || std::all_of(list, list + args.groups, is_aligned));
-}
 
 void launch_generic(GemmDirection direction, const GroupedGemmArgs& args, void* stream) {
   const bool empty = direction == GemmDirection::kWgrad ? args.m == 0 : args.rows == 0;

@@ -1,6 +1,7 @@
 #include "gemm/dispatch/quantized_operands.h"
 
 #include <ATen/ops/mul.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/ones_like.h>
 
 #include "common/autograd.h"
@@ -16,8 +17,8 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// On CUDA a scale per tensor that is not a power of two, and the amax of NVFP4, are applied to the sum, so that the elements are
-// exact in bfloat16 and the GEMM runs on tensor cores.
+// On CUDA a scale per tensor that is not a power of two, and the amax of NVFP4, are applied to the sum, so
+// that the elements are exact in bfloat16 and the GEMM runs on tensor cores.
 bool scale_stays_outside(const Quantized& operand) {
   const Format& format = operand.format;
   const bool per_tensor = format.family == FormatFamily::kFp8Tensor && !format.power_of_two_scales;
@@ -44,6 +45,28 @@ Tensor amax_factor(const Quantized& operand) {
 OptionalTensor product_of(const OptionalTensor& x, const OptionalTensor& y) {
   if (x && y) return at::mul(*x, *y);
   return x ? x : y;
+}
+
+// The dequantized operand, rows first also if it was transposed, in no format. Its scale is the factor that
+// is applied to the sum instead of to the elements, float32, one for each group or matrix; undefined if there
+// is none.
+Quantized dequantized_operand(const Quantized& operand, const Tensor* group_sizes, at::ScalarType dtype) {
+  const Format& format = operand.format;
+  if (dtype != at::kBFloat16 || !scale_stays_outside(operand)) {
+    return {call_dequantize(operand, operand.scale, group_sizes, dtype), {}, {}};
+  }
+  if (format.is_nv()) {
+    return {quantize::dequantize_without_amax(operand.data, operand.scale, group_sizes, format, dtype,
+                                              operand.transposed),
+            amax_factor(operand),
+            {}};
+  }
+  if (operand.transposed && group_sizes &&
+      format.aligned_groups) {  // the data is aligned, so its columns are not those of the values
+    return {call_dequantize(operand, at::ones_like(operand.scale), group_sizes, dtype), operand.scale, {}};
+  }
+  const Tensor values = operand.data.to(dtype);
+  return {operand.transposed ? values.transpose(-2, -1) : values, operand.scale, {}};
 }
 
 }  // namespace
@@ -110,6 +133,28 @@ Quantized checked_operand(const OperandNames& names, const OperandArguments& ope
   return result;
 }
 
+// All matrices must be like the first. A name for the error is made only for one that is not.
+Quantized checked_list(const OperandNames& names, at::TensorList list, at::TensorList scales,
+                       std::string_view key) {
+  const Format format = checked_format(names, key, scales, list.size(), true);
+  const at::TensorList amaxes = scales.slice(list.size());
+  const auto matrix = [&](size_t i) {
+    return Quantized{list[i], scales[i], amaxes.empty() ? Tensor() : amaxes[i], format, key};
+  };
+  const auto check = [&](size_t i) {
+    const std::string data = entry("b", i), scale = entry("b_scale", i),
+                      amax = entry("b_scale", list.size() + i);
+    check_quantized({names.op, data.c_str(), names.scales, scale.c_str(), amax.c_str(), names.format},
+                    matrix(i), 2, nullptr);
+  };
+  check(0);
+  for (size_t i = 1; i < list.size(); ++i) {
+    if (is_alike(scales[i], scales[0]) && (amaxes.empty() || is_alike(amaxes[i], amaxes[0]))) continue;
+    check(i);
+  }
+  return matrix(0);
+}
+
 void check_formats(const OperandNames& a_names, const Quantized& a, const OperandNames& b_names,
                    const Quantized& b, bool transpose_b) {
   const bool rows = a.format.traits().has_row_scales;
@@ -145,6 +190,24 @@ void check_wgrad_formats(const OperandNames& grad_names, const Quantized& grad,
   check_option("rht", grad.format.random_hadamard, input.format.random_hadamard);
 }
 
+WgradOperands checked_wgrad_operands(const char* op, const OperandArguments& grad,
+                                     const OperandArguments& input, const Tensor& group_sizes) {
+  const OperandNames grad_names = names_of_grad(op), input_names = names_of_input(op);
+  const Argument grad_argument{op, "grad", grad.data}, input_argument{op, "input", input.data};
+  check_dim(grad_argument, 2);
+  check_dim(input_argument, 2);
+  check_group_sizes({op, "group_sizes", group_sizes}, grad_argument);
+  WgradOperands operands{parsed_operand(grad_names, grad, false, true),
+                         parsed_operand(input_names, input, false, true)};
+  check_wgrad_formats(grad_names, operands.grad, input_names, operands.input);
+  check_quantized(grad_names, operands.grad, 2, &group_sizes);
+  check_quantized(input_names, operands.input, 2, &group_sizes);
+  check_same_device(input_argument, grad_argument);
+  check_value_size(input_names, operands.input, 1, operands.grad.row_length(),
+                   "the columns of 'grad', the rows of the buffer");
+  return operands;
+}
+
 void check_value_size(const OperandNames& names, const Quantized& operand, int64_t dim,
                       const c10::SymInt& expected, const char* meaning) {
   const int64_t packing = dim + 1 == operand.data.dim() ? operand.format.packing() : 1;
@@ -161,43 +224,29 @@ at::ScalarType quantized_output_dtype(const char* op, std::optional<at::ScalarTy
   return *dtype;
 }
 
-at::ScalarType dequantized_dtype(const Quantized& a, const Quantized& b) {
-  return exact_in_bf16(a) && exact_in_bf16(b) ? at::kBFloat16 : at::kFloat;
+OptionalTensor alpha_and_amaxes(const GemmProblem& problem) {
+  const Quantized &a = problem.a, &b = problem.b;
+  if (!a.format.is_nv()) return problem.alpha;
+  return product_of(at::mul(amax_factor(a), amax_factor(b)), problem.alpha);
 }
 
-Quantized dequantized_operand(const Quantized& operand, const Tensor* group_sizes, at::ScalarType dtype) {
-  const Format& format = operand.format;
-  if (dtype != at::kBFloat16 || !scale_stays_outside(operand)) {
-    return {call_dequantize(operand, operand.scale, group_sizes, dtype), {}, {}};
-  }
-  if (format.is_nv()) {
-    return {quantize::dequantize_without_amax(operand.data, operand.scale, group_sizes, format, dtype,
-                                              operand.transposed),
-            amax_factor(operand),
-            {}};
-  }
-  if (operand.transposed && group_sizes &&
-      format.aligned_groups) {  // the data is aligned, so its columns are not those of the values
-    return {call_dequantize(operand, at::ones_like(operand.scale), group_sizes, dtype), operand.scale, {}};
-  }
-  const Tensor values = operand.data.to(dtype);
-  return {operand.transposed ? values.transpose(-2, -1) : values, operand.scale, {}};
+OptionalTensor beta_or_one(const GemmProblem& problem, const Tensor& like) {
+  if (!problem.accumulate) return problem.beta;
+  return at::ones({1}, like.options().dtype(at::kFloat));
 }
 
-QuantizedStack quantized_stack(const Quantized& operand, at::ScalarType dtype) {
-  return {operand.rows().expect_int(), operand.columns().expect_int(), dtype,
-          [&operand, amax = as_optional(operand.amax)](int64_t group, const Tensor& values) {
-            quantize::dequantize_matrix(operand.data, operand.scale, amax, operand.format, group, values);
-          }};
-}
-
-OptionalTensor alpha_and_factors(const OptionalTensor& alpha, const Quantized& a, const Quantized& b) {
-  return product_of(product_of(as_optional(a.scale), as_optional(b.scale)), alpha);
-}
-
-OptionalTensor alpha_and_amaxes(const OptionalTensor& alpha, const Quantized& a, const Quantized& b) {
-  if (!a.format.is_nv()) return alpha;
-  return product_of(at::mul(amax_factor(a), amax_factor(b)), alpha);
+GemmProblem dequantized(const GemmProblem& problem, bool both) {
+  const bool exact = exact_in_bf16(problem.a) && exact_in_bf16(problem.b);
+  const at::ScalarType dtype = exact ? at::kBFloat16 : at::kFloat;
+  const Tensor* sizes = problem.is_dense() ? nullptr : &problem.group_sizes;
+  GemmProblem result = problem;
+  result.a = dequantized_operand(problem.a, sizes, dtype);
+  if (both) result.b = dequantized_operand(problem.b, problem.is_wgrad() ? sizes : nullptr, dtype);
+  const OptionalTensor b_factor = both ? as_optional(result.b.scale) : std::nullopt;
+  result.alpha = product_of(product_of(as_optional(result.a.scale), b_factor), problem.alpha);
+  result.a.scale = Tensor();
+  if (both) result.b.scale = Tensor();
+  return result;
 }
 
 }  // namespace transformer_plugin::gemm

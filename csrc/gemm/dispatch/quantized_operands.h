@@ -6,7 +6,7 @@
 
 #include "common/check.h"
 #include "common/quantized.h"
-#include "gemm/dispatch/grouped_gemm.h"
+#include "gemm/args/gemm_problem.h"
 
 namespace transformer_plugin::gemm {
 
@@ -46,18 +46,24 @@ inline bool is_quantized(std::string_view a_key, std::string_view b_key) {
 void check_plain(const char* op, OptionalList a_scale, OptionalList b_scale, const char* a_name = "a_scale",
                  const char* b_name = "b_scale");
 
-// Parses the format, and checks that it has scales and that they are given; square blocks only if `allow_square`.
+// Parses the format, and checks that it has scales and that they are given; square blocks only if
+// `allow_square`.
 Quantized parsed_operand(const OperandNames& names, const OperandArguments& operand, bool allow_square,
                          bool transposed);
-// The same with dtypes, sizes and devices checked. `group_sizes`: of ragged rows, or of columns if `transposed`; else null.
+// The same with dtypes, sizes and devices checked. `group_sizes`: of ragged rows, or of columns if
+// `transposed`; else null.
 Quantized checked_operand(const OperandNames& names, const OperandArguments& operand, int64_t dim,
                           const at::Tensor* group_sizes, bool transposed);
-// The format of an operand, which must have scales, and how many tensors its scales are, in all: `matrices`, and as many amaxes.
+// The format of an operand, which must have scales, and how many tensors its scales are, in all: `matrices`,
+// and as many amaxes.
 Format checked_format(const OperandNames& names, std::string_view key, at::TensorList scales, size_t matrices,
                       bool allow_square);
 // Of an operand whose format is parsed.
 void check_quantized(const OperandNames& names, const Quantized& operand, int64_t dim,
                      const at::Tensor* group_sizes);
+// The first matrix of a list, after all were checked; `scales` are those of the matrices, then their amaxes.
+Quantized checked_list(const OperandNames& names, at::TensorList list, at::TensorList scales,
+                       std::string_view key);
 // Formats that multiply: operands with a scale for each row go together, `b` with E4M3 elements and transposed.
 void check_formats(const OperandNames& a_names, const Quantized& a, const OperandNames& b_names,
                    const Quantized& b, bool transpose_b);
@@ -65,30 +71,31 @@ void check_formats(const OperandNames& a_names, const Quantized& a, const Operan
 void check_wgrad_formats(const OperandNames& grad_names, const Quantized& grad,
                          const OperandNames& input_names, const Quantized& input);
 
-// Checks that the size of dimension `dim` of the data, in elements, equals `expected`, which the error calls `meaning`.
+// Both operands of a weight gradient, checked.
+struct WgradOperands {
+  Quantized grad, input;
+};
+WgradOperands checked_wgrad_operands(const char* op, const OperandArguments& grad,
+                                     const OperandArguments& input, const at::Tensor& group_sizes);
+
+// Checks that the size of dimension `dim` of the data, in elements, equals `expected`, which the error calls
+// `meaning`.
 void check_value_size(const OperandNames& names, const Quantized& operand, int64_t dim,
                       const c10::SymInt& expected, const char* meaning);
 
 // The dtype of the output: bfloat16 by default.
 at::ScalarType quantized_output_dtype(const char* op, std::optional<at::ScalarType> dtype);
 
-// The dtype in which both dequantized operands are exact: bfloat16 if their scales are powers of two (except values below 2^-133)
-// or, on CUDA, if the remaining scale, that of a tensor or the amax of NVFP4, is applied to the sum; else float32.
-at::ScalarType dequantized_dtype(const Quantized& a, const Quantized& b);
-
 // alpha times, for NVFP4, the scales that both amaxes mean: the factor that a kernel applies to its sums.
-std::optional<at::Tensor> alpha_and_amaxes(const std::optional<at::Tensor>& alpha, const Quantized& a,
-                                           const Quantized& b);
+std::optional<at::Tensor> alpha_and_amaxes(const GemmProblem& problem);
 
-// The dequantized operand, rows first also if it was transposed, in no format. Its scale is the factor that is applied to the
-// sum instead of to the elements, float32, one for each group or matrix; undefined if there is none.
-Quantized dequantized_operand(const Quantized& operand, const at::Tensor* group_sizes, at::ScalarType dtype);
+// `beta`, or the 1 of `accumulate` for kernels that know no such flag.
+std::optional<at::Tensor> beta_or_one(const GemmProblem& problem, const at::Tensor& like);
 
-// For a CPU: dequantizes one matrix of a stack at a time. The operand must outlive the result.
-QuantizedStack quantized_stack(const Quantized& operand, at::ScalarType dtype);
-
-// alpha times the factors of two dequantized operands, if any.
-std::optional<at::Tensor> alpha_and_factors(const std::optional<at::Tensor>& alpha, const Quantized& a,
-                                            const Quantized& b);
+// The problem of the dequantized operands, rows first, in a dtype in which both are exact: bfloat16 if their
+// scales are powers of two (except values below 2^-133) or, on CUDA, if the remaining scale, that of a tensor
+// or the amax of NVFP4, is applied to the sum, as part of alpha; else float32. Without `both`, `b` stays as
+// it is.
+GemmProblem dequantized(const GemmProblem& problem, bool both);
 
 }  // namespace transformer_plugin::gemm

@@ -4,11 +4,12 @@
 #include "common/ops/activation.h"
 #include "common/row_index.h"
 #include "common/tensor.h"
-#include "gemm/dispatch/grouped_gemm.h"
+#include "gemm/dispatch/run_gemm.h"
 #include "quantize/ops/calls.h"
 
 #ifdef TRANSFORMER_PLUGIN_CUDA
 #include "gemm/dispatch/cuda_args.h"
+#include "gemm/dispatch/describe_gemm.h"
 #endif
 
 namespace transformer_plugin::gemm {
@@ -29,22 +30,17 @@ void clear_tail(const Tensor& tensor, const Tensor& offsets) {
   tensor.narrow(0, end, tensor.size(0) - end).zero_();
 }
 
+#ifdef TRANSFORMER_PLUGIN_CUDA
+GemmDesc described(const GroupedGemmSwiglu& product) {
+  GemmDesc desc = describe_gemm(product.problem, product.problem.b.data.scalar_type(), {});
+  desc.epilogue = Epilogue::kSwiglu;
+  desc.interleaved = product.interleave != 0;
+  return desc;
+}
+#endif
+
 Tensor product_of(const GroupedGemmSwiglu& product) {
-  const OptionalTensor none;
-  return run_grouped_gemm({product.a,
-                           product.b,
-                           product.offsets,
-                           product.bias,
-                           none,
-                           true,
-                           none,
-                           none,
-                           product.rows,
-                           product.options,
-                           nullptr,
-                           {},
-                           product.zero_tail},
-                          product.a.scalar_type());
+  return run_gemm(product.problem, product.problem.a.data.scalar_type());
 }
 
 Tensor kept(const GroupedGemmSwiglu& product, const Tensor& h) {
@@ -82,30 +78,38 @@ void check_swiglu_product(const char* op, const Tensor& a, const Tensor& b, cons
 
 TwoTensors run_gemm_swiglu(const GroupedGemmSwiglu& product) {
 #ifdef TRANSFORMER_PLUGIN_CUDA
-  if (product.a.is_cuda()) {
-    if (auto made = gemm_swiglu_cuda(product)) return *std::move(made);
+  if (product.problem.a.data.is_cuda()) {
+    const GemmDesc desc = described(product);
+    const Selection selection = select_gemm(desc, gpu_of(product.problem.a.data));
+    if (selection.backend == Backend::kSm90Swiglu) return gemm_swiglu_cuda(product, desc, selection);
   }
 #endif
+  const bool zero_tail = product.problem.zero_tail;
   const Tensor h = product_of(product);
-  const auto sizes = product.zero_tail ? std::nullopt : OptionalTensor(product.group_sizes);
+  const auto sizes = zero_tail ? std::nullopt : OptionalTensor(product.problem.group_sizes);
   const Tensor act = ops::swiglu(h, product.probs, sizes, product.interleave);
-  if (product.zero_tail) clear_tail(act, product.offsets);
+  if (zero_tail) clear_tail(act, product.problem.offsets);
   return {act, kept(product, h)};
 }
 
 ThreeTensors run_gemm_swiglu_quantize(const GroupedGemmSwiglu& product, const SwigluQuantize& result) {
 #ifdef TRANSFORMER_PLUGIN_CUDA
-  if (product.a.is_cuda()) {
-    if (auto made = gemm_swiglu_quantize_cuda(product, result.format)) return *std::move(made);
+  if (product.problem.a.data.is_cuda()) {
+    const GemmDesc desc = described(product);
+    const Selection selection = select_gemm(desc, gpu_of(product.problem.a.data));
+    if (selection.backend == Backend::kSm90Swiglu) {
+      return gemm_swiglu_quantize_cuda(product, desc, selection, result.format);
+    }
   }
 #endif
   const Tensor h = product_of(product);
+  const Tensor& group_sizes = product.problem.group_sizes;
   constexpr quantize::Directions directions{true, false};
   const quantize::Outputs act =
       product.interleave == 0
-          ? quantize::call_swiglu_quantize(h, result.key, product.probs, result.group_sizes, directions)
+          ? quantize::call_swiglu_quantize(h, result.key, product.probs, group_sizes, directions)
           : quantize::call_quantize(ops::swiglu(h, product.probs, std::nullopt, product.interleave),
-                                    result.key, result.group_sizes, directions);
+                                    result.key, group_sizes, directions);
   return {act.data, act.scale, kept(product, h)};
 }
 

@@ -1,5 +1,5 @@
-// Grouped GEMM followed by SwiGLU: one kernel on a Hopper, separate steps elsewhere. The bits are the same wherever
-// those of the GEMM are.
+// Grouped GEMM followed by SwiGLU: one kernel on a Hopper, separate steps elsewhere. The bits are the same
+// wherever those of the GEMM are.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,7 +9,9 @@
 #include <tuple>
 
 #include "common/format.h"
+#include "gemm/args/gemm_problem.h"
 #include "gemm/dispatch/checks.h"
+#include "gemm/dispatch/select.h"
 
 namespace transformer_plugin::gemm {
 
@@ -21,29 +23,22 @@ void check_swiglu_product(const char* op, const at::Tensor& a, const at::Tensor&
                           const std::optional<at::Tensor>& bias, int64_t interleave,
                           const std::optional<at::Tensor>& rows, const LaunchOptions& options);
 
+// act = swiglu(h) * probs with the product h [T, 2F] of kFprop, of plain operands.
 struct GroupedGemmSwiglu {
-  const at::Tensor& a;        // [T, K], or any rows of K
-  const at::Tensor& b;        // [G, 2F, K]
-  const at::Tensor& offsets;  // int32 [G + 1]
-  const at::Tensor& group_sizes;
+  GemmProblem problem;
   const std::optional<at::Tensor>& probs;
-  const std::optional<at::Tensor>& bias;  // [G, 2F]
-  // The order of gate and linear part in the result: 0, the gate's F columns first; or 32 columns of each in turn.
+  // The order of gate and linear part in h: 0, the gate's F columns first; or 32 columns of each in turn.
   int64_t interleave;
   bool keep_input;
-  const std::optional<at::Tensor>& rows;  // a[rows[i]] replaces a[i]
-  LaunchOptions options;
-  bool zero_tail = true;
 
-  int64_t features() const { return b.size(1) / 2; }
-  int64_t capacity() const { return rows ? rows->size(0) : a.size(0); }
+  int64_t features() const { return problem.columns() / 2; }
+  int64_t capacity() const { return problem.rows(); }
 };
 
 // The format of act, quantized along rows; a format with block scales.
 struct SwigluQuantize {
   const Format& format;
   std::string_view key;
-  const at::Tensor& group_sizes;
 };
 
 using TwoTensors = std::tuple<at::Tensor, at::Tensor>;
@@ -53,8 +48,12 @@ TwoTensors run_gemm_swiglu(const GroupedGemmSwiglu& product);
 // Data, scales and h.
 ThreeTensors run_gemm_swiglu_quantize(const GroupedGemmSwiglu& product, const SwigluQuantize& result);
 
-// nullopt if the Hopper kernel does not support the problem.
-std::optional<TwoTensors> gemm_swiglu_cuda(const GroupedGemmSwiglu& product);
-std::optional<ThreeTensors> gemm_swiglu_quantize_cuda(const GroupedGemmSwiglu& product, const Format& format);
+#ifdef TRANSFORMER_PLUGIN_CUDA
+// By the kernels with SwiGLU in the epilogue, where they are selected.
+TwoTensors gemm_swiglu_cuda(const GroupedGemmSwiglu& product, const GemmDesc& desc,
+                            const Selection& selection);
+ThreeTensors gemm_swiglu_quantize_cuda(const GroupedGemmSwiglu& product, const GemmDesc& desc,
+                                       const Selection& selection, const Format& format);
+#endif
 
 }  // namespace transformer_plugin::gemm

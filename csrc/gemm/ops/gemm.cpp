@@ -1,4 +1,4 @@
-// gemm: a [M, K] times b, with its gradient, or into a buffer. Quantized operands: dense_quantized.cpp.
+// gemm: a [M, K] times b, with its gradient, or into a buffer.
 
 #include "common/ops/gemm.h"
 
@@ -6,9 +6,9 @@
 #include "common/register.h"
 #include "common/tensor.h"
 #include "gemm/dispatch/checks.h"
-#include "gemm/generic/dense_gemm.h"
+#include "gemm/dispatch/quantized_operands.h"
+#include "gemm/dispatch/run_gemm.h"
 #include "gemm/ops/calls.h"
-#include "gemm/ops/dense_quantized.h"
 
 namespace transformer_plugin::gemm {
 namespace {
@@ -22,90 +22,125 @@ using torch::autograd::variable_list;
 constexpr const char* kOp = "gemm";
 constexpr const char* kOutOp = "gemm_out";
 
-void check_gemm(const char* op, const Tensor& a, const Tensor& b, const OptionalTensor& bias,
-                bool transpose_b, const OptionalTensor& alpha) {
-  const Argument a_argument{op, "a", a};
-  const Argument b_argument{op, "b", b};
-  check_operand(a_argument, 2);
-  check_pair(b_argument, a_argument, 2);
-  check_size(b_argument, transpose_b ? 1 : 0, a.sym_size(1), "the columns of 'a', summed over");
-  if (bias) check_bias({op, "bias", *bias}, a_argument, std::nullopt, b.sym_size(transpose_b ? 0 : 1));
-  if (alpha) check_factor({op, "alpha", *alpha}, a_argument, 1);
-}
+// The arguments of both ops.
+struct Arguments {
+  const char* op;
+  const Tensor &a, &b;
+  const OptionalTensor& bias;
+  bool transpose_b;
+  const OptionalTensor& alpha;
+  OptionalList a_scale, b_scale;
+  std::string_view a_key, b_key;
+
+  bool quantized() const { return is_quantized(a_key, b_key); }
+  Argument a_argument() const { return {op, "a", a}; }
+  at::ScalarType result_dtype(OptionalDtype dtype) const {
+    return quantized() ? quantized_output_dtype(op, dtype) : output_dtype(a_argument(), dtype);
+  }
+  c10::SymInt columns_of(const GemmProblem& problem) const {
+    return transpose_b ? problem.b.rows() : problem.b.columns();
+  }
+
+  void check_plain_operands() const {
+    check_plain(op, a_scale, b_scale);
+    const Argument b_argument{op, "b", b};
+    check_operand(a_argument(), 2);
+    check_pair(b_argument, a_argument(), 2);
+    check_size(b_argument, transpose_b ? 1 : 0, a.sym_size(1), "the columns of 'a', summed over");
+  }
+
+  // Sets those of `problem`.
+  void check_quantized_operands(GemmProblem& problem) const {
+    const OperandNames a_names = names_of_a(op), b_names = names_of_b(op);
+    problem.a = checked_operand(a_names, {a, a_scale, a_key}, 2, nullptr, false);
+    check_same_device({op, "b", b}, a_argument());
+    problem.b = checked_operand(b_names, {b, b_scale, b_key}, 2, nullptr, false);
+    check_formats(a_names, problem.a, b_names, problem.b, transpose_b);
+    check_value_size(b_names, problem.b, transpose_b ? 1 : 0, problem.a.columns(),
+                     "the columns of 'a', summed over");
+  }
+
+  GemmProblem checked() const {
+    GemmProblem problem{.direction = transpose_b ? GemmDirection::kFprop : GemmDirection::kDgrad,
+                        .bias = bias,
+                        .alpha = alpha};
+    if (quantized()) {
+      check_quantized_operands(problem);
+    } else {
+      check_plain_operands();
+      problem.a.data = a;
+      problem.b.data = b;
+    }
+    if (bias) check_bias({op, "bias", *bias}, a_argument(), std::nullopt, columns_of(problem));
+    if (bias && quantized()) check_no_gradient({op, "bias", *bias}, kNoQuantizedGradient);
+    if (alpha) check_factor({op, "alpha", *alpha}, a_argument(), 1);
+    return problem;
+  }
+};
 
 Tensor gemm_meta(const Tensor& a, const Tensor& b, const OptionalTensor& bias, bool transpose_b,
                  OptionalDtype dtype, const OptionalTensor& alpha, OptionalList a_scale, OptionalList b_scale,
                  std::string_view a_key, std::string_view b_key) {
-  if (is_quantized(a_key, b_key)) {
-    return quantized_product_meta({kOp, {a, a_scale, a_key}, {b, b_scale, b_key}, bias, alpha, transpose_b},
-                                  dtype);
-  }
-  check_plain(kOp, a_scale, b_scale);
-  check_gemm(kOp, a, b, bias, transpose_b, alpha);
-  return empty(a, {a.sym_size(0), b.sym_size(transpose_b ? 0 : 1)}, output_dtype({kOp, "a", a}, dtype));
+  const Arguments args{kOp, a, b, bias, transpose_b, alpha, a_scale, b_scale, a_key, b_key};
+  const GemmProblem problem = args.checked();
+  return empty(a, {a.sym_size(0), args.columns_of(problem)}, args.result_dtype(dtype));
 }
 
 Tensor gemm(const Tensor& a, const Tensor& b, const OptionalTensor& bias, bool transpose_b,
             OptionalDtype dtype, const OptionalTensor& alpha, OptionalList a_scale, OptionalList b_scale,
             std::string_view a_key, std::string_view b_key) {
-  if (is_quantized(a_key, b_key)) {
-    return quantized_product({kOp, {a, a_scale, a_key}, {b, b_scale, b_key}, bias, alpha, transpose_b},
-                             dtype);
-  }
-  check_plain(kOp, a_scale, b_scale);
-  check_gemm(kOp, a, b, bias, transpose_b, alpha);
-  const at::ScalarType to = output_dtype({kOp, "a", a}, dtype);
+  const Arguments args{kOp, a, b, bias, transpose_b, alpha, a_scale, b_scale, a_key, b_key};
+  const GemmProblem problem = args.checked();
+  const at::ScalarType to = args.result_dtype(dtype);
   const BelowAutograd guard;
-  return dense_gemm(a, transpose_b ? transposed_view(b) : b, bias, to, alpha);
+  return run_gemm(problem, to);
 }
 
 // beta excludes the flag `accumulate`, which means a beta of 1.
-void check_accumulate(const OptionalTensor& beta, bool accumulate) {
+GemmProblem checked_out(const Arguments& args, const Tensor& out, const OptionalTensor& beta,
+                        bool accumulate) {
   TP_CHECK_VALUE(!accumulate || !beta, kOutOp, "beta",
                  "none where 'accumulate' adds to what the buffer holds",
                  describe(*beta) << " and accumulate=True", "Pass one of them");
-}
-
-void check_gemm_out(const Tensor& a, const Tensor& b, const Tensor& out, const OptionalTensor& bias,
-                    bool transpose_b, const OptionalTensor& alpha, const OptionalTensor& beta,
-                    bool accumulate) {
-  check_accumulate(beta, accumulate);
-  check_gemm(kOutOp, a, b, bias, transpose_b, alpha);
-  const Argument a_argument{kOutOp, "a", a};
-  check_result({kOutOp, "out", out}, a_argument, a.sym_size(0), b.sym_size(transpose_b ? 0 : 1));
-  if (beta) check_factor({kOutOp, "beta", *beta}, a_argument, 1);
+  GemmProblem problem = args.checked();
+  const Argument a = args.a_argument();
+  check_result({kOutOp, "out", out}, a, args.a.sym_size(0), args.columns_of(problem));
+  if (beta) check_factor({kOutOp, "beta", *beta}, a, 1);
+  problem.beta = beta;
+  problem.accumulate = accumulate;
+  if (args.quantized()) return problem;
   constexpr const char* advice = "What is written into a buffer has none: call gemm, or detach it";
-  check_no_gradient(a_argument, advice);
-  check_no_gradient({kOutOp, "b", b}, advice);
-  if (bias) check_no_gradient({kOutOp, "bias", *bias}, advice);
+  check_no_gradient(a, advice);
+  check_no_gradient({kOutOp, "b", args.b}, advice);
+  if (args.bias) check_no_gradient({kOutOp, "bias", *args.bias}, advice);
+  return problem;
 }
 
 void gemm_out_meta(const Tensor& a, const Tensor& b, const Tensor& out, const OptionalTensor& bias,
                    bool transpose_b, const OptionalTensor& alpha, const OptionalTensor& beta,
                    OptionalList a_scale, OptionalList b_scale, std::string_view a_key, std::string_view b_key,
                    bool accumulate) {
-  if (is_quantized(a_key, b_key)) {
-    check_accumulate(beta, accumulate);
-    return quantized_product_out_meta(
-        {kOutOp, {a, a_scale, a_key}, {b, b_scale, b_key}, bias, alpha, transpose_b}, beta, out);
-  }
-  check_plain(kOutOp, a_scale, b_scale);
-  check_gemm_out(a, b, out, bias, transpose_b, alpha, beta, accumulate);
+  checked_out({kOutOp, a, b, bias, transpose_b, alpha, a_scale, b_scale, a_key, b_key}, out, beta,
+              accumulate);
 }
 
 void gemm_out(const Tensor& a, const Tensor& b, const Tensor& out, const OptionalTensor& bias,
               bool transpose_b, const OptionalTensor& alpha, const OptionalTensor& beta, OptionalList a_scale,
               OptionalList b_scale, std::string_view a_key, std::string_view b_key, bool accumulate) {
-  if (is_quantized(a_key, b_key)) {
-    check_accumulate(beta, accumulate);
-    return quantized_product_out({kOutOp, {a, a_scale, a_key}, {b, b_scale, b_key}, bias, alpha, transpose_b},
-                                 beta, out, accumulate);
-  }
-  check_plain(kOutOp, a_scale, b_scale);
-  check_gemm_out(a, b, out, bias, transpose_b, alpha, beta, accumulate);
-  check_apart(kOutOp, {{"out", out}}, {{"a", a}, {"b", b}, {"bias", bias}, {"alpha", alpha}, {"beta", beta}});
+  const Arguments args{kOutOp, a, b, bias, transpose_b, alpha, a_scale, b_scale, a_key, b_key};
+  const GemmProblem problem = checked_out(args, out, beta, accumulate);
+  check_apart(kOutOp, {{"out", out}},
+              {{"a", a},
+               {"b", b},
+               {"bias", bias},
+               {"a_scale[0]", problem.a.scale},
+               {"b_scale[0]", problem.b.scale},
+               {"a_scale[1]", problem.a.amax},
+               {"b_scale[1]", problem.b.amax},
+               {"alpha", alpha},
+               {"beta", beta}});
   const BelowAutograd guard;
-  dense_gemm_out(a, transpose_b ? transposed_view(b) : b, bias, alpha, beta, out, accumulate);
+  run_gemm(problem, out.scalar_type(), out);
 }
 
 class GemmFunction : public DifferentiableTwice<GemmFunction> {

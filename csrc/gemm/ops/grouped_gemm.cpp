@@ -1,7 +1,4 @@
-// grouped_gemm: the rows of each group times the group's matrix, with its gradient, or into a buffer. Quantized operands:
-// grouped_quantized.cpp.
-#include "gemm/dispatch/grouped_gemm.h"
-
+// grouped_gemm: the rows of each group times the group's matrix, with its gradient, or into a buffer.
 #include <tuple>
 
 #include "common/autograd.h"
@@ -12,8 +9,9 @@
 #include "common/shared_offsets.h"
 #include "common/tensor.h"
 #include "gemm/dispatch/checks.h"
+#include "gemm/dispatch/quantized_operands.h"
+#include "gemm/dispatch/run_gemm.h"
 #include "gemm/ops/calls.h"
-#include "gemm/ops/grouped_quantized.h"
 
 namespace transformer_plugin::gemm {
 namespace {
@@ -27,7 +25,7 @@ using torch::autograd::variable_list;
 constexpr const char* kOp = "grouped_gemm";
 constexpr const char* kOutOp = "grouped_gemm_out";
 
-// The arguments of both ops, of operands that are not quantized.
+// The arguments of both ops.
 struct Arguments {
   const char* op;
   const Tensor& a;
@@ -36,50 +34,101 @@ struct Arguments {
   const OptionalTensor &bias, &bias_scale, &alpha, &rows;
   bool transpose_b;
   LaunchOptions options;
+  OptionalList a_scale, b_scale;
+  std::string_view a_key, b_key;
   bool zero_tail = true;
 
+  bool quantized() const { return is_quantized(a_key, b_key); }
   Argument a_argument() const { return {op, "a", a}; }
   Argument sizes_argument() const { return {op, "group_sizes", group_sizes}; }
   // The argument whose first dimension is the capacity: the buffer, or the index into it.
   Argument capacity_argument() const { return rows ? Argument{op, "rows", *rows} : a_argument(); }
   c10::SymInt capacity() const { return capacity_argument().tensor.sym_size(0); }
-  c10::SymInt columns() const { return b[0].sym_size(transpose_b ? -2 : -1); }
+  // Of the first matrix.
+  c10::SymInt columns_of(const Quantized& matrix) const {
+    return transpose_b ? matrix.rows() : matrix.columns();
+  }
+  // Dimension K of the matrices.
+  int64_t summed_dim() const { return (transpose_b ? 1 : 0) + (is_stack(b) ? 1 : 0); }
+  at::ScalarType result_dtype(OptionalDtype dtype) const {
+    return quantized() ? quantized_output_dtype(op, dtype) : output_dtype(a_argument(), dtype);
+  }
 
-  void check() const {
+  void check_plain_operands() const {
+    check_plain(op, a_scale, b_scale);
     const bool stack = is_stack(b);
     check_grouped_operand(a_argument(), 2);
     if (!stack) check_list(op, "b", b);
     const Argument b_argument{op, stack ? "b" : "b[0]", b[0]};
     check_pair(b_argument, a_argument(), stack ? 3 : 2);
-    check_size(b_argument, (transpose_b ? 1 : 0) + (stack ? 1 : 0), a.sym_size(1),
-               "the columns of 'a', summed over");
+    check_size(b_argument, summed_dim(), a.sym_size(1), "the columns of 'a', summed over");
     if (rows) check_row_index({op, "rows", *rows}, a_argument());
     check_groups(sizes_argument(), a_argument(), "b", group_count(b));
-    if (bias) check_bias({op, "bias", *bias}, a_argument(), group_count(b), columns());
+  }
+
+  // Sets those of `problem`.
+  void check_quantized_operands(GemmProblem& problem) const {
+    const bool stack = is_stack(b);
+    const OperandNames a_names = names_of_a(op);
+    OperandNames b_names = names_of_b(op);
+    if (!stack) b_names.data = "b[0]";
+    check_dim(a_argument(), 2);
+    stack ? check_dim({op, "b", b[0]}, 3) : check_list(op, "b", b);
+    check_groups(sizes_argument(), a_argument(), "b", group_count(b));
+    problem.a = checked_operand(a_names, {a, a_scale, a_key}, 2, &group_sizes, false);
+    check_same_device({op, b_names.data, b[0]}, a_argument());
+    problem.b = stack ? checked_operand(b_names, {b[0], b_scale, b_key}, 3, nullptr, false)
+                      : checked_list(b_names, b, list_or_none(b_scale), b_key);
+    problem.list_scales = stack ? at::TensorList() : list_or_none(b_scale);
+    problem.group_sizes = group_sizes;
+    check_formats(a_names, problem.a, b_names, problem.b, transpose_b);
+    check_value_size(b_names, problem.b, summed_dim(), problem.a.columns(),
+                     "the columns of 'a', summed over");
+    TP_CHECK_VALUE(!rows, op, "rows", "None with quantized operands", describe(*rows),
+                   "Take the rows before they are quantized");
+  }
+
+  // The problem, without offsets.
+  GemmProblem checked() const {
+    GemmProblem problem{.direction = transpose_b ? GemmDirection::kFprop : GemmDirection::kDgrad,
+                        .bias = bias,
+                        .bias_scale = bias_scale,
+                        .alpha = alpha,
+                        .zero_tail = zero_tail,
+                        .options = options,
+                        .list = is_stack(b) ? at::TensorList() : b};
+    if (quantized()) {
+      check_quantized_operands(problem);
+    } else {
+      check_plain_operands();
+      problem.a.data = a;
+      problem.b.data = b[0];
+      if (rows) problem.a.row_index = *rows;
+    }
+    if (bias) check_bias({op, "bias", *bias}, a_argument(), group_count(b), columns_of(problem.b));
     if (bias_scale) check_bias_scale({op, "bias_scale", *bias_scale}, bias.has_value(), capacity_argument());
+    if (quantized()) check_no_gradient_of_bias(kNoQuantizedGradient);
     if (alpha) check_factor({op, "alpha", *alpha}, a_argument(), group_count(b));
     check_launch_options(op, options);
+    return problem;
   }
 
-  // On a CPU also checks the values of sizes and index.
-  Tensor offsets() const {
+  void check_no_gradient_of_bias(const char* advice) const {
+    if (bias) check_no_gradient({op, "bias", *bias}, advice);
+    if (bias_scale) check_no_gradient({op, "bias_scale", *bias_scale}, advice);
+  }
+
+  // Adds the offsets; on a CPU also checks the values of sizes and index. Matrices that are members of a
+  // contiguous stack are passed as the stack.
+  void complete(GemmProblem& problem) const {
     const Argument buffer = capacity_argument();
-    const Tensor result = group_offsets(sizes_argument(), buffer, buffer.tensor.size(0));
-    if (rows) check_row_entries({op, "rows", *rows}, a_argument(), result);
-    return result;
-  }
-
-  // Matrices that are members of a contiguous stack are passed as the stack. `stack` must outlive the result.
-  GroupedGemm product(const Tensor& offsets, const OptionalTensor& beta, OptionalTensor& stack) const {
-    if (!is_stack(b)) stack = as_contiguous_stack(b);
-    const bool list = !is_stack(b) && !stack;
-    return {a,          stack ? *stack : b[0],
-            offsets,    bias,
-            bias_scale, transpose_b,
-            alpha,      beta,
-            rows,       options,
-            nullptr,    list ? b : at::TensorList(),
-            zero_tail};
+    problem.offsets = group_offsets(sizes_argument(), buffer, buffer.tensor.size(0));
+    if (rows) check_row_entries({op, "rows", *rows}, a_argument(), problem.offsets);
+    if (problem.list.empty() || quantized()) return;
+    if (OptionalTensor stack = as_contiguous_stack(problem.list)) {
+      problem.b.data = *std::move(stack);
+      problem.list = {};
+    }
   }
 };
 
@@ -88,16 +137,11 @@ Tensor grouped_gemm_meta(const Tensor& a, at::TensorList b, const Tensor& group_
                          OptionalDtype dtype, const OptionalTensor& alpha, const OptionalTensor& rows,
                          int64_t max_sms, int64_t expected_rows, OptionalList a_scale, OptionalList b_scale,
                          std::string_view a_key, std::string_view b_key, bool) {
-  const LaunchOptions options{max_sms, expected_rows};
-  if (is_quantized(a_key, b_key)) {
-    const QuantizedGrouped args(kOp, {a, a_scale, a_key}, b, b_scale, b_key, group_sizes, bias, bias_scale,
-                                alpha, rows, transpose_b, options);
-    return empty(a, {args.capacity(), args.columns()}, quantized_output_dtype(kOp, dtype));
-  }
-  check_plain(kOp, a_scale, b_scale);
-  const Arguments args{kOp, a, b, group_sizes, bias, bias_scale, alpha, rows, transpose_b, options};
-  args.check();
-  return empty(a, {args.capacity(), args.columns()}, output_dtype(args.a_argument(), dtype));
+  const Arguments args{kOp,        a,       b,     group_sizes, bias,
+                       bias_scale, alpha,   rows,  transpose_b, {max_sms, expected_rows},
+                       a_scale,    b_scale, a_key, b_key};
+  const GemmProblem problem = args.checked();
+  return empty(a, {args.capacity(), args.columns_of(problem.b)}, args.result_dtype(dtype));
 }
 
 Tensor grouped_gemm(const Tensor& a, at::TensorList b, const Tensor& group_sizes, const OptionalTensor& bias,
@@ -105,53 +149,27 @@ Tensor grouped_gemm(const Tensor& a, at::TensorList b, const Tensor& group_sizes
                     const OptionalTensor& alpha, const OptionalTensor& rows, int64_t max_sms,
                     int64_t expected_rows, OptionalList a_scale, OptionalList b_scale, std::string_view a_key,
                     std::string_view b_key, bool zero_tail) {
-  const LaunchOptions options{max_sms, expected_rows};
-  const OptionalTensor none;
-  if (is_quantized(a_key, b_key)) {
-    QuantizedGrouped args(kOp, {a, a_scale, a_key}, b, b_scale, b_key, group_sizes, bias, bias_scale, alpha,
-                          rows, transpose_b, options, zero_tail);
-    const at::ScalarType to = quantized_output_dtype(kOp, dtype);
-    const BelowAutograd guard;
-    const OptionalTensor offsets = args.offsets();
-#ifdef TRANSFORMER_PLUGIN_CUDA
-    if (const auto scales = args.kernel_scales()) {
-      const Tensor out = empty(a, {args.capacity(), args.columns()}, to);
-      do {
-        if (quantized_gemm_out_cuda(args.product(*scales, offsets, none), out)) return out;
-      } while (args.stack_list());
-    }
-#endif
-    return args.dequantized_product(offsets, to);
-  }
-  check_plain(kOp, a_scale, b_scale);
-  const Arguments args{kOp,   a,    b,           group_sizes, bias,     bias_scale,
-                       alpha, rows, transpose_b, options,     zero_tail};
-  args.check();
-  const at::ScalarType to = output_dtype(args.a_argument(), dtype);
+  const Arguments args{kOp,        a,       b,     group_sizes, bias,
+                       bias_scale, alpha,   rows,  transpose_b, {max_sms, expected_rows},
+                       a_scale,    b_scale, a_key, b_key,       zero_tail};
+  GemmProblem problem = args.checked();
+  const at::ScalarType to = args.result_dtype(dtype);
   const BelowAutograd guard;
-  const Tensor offsets = args.offsets();
-  OptionalTensor stack;
-  const GroupedGemm product = args.product(offsets, none, stack);
-#ifdef TRANSFORMER_PLUGIN_CUDA
-  if (a.is_cuda()) return grouped_gemm_cuda(product, to);
-#endif
-  return run_grouped_gemm(product, to);
+  args.complete(problem);
+  return run_gemm(problem, to);
 }
 
-void check_out(const Arguments& args, const Tensor& out, const OptionalTensor& beta) {
-  args.check();
-  check_result({kOutOp, "out", out}, args.a_argument(), args.capacity(), args.columns());
+GemmProblem checked_out(const Arguments& args, const Tensor& out, const OptionalTensor& beta) {
+  GemmProblem problem = args.checked();
+  check_result({kOutOp, "out", out}, args.a_argument(), args.capacity(), args.columns_of(problem.b));
   if (beta) check_factor({kOutOp, "beta", *beta}, args.a_argument(), group_count(args.b));
+  problem.beta = beta;
+  if (args.quantized()) return problem;
   constexpr const char* advice = "What is written into a buffer has none: call grouped_gemm, or detach it";
   check_no_gradient(args.a_argument(), advice);
   check_no_gradients(kOutOp, "b", args.b, advice);
-  if (args.bias) check_no_gradient({kOutOp, "bias", *args.bias}, advice);
-  if (args.bias_scale) check_no_gradient({kOutOp, "bias_scale", *args.bias_scale}, advice);
-}
-
-void check_out(const QuantizedGrouped& args, const Tensor& out, const OptionalTensor& beta) {
-  check_result({kOutOp, "out", out}, args.a_argument(), args.capacity(), args.columns());
-  if (beta) check_factor({kOutOp, "beta", *beta}, args.a_argument(), args.groups());
+  args.check_no_gradient_of_bias(advice);
+  return problem;
 }
 
 void grouped_gemm_out_meta(const Tensor& a, at::TensorList b, const Tensor& group_sizes, const Tensor& out,
@@ -160,14 +178,10 @@ void grouped_gemm_out_meta(const Tensor& a, at::TensorList b, const Tensor& grou
                            const OptionalTensor& rows, int64_t max_sms, int64_t expected_rows,
                            OptionalList a_scale, OptionalList b_scale, std::string_view a_key,
                            std::string_view b_key) {
-  const LaunchOptions options{max_sms, expected_rows};
-  if (is_quantized(a_key, b_key)) {
-    const QuantizedGrouped args(kOutOp, {a, a_scale, a_key}, b, b_scale, b_key, group_sizes, bias, bias_scale,
-                                alpha, rows, transpose_b, options);
-    return check_out(args, out, beta);
-  }
-  check_plain(kOutOp, a_scale, b_scale);
-  check_out({kOutOp, a, b, group_sizes, bias, bias_scale, alpha, rows, transpose_b, options}, out, beta);
+  const Arguments args{kOutOp,     a,       b,     group_sizes, bias,
+                       bias_scale, alpha,   rows,  transpose_b, {max_sms, expected_rows},
+                       a_scale,    b_scale, a_key, b_key};
+  checked_out(args, out, beta);
 }
 
 void grouped_gemm_out(const Tensor& a, at::TensorList b, const Tensor& group_sizes, const Tensor& out,
@@ -175,44 +189,24 @@ void grouped_gemm_out(const Tensor& a, at::TensorList b, const Tensor& group_siz
                       const OptionalTensor& alpha, const OptionalTensor& beta, const OptionalTensor& rows,
                       int64_t max_sms, int64_t expected_rows, OptionalList a_scale, OptionalList b_scale,
                       std::string_view a_key, std::string_view b_key) {
-  const LaunchOptions options{max_sms, expected_rows};
-  const auto check_memory = [&] {
-    check_apart(kOutOp, {{"out", out}},
-                {{"a", a},
-                 {"bias", bias},
-                 {"bias_scale", bias_scale},
-                 {"group_sizes", group_sizes},
-                 {"rows", rows},
-                 {"alpha", alpha},
-                 {"beta", beta}});
-    check_apart_from_list(kOutOp, out, "b", b);
-    check_apart_from_list(kOutOp, out, "a_scale", list_or_none(a_scale));
-    check_apart_from_list(kOutOp, out, "b_scale", list_or_none(b_scale));
-  };
-  if (is_quantized(a_key, b_key)) {
-    QuantizedGrouped args(kOutOp, {a, a_scale, a_key}, b, b_scale, b_key, group_sizes, bias, bias_scale,
-                          alpha, rows, transpose_b, options);
-    check_out(args, out, beta);
-    check_memory();
-    const BelowAutograd guard;
-    const OptionalTensor offsets = args.offsets();
-#ifdef TRANSFORMER_PLUGIN_CUDA
-    if (const auto scales = args.kernel_scales()) {
-      do {
-        if (quantized_gemm_out_cuda(args.product(*scales, offsets, beta), out)) return;
-      } while (args.stack_list());
-    }
-#endif
-    return args.dequantized_product_out(offsets, beta, out);
-  }
-  check_plain(kOutOp, a_scale, b_scale);
-  const Arguments args{kOutOp, a, b, group_sizes, bias, bias_scale, alpha, rows, transpose_b, options};
-  check_out(args, out, beta);
-  check_memory();
+  const Arguments args{kOutOp,     a,       b,     group_sizes, bias,
+                       bias_scale, alpha,   rows,  transpose_b, {max_sms, expected_rows},
+                       a_scale,    b_scale, a_key, b_key};
+  GemmProblem problem = checked_out(args, out, beta);
+  check_apart(kOutOp, {{"out", out}},
+              {{"a", a},
+               {"bias", bias},
+               {"bias_scale", bias_scale},
+               {"group_sizes", group_sizes},
+               {"rows", rows},
+               {"alpha", alpha},
+               {"beta", beta}});
+  check_apart_from_list(kOutOp, out, "b", b);
+  check_apart_from_list(kOutOp, out, "a_scale", list_or_none(a_scale));
+  check_apart_from_list(kOutOp, out, "b_scale", list_or_none(b_scale));
   const BelowAutograd guard;
-  const Tensor offsets = args.offsets();
-  OptionalTensor stack;
-  run_grouped_gemm_out(args.product(offsets, beta, stack), out);
+  args.complete(problem);
+  run_gemm(problem, out.scalar_type(), out);
 }
 
 // The node of a stack, one tensor, and of a list, one tensor for each group.

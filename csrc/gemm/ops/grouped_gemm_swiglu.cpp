@@ -1,4 +1,5 @@
-// grouped_gemm_swiglu: the rows of each group times the group's matrix, then SwiGLU times a probability; with its gradient.
+// grouped_gemm_swiglu: the rows of each group times the group's matrix, then SwiGLU times a probability; with
+// its gradient.
 #include <ATen/ops/arange.h>
 
 #include "common/autograd.h"
@@ -43,8 +44,16 @@ TwoTensors grouped_gemm_swiglu(const Tensor& a, const Tensor& b, const Tensor& g
   const Argument a_argument{kOp, "a", a}, buffer = rows ? Argument{kOp, "rows", *rows} : a_argument;
   const Tensor offsets = group_offsets({kOp, "group_sizes", group_sizes}, buffer, buffer.tensor.size(0));
   if (rows) check_row_entries(buffer, a_argument, offsets);
-  return run_gemm_swiglu(
-      {a, b, offsets, group_sizes, probs, bias, interleave, keep_input, rows, options, zero_tail});
+  GemmProblem problem{.direction = GemmDirection::kFprop,
+                      .a = {a},
+                      .b = {b},
+                      .offsets = offsets,
+                      .bias = bias,
+                      .zero_tail = zero_tail,
+                      .options = options,
+                      .group_sizes = group_sizes};
+  if (rows) problem.a.row_index = *rows;
+  return run_gemm_swiglu({std::move(problem), probs, interleave, keep_input});
 }
 
 // One result of the kernel, which its node returns. No edge leads to it.
@@ -96,8 +105,9 @@ std::pair<Tensor, Tensor> gradients_of_swiglu(const Tensor& grad, const Tensor& 
   return {grad_h, wants_probs ? before_tail(grad_probs, sizes) : Tensor()};
 }
 
-// Three nodes have the name of the op. With h as a result, the product and SwiGLU have one each: torch's schedules that delay the
-// gradients of weights add up the gradients of all outputs of a node that has a weight, so this one must have one output.
+// Three nodes have the name of the op. With h as a result, the product and SwiGLU have one each: torch's
+// schedules that delay the gradients of weights add up the gradients of all outputs of a node that has a
+// weight, so this one must have one output.
 class ProductFunction : public DifferentiableOnce<ProductFunction> {
  public:
   static constexpr const char* kName = "grouped_gemm_swiglu";

@@ -55,10 +55,14 @@ ThreeTensors grouped_gemm_swiglu_quantize(const Tensor& a, const Tensor& b, cons
   const Format format = check(a, b, group_sizes, key, probs, bias, interleave, options);
   const BelowAutograd guard;
   const Tensor offsets = group_offsets({kOp, "group_sizes", group_sizes}, {kOp, "a", a}, a.size(0));
-  const OptionalTensor rows;
-  return run_gemm_swiglu_quantize(
-      {a, b, offsets, group_sizes, probs, bias, interleave, keep_input, rows, options},
-      {format, key, group_sizes});
+  const GemmProblem problem{.direction = GemmDirection::kFprop,
+                            .a = {a},
+                            .b = {b},
+                            .offsets = offsets,
+                            .bias = bias,
+                            .options = options,
+                            .group_sizes = group_sizes};
+  return run_gemm_swiglu_quantize({problem, probs, interleave, keep_input}, {format, key});
 }
 
 }  // namespace

@@ -240,7 +240,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
 template <typename RowFormat, typename WeightFormat>
 void launch_grouped_gemm_mx_nv(const GroupedGemmArgs& args, const Sm90Config& config, void* stream_handle) {
   const auto stream = static_cast<cudaStream_t>(stream_handle);
-  const bool overlaps = overlaps_dequantize(args, config);
+  const bool overlaps = config.overlaps_dequantize;
   overlaps ? launch_clear_ready(args, stream) : launch_dequantize_rows<RowFormat>(args, stream);
   constexpr auto kernel = sm90_grouped_gemm_mx_nv_kernel<WeightFormat>;
   static DynamicSharedMemory shared_memory;

@@ -9,7 +9,7 @@
 //   input  16-bit: [T, n], MN-major.            FP8: [n, T], K-major
 //   out    [G, m, n] in the dtype of the operands (FP8: BF16) or FP32; or a list of G matrices
 //
-// FP8: the caller has run launch_align_groups (gemm/dispatch/quantized_gemm_cuda.cpp) if a group may begin at
+// FP8: the caller has run launch_align_groups (gemm/dispatch/gemm_cuda.cpp) if a group may begin at
 // an unaligned token.
 //
 // Grid: persistent, at most one CTA for each SM, in clusters of 2 CTAs; each CTA computes tiles of 128 x 256
