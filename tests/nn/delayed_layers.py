@@ -43,6 +43,12 @@ def both(kind: str, name: str = "fp8_block", device: Any = "cpu", **options: Any
     )
 
 
+def queues_of(module: Layer) -> list[Any]:
+    """The queues of the layers of a module."""
+    destinations = [getattr(each, "_wgrad_destination", None) for each in module.modules()]
+    return [each.queue for each in destinations if each is not None and each.queue is not None]
+
+
 def batch(
     kind: str, name: str, seed: int, device: Any = "cpu", dtype: Any = torch.float32
 ) -> tuple[Tensor, ...]:

@@ -22,6 +22,7 @@ from tests.nn.delayed_layers import (
     by_layer,
     make,
     plain,
+    queues_of,
     run,
     set_main_grads,
     weights_of,
@@ -131,7 +132,7 @@ def test_checkpointing(kind: str, reentrant: bool, into: bool) -> None:
         for seed in range(2):
             forward = lambda *x, layer=layer: checkpoint(layer, *x, use_reentrant=reentrant)  # noqa: E731
             run(layer, batch(kind, "fp8_block", seed), forward if layer is delayed else None)
-    queues = [module._deferred for module in delayed.modules() if getattr(module, "_deferred", None)]
+    queues = queues_of(delayed)
     assert [len(queue) for queue in queues] == [2] * len(queues)
     delayed.backward_dw()
     assert_same_gradients(delayed, usual)
@@ -293,7 +294,7 @@ def test_memory_is_freed(kind: str, name: str) -> None:
     assert alive() == (name == "none" and kind != "LayerNormLinear")
     layer.backward_dw()
     assert not alive()
-    numbers = [m._deferred.id for m in layer.modules() if getattr(m, "_deferred", None)]
+    numbers = [queue.id for queue in queues_of(layer)]
     run(layer, batch(kind, name, 1))
     assert [ops.count_deferred_wgrads(number) for number in numbers] == [1] * len(numbers)
     del layer

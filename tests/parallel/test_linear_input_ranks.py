@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.parallel.sharded_models import RECIPES
 from tests.parallel.test_tensor_parallel_ops import drawn
 from transformer_plugin import ops
-from transformer_plugin.nn._recipe import formats_of
+from transformer_plugin.nn._formats import formats_of
 from transformer_plugin.testing.distributed import Rank, RankPool
 from transformer_plugin.testing.numerics import assert_same_bits
 

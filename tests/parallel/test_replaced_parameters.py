@@ -35,7 +35,7 @@ from tests.parallel.replacements import (
 )
 from transformer_plugin import nn as tnn
 from transformer_plugin import optim, parallel
-from transformer_plugin.nn._sharded_weight import ShardedWeightMixin
+from transformer_plugin.nn._shardable import ShardableModule
 from transformer_plugin.testing.distributed import Rank, RankPool
 
 
@@ -267,7 +267,7 @@ def test_all_layers_are_in_the_table() -> None:
     """Each layer with tensor-parallel or sharded weights, in the kinds that it can have."""
     layers = {each for each in vars(tnn).values() if inspect.isclass(each)}
     sliced = {each for each in layers if "tp_group" in inspect.signature(each).parameters}
-    sharded = {each for each in layers if issubclass(each, ShardedWeightMixin)}
+    sharded = {each for each in layers if issubclass(each, ShardableModule)}
     assert {each.__name__ for each in sliced | sharded} <= {case.of.__name__ for case in CASES.values()}
     for kind, classes in (("sharded", sharded), ("sliced", sliced & sharded)):
         found = {case.of.__name__ for case in CASES.values() if case.kind == kind}

@@ -12,8 +12,8 @@ parameter has the layout of the parameter.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from transformer_plugin.recipes import DelayedScaling
 
 if TYPE_CHECKING:
     from transformer_plugin.nn._recipe import RecipeModule
-    from transformer_plugin.nn._sharded_weight import ShardedWeightMixin
+    from transformer_plugin.nn._shardable import ShardableModule
     from transformer_plugin.nn.embedding import Embedding
     from transformer_plugin.nn.layer_norm_linear import LayerNormLinear
 
@@ -48,63 +48,71 @@ def run_norm(layer: str, norm: Callable[..., Tensor], input: Any, weight: Any, *
     return _as_dtensor(output, mesh, layout, input.shape)
 
 
-def run_linear(
-    layer: RecipeModule, operands: tuple[Any, Any, Any], quantized_weight: Any, into: dict[str, Any], out: Any
-) -> Tensor:
-    """``ops.linear`` of a layer.
+class ProductLayout(NamedTuple):
+    """Of a product that each rank computes for itself: what its output is a part of."""
+
+    mesh: Any
+    placement: Any
+    sizes: tuple[int, ...]
+
+    def of_output(self, product: Tensor) -> Tensor:
+        """The DTensor of which ``product`` is this rank's."""
+        return _as_dtensor(product, self.mesh, self.placement, self.sizes)
+
+
+def local_operands(
+    layer: RecipeModule, operands: tuple[Any, Any, Any], options: Mapping[str, Any], out: Any
+) -> tuple[tuple[Any, Any, Any], ProductLayout]:
+    """The input, the weight and the bias of this rank's product.
 
     Args:
         layer: the layer.
         operands: input, weight and bias.
-        quantized_weight, into: as for the op.
+        options: of the op.
         out: refused, as there is no DTensor to write into.
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     input, weight, bias = operands
     name, last = class_name(layer), input.dim() - 1
-    mesh, layout = _mesh_of(name, input, weight), _weight_layout(layer, input, weight, bias, into)
-    _refuse_buffers(name, out is not None or "dgrad_out" in into)
+    mesh, layout = _mesh_of(name, input, weight), _weight_layout(layer, input, weight, bias, options)
+    _refuse_buffers(name, out is not None or "dgrad_out" in options)
+    sizes = (*input.shape[:-1], weight.shape[0])
     if layout == Shard(0):
         parts = _part_of(input, Replicate(), Partial()), _part_of_parameter(weight), _part_of_parameter(bias)
-        output_layout: Any = Shard(last)
-    elif layout == Shard(1):
-        parts = (
-            _part_of(input, Shard(last)),
-            _part_of_parameter(weight),
-            _on_rank_0(_whole(bias, False), mesh),
-        )
-        output_layout = Partial()
-    else:
-        output_layout = _rows_layout(input)
-        sums = output_layout.is_shard()
-        parts = _part_of(input, output_layout), _whole(weight, sums), _whole(bias, sums)
-    output = ops.linear(*parts, *layer._formats, quantized_weight, **into)
-    return _as_dtensor(output, mesh, output_layout, (*input.shape[:-1], weight.shape[0]))
+        return parts, ProductLayout(mesh, Shard(last), sizes)
+    if layout == Shard(1):
+        own_bias = _on_rank_0(_whole(bias, False), mesh)
+        parts = _part_of(input, Shard(last)), _part_of_parameter(weight), own_bias
+        return parts, ProductLayout(mesh, Partial(), sizes)
+    rows = _rows_layout(input)
+    parts = _part_of(input, rows), _whole(weight, rows.is_shard()), _whole(bias, rows.is_shard())
+    return parts, ProductLayout(mesh, rows, sizes)
 
 
 def run_norm_linear(
-    layer: LayerNormLinear, operands: tuple[Any, ...], quantized_weight: Any, into: dict[str, Any], out: Any
+    layer: LayerNormLinear, operands: tuple[Any, ...], options: dict[str, Any], out: Any
 ) -> tuple[Tensor, Tensor]:
     """``ops.norm_linear`` of a layer, or the norm and then the product, where the norm's rows are sharded.
 
     Args:
         layer: the layer.
         operands: input, ``norm_weight``, ``norm_bias``, ``weight`` and ``bias``.
-        quantized_weight, into, out: as for :func:`run_linear`.
+        options, out: as for :func:`local_operands`.
     """
     from torch.distributed.tensor import Partial, Shard
 
     input, norm_weight, norm_bias, weight, bias = operands
     name = class_name(layer)
-    mesh, layout = _mesh_of(name, input, weight), _weight_layout(layer, input, weight, bias, into)
+    mesh, layout = _mesh_of(name, input, weight), _weight_layout(layer, input, weight, bias, options)
     _check_layout(name, "norm_weight", norm_weight, "Replicate()")
     _check_layout(name, "norm_bias", norm_bias, "Replicate()")
     rows = _rows_layout(input)
     in_two = layer.return_normalized or layout == Shard(1) or (layout == Shard(0) and rows.is_shard())
     if in_two:
         normalized = run_norm(name, layer._norm, input, norm_weight, norm_bias)
-        return run_linear(layer, (normalized, weight, bias), quantized_weight, into, out), normalized
+        parts, of_product = local_operands(layer, (normalized, weight, bias), options, out)
+        return of_product.of_output(ops.linear(*parts, *layer._formats, **options)), normalized
     _refuse_buffers(name, out is not None)
     by_columns = layout == Shard(0)
     # By columns, each rank has the gradient by its columns of the output.
@@ -112,12 +120,12 @@ def run_norm_linear(
     local_input = _part_of(input, rows, Partial() if by_columns else None)
     of_norm = _whole(norm_weight, sums), _whole(norm_bias, sums)
     if by_columns:
-        of_product = _part_of_parameter(weight), _part_of_parameter(bias)
+        parameters = _part_of_parameter(weight), _part_of_parameter(bias)
     else:
-        of_product = _whole(weight, sums), _whole(bias, sums)
+        parameters = _whole(weight, sums), _whole(bias, sums)
     norm = "layer_norm" if layer.normalization == "LayerNorm" else "rms_norm"
-    rule: tuple[Any, ...] = (layer.eps, norm, layer.zero_centered, False, *layer._formats, quantized_weight)
-    output, normalized = ops.norm_linear(local_input, *of_norm, *of_product, *rule, **into)
+    rule: tuple[Any, ...] = (layer.eps, norm, layer.zero_centered, False, *layer._formats)
+    output, normalized = ops.norm_linear(local_input, *of_norm, *parameters, *rule, **options)
     sizes = (*input.shape[:-1], weight.shape[0])
     return _as_dtensor(output, mesh, Shard(input.dim() - 1) if by_columns else rows, sizes), normalized
 
@@ -254,7 +262,9 @@ def _rows_layout(input: Any) -> Any:
     return placement if placement.is_shard() and placement.dim < input.dim() - 1 else Replicate()
 
 
-def _weight_layout(layer: RecipeModule, input: Any, weight: Any, bias: Any, into: dict[str, Any]) -> Any:
+def _weight_layout(
+    layer: RecipeModule, input: Any, weight: Any, bias: Any, options: Mapping[str, Any]
+) -> Any:
     """The layout of a linear layer's weight. Refuses what cannot run on DTensors."""
     name, layout = class_name(layer), weight.placements[0]
     _refuse_shards(layer)
@@ -266,7 +276,7 @@ def _weight_layout(layer: RecipeModule, input: Any, weight: Any, bias: Any, into
         return layout
     _check_layout(name, "weight", weight, "Shard(0), Shard(1) or Replicate()")
     _check_layout(name, "bias", bias, "Replicate()")
-    if _rows_layout(input).is_shard() and ("main_grad" in into or "wgrad_queue" in into):
+    if _rows_layout(input).is_shard() and ("main_grad" in options or "wgrad_queue" in options):
         _refuse(
             name,
             "weight",
@@ -277,7 +287,7 @@ def _weight_layout(layer: RecipeModule, input: Any, weight: Any, bias: Any, into
     return layout
 
 
-def _refuse_shards(layer: ShardedWeightMixin) -> None:
+def _refuse_shards(layer: ShardableModule) -> None:
     if layer.weight_shard:
         advice = "Parallelize other layers, or shard other weights"
         expected = "a weight that shard_ has not sharded"

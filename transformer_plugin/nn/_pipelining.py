@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from transformer_plugin._arguments import class_name, typed
-from transformer_plugin.nn._delayed_wgrad import DelayedWgradMixin, WgradHooks, outermost
+from transformer_plugin.nn._containers import LayerContainer, outermost
+from transformer_plugin.nn._recipe import RecipeModule
 from transformer_plugin.parallel._shard_experts import local
 from transformer_plugin.tensor._layout import message
 
@@ -37,7 +38,7 @@ def dw_builder(module: torch.nn.Module) -> Callable[[], Callable[[], None]]:
         )
 
     def compute() -> None:
-        for layer in [module] if isinstance(module, WgradHooks) else outermost(module):
+        for layer in [module] if isinstance(module, RecipeModule | LayerContainer) else outermost(module):
             layer.backward_dw()
 
     return lambda: compute
@@ -54,7 +55,7 @@ def register() -> None:
         layers: list[tuple[str, Any]] = []
         if grad_scale_factor != 1:
             found = stage.submod.named_modules()
-            layers = [(name, layer) for name, layer in found if isinstance(layer, DelayedWgradMixin)]
+            layers = [(name, layer) for name, layer in found if isinstance(layer, RecipeModule)]
         for name, layer in layers:
             _check_complete(name, layer)
         original(stage, grad_scale_factor)

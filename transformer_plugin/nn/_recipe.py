@@ -1,22 +1,18 @@
-"""Modules with a recipe: the format keys that they pass to the ops, and the state of delayed scaling."""
+"""Layers with a weight and a recipe: where the weight comes from, where its gradient goes, and in which formats."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
-from transformer_plugin import ops
-from transformer_plugin._arguments import class_name, is_strided
-from transformer_plugin.formats import Format, resolve
-from transformer_plugin.nn import _tracing
+from transformer_plugin._arguments import class_name
+from transformer_plugin.formats import resolve
 from transformer_plugin.nn._autocast import is_cast
-from transformer_plugin.nn._delayed_wgrad import DelayedWgradMixin
-from transformer_plugin.nn._main_grad import main_grads, mark_added
+from transformer_plugin.nn._delayed_scaling import STATE, keep_float32, keep_state
+from transformer_plugin.nn._formats import RoleFormats, RowRules, formats_of, row_rules, width_multiple
 from transformer_plugin.nn._parameter_types import (
     after_load,
     fit_assigned,
@@ -24,45 +20,27 @@ from transformer_plugin.nn._parameter_types import (
     keeping_attributes,
     keeping_types,
 )
-from transformer_plugin.nn._quantized_weight_mixin import QuantizedWeightMixin
-from transformer_plugin.nn.checkpoint import scales_of
+from transformer_plugin.nn._shardable import ShardableModule
+from transformer_plugin.nn._weight_source import check_cacheable
+from transformer_plugin.nn._wgrad_destination import WgradDestination, checked_hook
 from transformer_plugin.nn.quantized_parameters import refused_recipe, watch_quantized
-from transformer_plugin.parallel._weight_part import without_set
+from transformer_plugin.nn.quantized_weight import QuantizedWeight
+from transformer_plugin.parallel._shard_experts import local_experts
 from transformer_plugin.parallel._wrapping import keep_rank_buffers
 from transformer_plugin.recipes import DelayedScaling, Recipe
 from transformer_plugin.tensor._base import FormatTensor
 
-#: The state's buffers, in the order of the ops' arguments.
-STATE = ("delayed_history", "delayed_scale", "delayed_amax")
-#: The dtypes that the ops quantize.
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
+class RecipeModule(ShardableModule):
+    """A layer with a weight and a recipe.
 
-@contextmanager
-def keep_float32(module: torch.nn.Module, *names: str) -> Iterator[None]:
-    """Context for a module's move or cast: the named buffers change their device, but stay float32, bit for bit."""
-    before = {name: module._buffers.get(name) for name in names}
-    yield
-    for name, old in before.items():
-        now = module._buffers.get(name)
-        if old is not None and now is not None and now.dtype != old.dtype:
-            module._buffers[name] = old.to(now.device)
+    A forward passes to its op the operands, ``_formats``, and :meth:`_weight_arguments`. Those are of two objects: the
+    :class:`WeightSource`, where the weight comes from, and the :class:`WgradDestination`, where its gradient goes. What
+    changes either (``quantize_weights()``, ``shard_()``, ``fuse_wgrad_accumulation``, ...) gives the layer another one.
 
-
-class RoleFormats(NamedTuple):
-    """One format key per operand of a linear layer, in the order of the ops' arguments."""
-
-    input: str = "none"
-    weight: str = "none"
-    grad: str = "none"
-
-
-class RecipeModule(QuantizedWeightMixin, DelayedWgradMixin):
-    """A module with a weight and a recipe. The format keys are computed when the recipe is set, not in every forward.
-
-    With :class:`~transformer_plugin.recipes.DelayedScaling` it has the buffers ``delayed_scale [n]``,
-    ``delayed_amax [n]`` and ``delayed_history [H, n]``, float32 even if the module is cast. They hold the values of
-    the input, then of the weight, then of the gradient; each of the three has one entry per matrix of the weight.
+    The format keys are computed when the recipe is set, not in every forward. With
+    :class:`~transformer_plugin.recipes.DelayedScaling` it has the buffers ``delayed_scale [n]``, ``delayed_amax [n]``
+    and ``delayed_history [H, n]`` (:mod:`._delayed_scaling`), float32 even if the module is cast.
     """
 
     weight: Tensor
@@ -72,10 +50,14 @@ class RecipeModule(QuantizedWeightMixin, DelayedWgradMixin):
     _recipe: Recipe | None
     _formats: RoleFormats
     _row_rules: RowRules
+    #: Where the backward puts the gradient of the weight.
+    _wgrad_destination: WgradDestination = WgradDestination()
+    #: What :meth:`backward_dw` calls at its end.
+    _wgrad_hooks: tuple[Callable[[], Any], ...] = ()
+    #: The names of the parameters of the weight.
+    _weight_names: tuple[str, ...] = ("weight",)
     #: buffers that ``DistributedDataParallel`` does not overwrite with rank 0's before each forward.
     rank_buffers: tuple[str, ...] = STATE
-    #: whether the backward adds the weight's gradient to ``main_grad``.
-    fuse_wgrad_accumulation: bool = False
     #: whether the backward keeps the input itself and quantizes it again.
     save_original_input: bool = False
     #: whether the forward leaves out the bias and returns it.
@@ -104,61 +86,142 @@ class RecipeModule(QuantizedWeightMixin, DelayedWgradMixin):
         if text:
             raise ValueError(f"transformer_plugin::{class_name(self)}: argument 'recipe': {text}")
         self._check_widths(recipe, formats)
-        if self.quantized_weight is not None and self.quantized_weight.formats != tuple(formats):
-            self.forget_quantized_weights()
         self._recipe = recipe
         self._formats = formats
         self._row_rules = row_rules(formats)
-        self._note_exchange()
-        self._make_state()
+        self._take_weight_from(self._weight_source.with_recipe(self))
+        keep_state(self)
 
-    def _formats_here(self, recipe: Recipe | None) -> RoleFormats:
-        """The recipe's formats on the device of the weight. The scales of delayed scaling have a fixed layout."""
-        formats = formats_of(recipe)
-        if recipe is None or isinstance(recipe, DelayedScaling):
-            return formats
-        device = self._any_weight().device
-        return RoleFormats(resolve(formats.input, device), formats.weight, resolve(formats.grad, device))
-
-    def _main_grad(self) -> tuple[Any, ...]:
-        """The arguments of a layer's op for a weight gradient that goes into ``main_grad``; none if it does not."""
-        if not self.fuse_wgrad_accumulation:
-            return ()
-        if isinstance(self._recipe, DelayedScaling):
-            raise ValueError(
-                f"transformer_plugin::{class_name(self)}: argument 'recipe': expected fuse_wgrad_accumulation=False "
-                "with DelayedScaling, got True. Use another recipe, for example Float8CurrentScaling()."
-            )
-        buffers, *rest = main_grads(class_name(self), self._weights())
-        if not isinstance(self._source_weight(), Tensor):
-            return buffers, *rest
-        return buffers if buffers is None else buffers[0], *rest
-
-    def _weight_gradient(self) -> dict[str, Any]:
-        """The arguments of a layer's op that say where and when the weight's gradient is computed."""
-        if not (
-            self.fuse_wgrad_accumulation
-            or self._delays_wgrad
-            or self.save_original_input
-            or self.weight_shard
-        ):
-            return {}  # the common case, in every forward
-        queue, names = self._wgrad_queue(), ("main_grad", "accumulate", "weight_grad")
-        buffers = () if self.is_gathered_elsewhere else self._main_grad()
-        arguments: dict[str, Any] = dict(zip(names, buffers, strict=False))
+    def _weight_arguments(self) -> dict[str, Any]:
+        """What the op of a forward gets: where the weight comes from, and where its gradient goes."""
+        options = self._weight_source.arguments(self)
+        destination = self._wgrad_destination
+        if destination.into_main_grad or destination.is_delayed:
+            options.update(destination.arguments(self))
         if self.save_original_input:
-            arguments["save_original_input"] = self._saves_original_input()
-        if self.weight_shard:
-            arguments["weight_shard"] = self._shard_key()
-        return arguments if queue is None else {**arguments, "wgrad_queue": queue}
+            options["save_original_input"] = self._saves_original_input()
+        return options
 
-    def _shard_key(self) -> str:
-        """Of what autocast makes of a weight, it is without the set of the weights: such a copy exists for as long as
-        something on this rank needs it, and not as long as on other ranks, so none is gathered early."""
-        key = super()._shard_key()
-        return (
-            without_set(key) if key and not self.exchanges_quantized and is_cast(self._any_weight()) else key
-        )
+    # --- where the weight comes from
+
+    @property
+    def quantized_weight(self) -> QuantizedWeight | None:
+        """The quantized copy that forwards read; None: each forward quantizes the weight."""
+        return self._weight_source.quantized_weight
+
+    @property
+    def gathers_quantized(self) -> bool:
+        """Whether :func:`transformer_plugin.parallel.shard_` lets ranks exchange quantized shards."""
+        return self._weight_source.gathers_quantized
+
+    @property
+    def exchanges_quantized(self) -> bool:
+        """Whether they do in this recipe. Otherwise values travel, and are quantized after the gather."""
+        return self._weight_source.exchanges_quantized
+
+    @property
+    def is_gathered_elsewhere(self) -> bool:
+        """Whether another runtime unshards the weight, see
+        :func:`~transformer_plugin.parallel.attach_distributed_weights`."""
+        return self._weight_source.is_external
+
+    def quantize_weights(self, first_micro_batch: bool | Tensor = True) -> None:
+        """Quantizes the weight to the recipe's formats for every forward and backward until the next call.
+
+        Call it after each optimizer step, before the first forward. With gradients accumulated over n micro-batches,
+        the weight is then quantized once, not n times. Outputs and gradients have the same bits. The copy is
+        :attr:`quantized_weight`, a :class:`~transformer_plugin.nn.QuantizedWeight`, which is neither a buffer nor in
+        the ``state_dict``. Later calls write into the same memory, so CUDA graphs that use it stay valid, and a CUDA
+        graph may contain the call itself. :func:`transformer_plugin.optim.refresh_after` calls it after each step.
+
+        A forward raises an error if the weight has changed since: see :class:`~transformer_plugin.nn.QuantizedWeight`
+        for what is noticed. The weight must be a plain tensor. A weight that is gathered for each forward (FSDP) is
+        another tensor each time, and so is one that is computed in it (parametrizations, pruning, weight norms), which
+        is refused.
+
+        Moving or casting the module (``.to()``) and setting another recipe drop the copy. In a copy of the module whose
+        parameters are averaged (``AveragedModel``) the weights change: call :meth:`forget_quantized_weights` there.
+
+        Args:
+            first_micro_batch: as for :meth:`~transformer_plugin.nn.QuantizedWeight.refresh`. The first call quantizes
+                in any case.
+
+        Raises:
+            ValueError: there is no recipe, the recipe quantizes nothing, or it is ``DelayedScaling``, whose scales
+                change in each forward; or the weight is computed in each forward.
+        """
+        check_cacheable(self)
+        self._take_weight_from(self._weight_source.quantized_again(self, first_micro_batch))
+
+    def forget_quantized_weights(self) -> None:
+        """Drops the quantized weight: each forward quantizes again."""
+        self._take_weight_from(self._weight_source.without_copy())
+
+    def _source_weight(self) -> Tensor | list[Tensor]:
+        """The parameter, or the parameters, of the weight."""
+        return self.weight
+
+    def _weights(self) -> list[Tensor]:
+        weight = self._source_weight()
+        return [weight] if isinstance(weight, Tensor) else list(weight)
+
+    def _any_weight(self) -> Tensor:
+        """A tensor with the device of the weight and the last two dimensions of its sizes."""
+        return self.weight
+
+    def _is_weight_cast(self) -> bool:
+        return is_cast(self._any_weight())
+
+    def _local(self, parameter: Tensor) -> Tensor:
+        """This rank's part of a parameter of experts."""
+        return local_experts(self, parameter)
+
+    # --- where its gradient goes
+
+    @property
+    def fuse_wgrad_accumulation(self) -> bool:
+        """Whether the backward adds the weight's gradient to ``main_grad``. May be set at any time."""
+        return self._wgrad_destination.into_main_grad
+
+    @fuse_wgrad_accumulation.setter
+    def fuse_wgrad_accumulation(self, fuse: bool) -> None:
+        old = self._wgrad_destination
+        if bool(fuse) != old.into_main_grad:
+            self._wgrad_destination = WgradDestination(bool(fuse), old.is_delayed, old.queue)
+
+    @property
+    def delay_wgrad_compute(self) -> bool:
+        """Whether a backward leaves the weight's gradient to :meth:`backward_dw`. May be set at any time."""
+        return self._wgrad_destination.is_delayed
+
+    @delay_wgrad_compute.setter
+    def delay_wgrad_compute(self, delay: bool) -> None:
+        old = self._wgrad_destination
+        if bool(delay) != old.is_delayed:
+            self._wgrad_destination = WgradDestination(old.into_main_grad, bool(delay), old.queue)
+
+    def need_backward_dw(self) -> bool:
+        """Whether weight gradients wait for :meth:`backward_dw`."""
+        return self._wgrad_destination.waiting > 0
+
+    def backward_dw(self) -> None:
+        """Computes the weight gradients of all backwards since the last call, in their order, then calls the hooks.
+
+        The gradients are added to ``main_grad``, with ``fuse_wgrad_accumulation``, or to ``.grad``. Does nothing if
+        none waits. Runs on the current stream, which must wait for that of the backward if it is another one.
+        """
+        if not self.need_backward_dw():
+            return
+        self._wgrad_destination.compute(self)
+        for hook in self._wgrad_hooks:
+            hook()
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], Any]) -> None:
+        """Registers what :meth:`backward_dw` calls, without arguments, once the gradients are complete.
+
+        Frameworks reduce the gradients over ranks in it, because the hooks of autograd ran before they were computed.
+        """
+        self._wgrad_hooks = (*self._wgrad_hooks, checked_hook(self, hook))
 
     def _saves_original_input(self) -> bool:
         if not isinstance(self._recipe, DelayedScaling):
@@ -168,31 +231,19 @@ class RecipeModule(QuantizedWeightMixin, DelayedWgradMixin):
             "DelayedScaling, whose scales have changed by the backward, got True. Leave it out."
         )
 
-    def _op_took(self, arguments: dict[str, Any]) -> None:
-        """Called with what :meth:`_weight_gradient` returned, once the layer's op has accepted the call."""
-        if arguments and arguments.get("weight_grad", "none") != "none":
-            mark_added(self._weights())
+    # --- formats
 
-    def _extra_options(self) -> str:
-        """What ``extra_repr`` says of the weight's gradient and of the bias."""
-        text = ", fuse_wgrad_accumulation=True" if self.fuse_wgrad_accumulation else ""
-        text += ", delay_wgrad_compute=True" if self.delay_wgrad_compute else ""
-        text += ", save_original_input=True" if self.save_original_input else ""
-        text += f", weight_shard={self.weight_shard!r}" if self.weight_shard else ""
-        text += "" if self.tensor_parallel is None else str(self.tensor_parallel)
-        return text + (", return_bias=True" if self.return_bias else "")
-
-    def _any_weight(self) -> Tensor:
-        """A tensor with the device of the weight and the last two dimensions of its sizes."""
-        return self.weight
+    def _formats_here(self, recipe: Recipe | None) -> RoleFormats:
+        """The recipe's formats on the device of the weight. The scales of delayed scaling have a fixed layout."""
+        formats = formats_of(recipe)
+        if recipe is None or isinstance(recipe, DelayedScaling):
+            return formats
+        device = self._any_weight().device
+        return RoleFormats(resolve(formats.input, device), formats.weight, resolve(formats.grad, device))
 
     def _resolve_formats(self) -> None:
         """Called after the weight may have moved to another device."""
         self._formats = self._formats_here(self._recipe)
-
-    if TYPE_CHECKING:  # every subclass defines it
-
-        def reset_parameters(self) -> None: ...
 
     def _check_widths(self, recipe: Recipe | None, formats: RoleFormats) -> None:
         """Raises if the recipe's blocks do not divide the weight's widths, because every forward would raise.
@@ -214,64 +265,20 @@ class RecipeModule(QuantizedWeightMixin, DelayedWgradMixin):
                 raise ValueError(text)
             warnings.warn(text, UserWarning, stacklevel=4)
 
-    def _make_state(self) -> None:
-        recipe, history = self._recipe, self._buffers.get(STATE[0])
-        if isinstance(recipe, DelayedScaling):
-            if history is None or history.shape[0] != recipe.amax_history_len:
-                self._register_state(recipe)
-        elif history is not None:
-            for name in STATE:
-                delattr(self, name)
+    def _extra_options(self) -> str:
+        """What ``extra_repr`` says of the weight's gradient and of the bias."""
+        text = ", fuse_wgrad_accumulation=True" if self.fuse_wgrad_accumulation else ""
+        text += ", delay_wgrad_compute=True" if self.delay_wgrad_compute else ""
+        text += ", save_original_input=True" if self.save_original_input else ""
+        text += f", weight_shard={self.weight_shard!r}" if self.weight_shard else ""
+        text += "" if self.tensor_parallel is None else str(self.tensor_parallel)
+        return text + (", return_bias=True" if self.return_bias else "")
 
-    def _register_state(self, recipe: DelayedScaling) -> None:
-        weight = self._local(self._any_weight().detach())
-        part = self.weight_parts.get("weight")
-        tensors = 3 * ((weight.shape[0] if part is None else part.rows.rows) if weight.dim() == 3 else 1)
-        sizes = ((recipe.amax_history_len, tensors), (tensors,), (tensors,))
-        for name, size in zip(STATE, sizes, strict=True):
-            self.register_buffer(name, torch.empty(size, dtype=torch.float32, device=weight.device))
-        keep_rank_buffers()
-        self._reset_state()
+    if TYPE_CHECKING:  # every subclass defines it
 
-    def _reset_state(self) -> None:
-        if STATE[0] in self._buffers:
-            torch.nn.init.zeros_(self.delayed_history)
-            torch.nn.init.ones_(self.delayed_scale)
-            torch.nn.init.zeros_(self.delayed_amax)
+        def reset_parameters(self) -> None: ...
 
-    def _op_accepts(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-        """Whether the op will accept the input and the parameters. If not, the op raises the error."""
-        if not is_strided(input) or not is_strided(weight):
-            return False
-        part = self.weight_parts.get("weight")
-        rows = weight.shape[:-1] if part is None else (part.rows.rows, *weight.shape[1:-1])
-        if bias is not None and (
-            bias.shape != rows or bias.device != weight.device or bias.dtype not in (*DTYPES, torch.float64)
-        ):
-            return False
-        fits = input.dim() > 0 and input.shape[-1] == weight.shape[-1] and weight.dtype in DTYPES
-        return fits and input.dtype == weight.dtype and input.device == weight.device
-
-    def _delayed_scales(self, recipe: DelayedScaling, takes: bool) -> Tensor:
-        """Returns the scales for this call, from the amaxes of earlier calls.
-
-        In training this updates the state. The state must not change if the op is going to reject the call.
-        """
-        if not takes:
-            return self.delayed_scale
-        if torch.compiler.is_compiling():
-            return self._next_scales(recipe)
-        return scales_of(self, lambda: self._next_scales(recipe))
-
-    def _next_scales(self, recipe: DelayedScaling) -> Tensor:
-        state = (self.delayed_history, self.delayed_scale, self.delayed_amax)
-        rule = (list(self._formats), recipe.margin, recipe.amax_compute_algo)
-        if _tracing.is_tracing():
-            update = _tracing.update_delayed_scale_ if self.training else _tracing.delayed_scale
-            return update(state, rule)
-        if self.training:
-            return ops.update_delayed_scale_(*state, *rule, str(recipe.amax_group))
-        return self.delayed_scale.clone() if recipe.amax_group else ops.delayed_scale(*state, *rule)
+    # --- what torch calls
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         metadata, _, missing, _, errors = arguments
@@ -296,33 +303,3 @@ class RecipeModule(QuantizedWeightMixin, DelayedWgradMixin):
             super()._apply(keeping_types(fn), recurse)
         self._resolve_formats()
         return self
-
-
-def formats_of(recipe: Recipe | None) -> RoleFormats:
-    """Returns the keys of a recipe: "none" three times if there is no recipe."""
-    if recipe is None:
-        return RoleFormats()
-    return RoleFormats(recipe.input_format, recipe.weight_format, recipe.grad_format)
-
-
-def width_multiple(key: str) -> int:
-    """Returns the number of which a product's widths must be a multiple if an operand has this format."""
-    format = Format.parse(key)
-    return format.block[1] if format.block and format.family in ("mxfp8", "nvfp4") else 1
-
-
-class RowRules(NamedTuple):
-    """How the rows of each group are padded."""
-
-    #: the preferred alignment of the GPU's kernels.
-    alignment: int = 1
-    #: required multiple, because a backward quantizes along the rows.
-    multiple: int = 1
-
-
-def row_rules(formats: RoleFormats) -> RowRules:
-    """Returns the padding rules of a layer with these formats."""
-    parsed = [Format.parse(key) for key in formats]
-    return RowRules(
-        max(format.alignment for format in parsed), max(format.group_multiple for format in parsed)
-    )

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from transformer_plugin.nn._sharded_weight import ShardedWeightMixin
+    from transformer_plugin.nn._shardable import ShardableModule
 
 #: Set on a whole parameter whose slices a layer has.
 _PART = "slices_of_this_rank"
@@ -175,7 +175,7 @@ def group_of(layer: str, group: Any) -> tuple[str, tuple[int, ...]]:
     return group.group_name, tuple(dist.get_process_group_ranks(group))
 
 
-def shard_parameters(layer: ShardedWeightMixin, parallel: TensorParallel, plan: dict[str, SlicePlan]) -> None:
+def shard_parameters(layer: ShardableModule, parallel: TensorParallel, plan: dict[str, SlicePlan]) -> None:
     """Replaces whole parameters by this rank's slices."""
     _check_whole(layer, plan)
     made: dict[str, TensorSlices] = {}
@@ -193,7 +193,7 @@ def shard_parameters(layer: ShardedWeightMixin, parallel: TensorParallel, plan: 
     same_on_ranks(layer)
 
 
-def _part_of(layer: ShardedWeightMixin, name: str, slices: TensorSlices) -> Parameter:
+def _part_of(layer: ShardableModule, name: str, slices: TensorSlices) -> Parameter:
     """This rank's slices of a parameter; those of another layer with the same one, which stays tied."""
     whole: Any = layer._parameters[name]
     part: Any = whole.__dict__.get(_PART)
@@ -214,7 +214,7 @@ def _part_of(layer: ShardedWeightMixin, name: str, slices: TensorSlices) -> Para
     return part
 
 
-def _check_whole(layer: ShardedWeightMixin, plan: dict[str, SlicePlan]) -> None:
+def _check_whole(layer: ShardableModule, plan: dict[str, SlicePlan]) -> None:
     layout = getattr(layer, "parameter_layout", "packed")
     if layout != "packed":
         _refuse(class_name(layer), "parameters", "'packed' with parallel_mode", repr(layout))
@@ -286,7 +286,7 @@ def plan_of(
 
 @contextmanager
 def initialize_full_params(
-    layer: ShardedWeightMixin, made_by_id: dict[int, Parameter] | None = None
+    layer: ShardableModule, made_by_id: dict[int, Parameter] | None = None
 ) -> Iterator[None]:
     """Context in which a layer has whole parameters, of which it keeps this rank's slices and rows.
 

@@ -13,9 +13,10 @@ from torch import Tensor
 from transformer_plugin._arguments import typed
 from transformer_plugin.functional import grouped_mlp
 from transformer_plugin.nn._autocast import operand
+from transformer_plugin.nn._formats import formats_of, row_rules, width_multiple
 from transformer_plugin.nn._left_alone import chooses, is_experts, is_linear, left_alone
 from transformer_plugin.nn._module import PluginModule, layer_forward
-from transformer_plugin.nn._recipe import RecipeModule, formats_of, row_rules, width_multiple
+from transformer_plugin.nn._recipe import RecipeModule
 from transformer_plugin.nn.linear import Linear
 from transformer_plugin.nn.quantized_parameters import refused_recipe
 from transformer_plugin.parallel.token_dispatcher import DispatchConfig, LocalTokenDispatcher

@@ -11,7 +11,7 @@ from transformer_plugin import ops
 from transformer_plugin._arguments import check_dtype, typed
 from transformer_plugin.nn._dtensor import is_dtensor, run_embedding
 from transformer_plugin.nn._module import layer_forward, registered
-from transformer_plugin.nn._sharded_weight import ShardedWeightMixin
+from transformer_plugin.nn._shardable import ShardableModule
 from transformer_plugin.nn._tensor_parallel import (
     SlicePlan,
     TensorParallel,
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class Embedding(ShardedWeightMixin, torch.nn.Embedding):
+class Embedding(ShardableModule, torch.nn.Embedding):
     """The rows of a table ``[N, K]`` that indices name.
 
     A drop-in replacement for :class:`torch.nn.Embedding`, of which it is a subclass: the same constructor, initial
@@ -79,12 +79,12 @@ class Embedding(ShardedWeightMixin, torch.nn.Embedding):
         if is_dtensor(weight):
             return run_embedding(self, input, weight, padding)
         if self.tensor_parallel is None:
-            return ops.embedding(input, weight, padding, self._shard_key())
+            return ops.embedding(input, weight, padding, self._weight_source.shard_key(self))
         return self.tensor_parallel.output(self._own_rows(input, weight, padding), None)
 
     def _own_rows(self, input: Tensor, weight: Tensor, padding: int) -> Tensor:
         """The rows that this rank has, and zeros for those of the others."""
-        self._check_shard()
+        self._check_slices()
         # Before the first row is subtracted, which makes int64 of bool.
         check_dtype("embedding", "indices", input, torch.int64, torch.int32)
         slices = self.tensor_slices["weight"]
@@ -93,7 +93,7 @@ class Embedding(ShardedWeightMixin, torch.nn.Embedding):
         is_elsewhere = (input < first) | (input >= first + rows)
         own = (input - first).masked_fill(is_elsewhere, 0)
         own_padding = padding - first if first <= padding < first + rows else -1
-        found = ops.embedding(own, weight, own_padding, self._shard_key())
+        found = ops.embedding(own, weight, own_padding, self._weight_source.shard_key(self))
         return found.masked_fill(is_elsewhere.unsqueeze(-1), 0.0)
 
     def extra_repr(self) -> str:

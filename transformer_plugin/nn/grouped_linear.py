@@ -17,6 +17,7 @@ from transformer_plugin.launch import LaunchOptions, checked
 from transformer_plugin.nn._attributes import fixed
 from transformer_plugin.nn._autocast import as_float32, fits_rows, like_input, operands
 from transformer_plugin.nn._caller_buffers import into_buffers
+from transformer_plugin.nn._delayed_scaling import op_accepts, reset_state, scales_of_call
 from transformer_plugin.nn._layouts import (
     Layout,
     checked_layout,
@@ -192,6 +193,16 @@ class GroupedLinear(RecipeModule):
         return biases if self.parameter_layout == "list" else biases[0]
 
     @property
+    def local_weight(self) -> Tensor:
+        """This rank's part of the weight."""
+        return self._local(self.weight)
+
+    @property
+    def local_bias(self) -> Tensor | None:
+        """This rank's part of the bias."""
+        return None if self.bias is None else self._local(self.bias)
+
+    @property
     def has_bias(self) -> bool:
         """Whether each group has a bias."""
         if self._parameter_layout == "list":
@@ -242,7 +253,7 @@ class GroupedLinear(RecipeModule):
             for parameter in self._parameters_named((*self._weight_names, *self._bias_names)):
                 if parameter is not None:
                     draw_uniform(self, packed(parameter), bound)
-        self._reset_state()
+        reset_state(self)
 
     @layer_forward
     def forward(
@@ -275,53 +286,47 @@ class GroupedLinear(RecipeModule):
         group_sizes = sizes_tensor(group_sizes, input)
         if (bias_scale is not None) != self.scale_bias:
             self._refuse_bias_scale()
-        quantized_weight, (input, weight, bias) = self._quantized_weight(), self._operands(input)
+        options = self._weight_arguments()  # of _weight_source and _wgrad_destination
+        input, weight, bias = self._operands(input)
         bias_scale = None if bias_scale is None else as_float32(bias_scale)
-        weight = like_input(weight, input) if self.is_gathered_elsewhere else weight
+        weight = like_input(weight, input) if self._weight_source.is_external else weight
         kept_bias = self._biases() if self.return_bias and self.has_bias else None
         if self.return_bias:
             bias = bias_scale = None
-        into, parallel = self._weight_gradient(), self.tensor_parallel
+        parallel = self.tensor_parallel
         if parallel is not None:
             without_buffers(class_name(self), parallel, out, dgrad_out)
-            self._check_shard()
+            self._check_slices()
             input, bias_scale = parallel.input(input), parallel.copied(bias_scale)
         if out is not None or dgrad_out is not None:
             out, buffers = into_buffers(class_name(self), self.recipe, out, dgrad_out, self.weight_shard)
-            into.update(buffers)
-        given = (input, weight, group_sizes, bias, bias_scale)
-        output = self._product(given, quantized_weight, into, out)
+            options.update(buffers)
+        output = self._product((input, weight, group_sizes, bias, bias_scale), options, out)
+        if self._wgrad_destination.into_main_grad:
+            self._wgrad_destination.accepted(self, options)
+        if options and self._parameter_layout == "grouped":
+            self._wgrad_destination.watch_capture(self, "grouped_linear", output)
         if parallel is not None:
             output = parallel.output(output, None)
         return (output, kept_bias) if self.return_bias else output
 
-    def _product(
-        self,
-        operands: tuple[Any, ...],
-        quantized_weight: list[Tensor] | None,
-        into: dict[str, Any],
-        out: Tensor | None,
-    ) -> Tensor:
+    def _product(self, operands: tuple[Any, ...], options: dict[str, Any], out: Tensor | None) -> Tensor:
         """Calls the op of the recipe with the operands, and with buffers for what it and its backward compute."""
-        input, weight, group_sizes, *biases = operands
+        input, weight, group_sizes, bias, bias_scale = operands
         if isinstance(self._recipe, DelayedScaling):
-            return self._delayed_product(self._recipe, *operands)
-        is_plain = self._recipe is None and quantized_weight is None and self._launch_options == _NO_OPTIONS
-        if is_plain and out is None and not into:
+            return self._delayed_product(self._recipe, options.get("weight_shard", ""), *operands)
+        is_plain = self._recipe is None and self._launch_options == _NO_OPTIONS
+        if is_plain and out is None and not options:
             # What is not passed need not be parsed, and the wrapper has nothing to convert.
             matrices = [weight] if isinstance(weight, Tensor) else weight
-            output: Tensor = _ops.grouped_linear.default(input, matrices, group_sizes, *biases)
+            output: Tensor = _ops.grouped_linear.default(input, matrices, group_sizes, bias, bias_scale)
             return output
-        layer = (*biases, *self._formats, quantized_weight, *self._launch_options)
+        max_sms, expected_rows = self._launch_options
+        launch: dict[str, Any] = {"max_sms": max_sms, "expected_rows": expected_rows, **options}
         if out is None:
-            output = ops.grouped_linear(input, weight, group_sizes, *layer, **into)
-        else:
-            output = out
-            ops.grouped_linear_out(input, weight, group_sizes, out, *layer, **into)
-        self._op_took(into)
-        if into and self._parameter_layout == "grouped":
-            self._watch_capture("grouped_linear", output)
-        return output
+            return ops.grouped_linear(input, weight, group_sizes, bias, bias_scale, *self._formats, **launch)
+        ops.grouped_linear_out(input, weight, group_sizes, out, bias, bias_scale, *self._formats, **launch)
+        return out
 
     def _refuse_bias_scale(self) -> NoReturn:
         raise ValueError(
@@ -333,6 +338,7 @@ class GroupedLinear(RecipeModule):
     def _delayed_product(
         self,
         recipe: DelayedScaling,
+        shard: str,
         input: Tensor,
         weight: Tensor | list[Tensor],
         group_sizes: Tensor,
@@ -344,15 +350,11 @@ class GroupedLinear(RecipeModule):
                 "transformer_plugin::GroupedLinear: argument 'recipe': expected parameters='packed' or 'grouped' with "
                 "DelayedScaling, got 'list'. Use another recipe, for example Float8CurrentScaling()."
             )
-        accepted = self._op_accepts(input, weight, bias)
-        scale = self._delayed_scales(
-            recipe, accepted and self._op_accepts_rows(input, group_sizes, bias_scale)
-        )
-        amax = self.delayed_amax if self.training else None
-        max_sms, expected_rows = self.launch_options
-        options = {"max_sms": max_sms, "expected_rows": expected_rows, "weight_shard": self._shard_key()}
-        operands = (input, weight, group_sizes, bias, bias_scale)
-        return ops.grouped_linear(*operands, *self._formats, scale=scale, amax=amax, **options)
+        accepted = op_accepts(self, input, weight, bias)
+        accepted = accepted and self._op_accepts_rows(input, group_sizes, bias_scale)
+        scale, amax = scales_of_call(self, recipe, accepted)
+        layer = (scale, amax, bias, bias_scale, *self._formats, *self.launch_options, shard)
+        return ops.grouped_linear_scaled(input, weight, group_sizes, *layer)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformer_plugin import ops
 from transformer_plugin._arguments import class_name, is_strided, typed
 from transformer_plugin.launch import LaunchOptions, checked
-from transformer_plugin.nn._attributes import fixed, quantize_layers, recipe_layers
+from transformer_plugin.nn._attributes import fixed
 from transformer_plugin.nn._autocast import as_float32, check_rows_factor
 from transformer_plugin.nn._caller_buffers import (
     buffer_of,
@@ -20,11 +20,11 @@ from transformer_plugin.nn._caller_buffers import (
     into_buffers,
     with_gradient_into,
 )
+from transformer_plugin.nn._containers import LayerContainer, quantize_layers, recipe_layers
+from transformer_plugin.nn._formats import RoleFormats
 from transformer_plugin.nn._hooks import allow_one_op, call_forward_hooks, call_pre_hooks, have_hooks
-from transformer_plugin.nn._launch_options import LaunchOptionsMixin
 from transformer_plugin.nn._layouts import Layout
 from transformer_plugin.nn._module import check_sizes, layer_forward, registered
-from transformer_plugin.nn._recipe import RoleFormats
 from transformer_plugin.nn._slots import Slots, sizes_tensor
 from transformer_plugin.nn._tensor_parallel import (
     TensorParallel,
@@ -56,6 +56,41 @@ def _matrices(weight: Tensor | list[Tensor]) -> list[Tensor]:
     return [weight] if isinstance(weight, Tensor) else weight
 
 
+#: What the one op has for each weight, by its name in the op of a layer.
+_OF_FC1 = {
+    "quantized_weight": "quantized_fc1_weight",
+    "main_grad": "fc1_main_grad",
+    "wgrad_queue": "fc1_wgrad_queue",
+}
+_OF_FC2 = {
+    "quantized_weight": "quantized_fc2_weight",
+    "main_grad": "fc2_main_grad",
+    "wgrad_queue": "fc2_wgrad_queue",
+}
+
+
+def _of_both(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of the one op for the weights, made of those of the layers' own ops.
+
+    Raises if it cannot treat the gradients of both weights: their flags differ. A weight may need no gradient.
+    """
+    needed = [own for own in (second, first) if own.get("main_grad") is not None]
+    flags = [{name: own[name] for name in ("accumulate", "weight_grad")} for own in needed]
+    if len(flags) == 2 and flags[0] != flags[1]:
+        raise ValueError(
+            "transformer_plugin::GroupedMLP: argument 'weight': expected the same 'overwrite_main_grad', "
+            "'grad_added_to_main_grad' and 'zero_out_wgrad' on the weights of both layers, got different ones. "
+            "Set the attributes on all, or on none."
+        )
+    options = {_OF_FC2.get(name, name): value for name, value in second.items()}
+    options.update(
+        {_OF_FC1.get(name, name): value for name, value in first.items()}
+    )  # a shard's key names fc1
+    if flags:
+        options.update(flags[0])
+    return options
+
+
 def takes_tokens(experts: Any) -> bool:
     """Whether calling the experts runs :meth:`GroupedMLP.forward`, which takes :class:`Slots`."""
     kind = type(experts)
@@ -71,7 +106,7 @@ def _check_interleave(interleave: int, ffn_hidden: int) -> None:
         )
 
 
-class GroupedMLP(LaunchOptionsMixin):
+class GroupedMLP(LayerContainer):
     """``fc2(swiglu(fc1(input)) * probs)`` for each group, with its own weights.
 
     The probability of a row scales the row between the two products, and also the bias of ``fc2``. The output is the
@@ -207,25 +242,32 @@ class GroupedMLP(LaunchOptionsMixin):
             Rows past the last group are zero.
         """
         probs, (fc1, fc2) = as_float32(probs), self._layers()
-        is_one_op = self._can_fuse(fc1, fc2) and not have_hooks(fc1, fc2)
-        if isinstance(group_sizes, Slots):
-            if is_one_op:
-                return self._fused(
-                    fc1, fc2, input, group_sizes.group_sizes, probs, out, dgrad_out, group_sizes
-                )
-            return self._with_copies(input, group_sizes, probs, out, dgrad_out)
-        group_sizes = sizes_tensor(group_sizes, input)
-        if is_one_op:
-            return self._fused(fc1, fc2, input, group_sizes, probs, out, dgrad_out)
+        slots = group_sizes if isinstance(group_sizes, Slots) else None
+        sizes: Tensor = sizes_tensor(group_sizes, input) if slots is None else slots.group_sizes  # type: ignore[arg-type]
+        if self._can_fuse(fc1, fc2) and not have_hooks(fc1, fc2):
+            return self._fused(fc1, fc2, input, sizes, probs, out, dgrad_out, slots)
+        if slots is not None:
+            return self._with_copies(input, slots, probs, out, dgrad_out)
+        return self._one_by_one(fc1, fc2, input, sizes, probs, out, dgrad_out)
+
+    def _one_by_one(
+        self,
+        fc1: Any,
+        fc2: Any,
+        input: Tensor,
+        group_sizes: Tensor,
+        probs: Tensor,
+        out: Tensor | None,
+        dgrad_out: Tensor | None,
+    ) -> Tensor:
+        """The layers, or what replaces them, and their hooks."""
         parallel, of_activation = self.tensor_parallel or getattr(fc1, "tensor_parallel", None), probs
         if parallel is not None:
             without_buffers(class_name(self), parallel, out, dgrad_out)
             of_activation = parallel.copied(probs)  # fc2 copies those of its bias
         elif out is None and dgrad_out is None and self._can_fuse(fc1, fc2) and allow_one_op(fc1, fc2):
             return self._fused_with_hooks(input, group_sizes, probs)
-        if (
-            is_strided(input) and input.dim() == 2
-        ):  # before the first layer changes its state of delayed scaling
+        if is_strided(input) and input.dim() == 2:  # before fc1 changes its state of delayed scaling
             check_rows_factor(class_name(self), "probs", probs, input)
         of_first = {} if dgrad_out is None else {"dgrad_out": dgrad_out}
         of_second = {} if out is None else {"out": out}
@@ -285,91 +327,52 @@ class GroupedMLP(LaunchOptionsMixin):
     ) -> Tensor:
         """Both layers in one op, whose output is a part of a sum under tensor parallelism."""
         parallel = fc2.tensor_parallel
-        if parallel is None:
-            return self._one_op(fc1, fc2, input, group_sizes, probs, out, dgrad_out, slots)
-        without_buffers(class_name(self), parallel, out, dgrad_out)
-        for layer in (fc1, fc2):
-            layer._check_shard()
-        input, probs = parallel.copied(input), parallel.copied(probs)
-        output = self._one_op(fc1, fc2, input, group_sizes, probs, None, None, slots)
-        return parallel.output(output, None)
-
-    def _one_op(
-        self,
-        fc1: GroupedLinear,
-        fc2: GroupedLinear,
-        input: Tensor,
-        group_sizes: Tensor,
-        probs: Tensor,
-        out: Tensor | None,
-        dgrad_out: Tensor | None,
-        slots: Slots | None,
-    ) -> Tensor:
-        options = self._op_options(fc1, fc2)
-        first, second = fc1._main_grad(), fc2._main_grad()
-        if first:
-            options.update(self._main_grads(first, second))
+        if parallel is not None:
+            without_buffers(class_name(self), parallel, out, dgrad_out)
+            for layer in (fc1, fc2):
+                layer._check_slices()
+            input, probs = parallel.copied(input), parallel.copied(probs)
+        first, second = fc1._weight_arguments(), fc2._weight_arguments()
+        options = self._own_options(fc1)
+        if first or second:
+            options.update(_of_both(first, second))
         if dgrad_out is not None:
             options["dgrad_out"] = dgrad_out
         input, fc1_weight, fc1_bias = fc1._operands(input)
         _, fc2_weight, fc2_bias = fc2._operands(input)  # the input is cast already
         slot, source = (None, None) if slots is None else (slots.slot, slots.source)
+        output: Tensor
         if out is None and not options:
             # The wrapper has nothing to convert, and what is not passed need not be parsed.
             weights = (_matrices(fc1_weight), _matrices(fc2_weight))
             rest = (group_sizes, probs, fc1_bias, fc2_bias)
-            output: Tensor = _ops.grouped_mlp.default(input, *weights, *rest, slot=slot, source=source)
-            return output
+            output = _ops.grouped_mlp.default(input, *weights, *rest, slot=slot, source=source)
+            return output if parallel is None else parallel.output(output, None)
         required = (input, fc1_weight, fc2_weight, group_sizes, probs)
         options.update(fc1_bias=fc1_bias, fc2_bias=fc2_bias, slot=slot, source=source)
         if out is None:
             output = ops.grouped_mlp(*required, **options)
         else:
-            if "weight_shard" in options:
+            if fc1.weight_shard:
                 into_buffers(class_name(self), None, out, None, fc1.weight_shard)  # raises
             output = buffer_of(out)
             ops.grouped_mlp_out(*required, output, **options)
-        if first:
-            for layer, gradient in ((fc1, first), (fc2, second)):
-                layer._op_took({"weight_grad": gradient[2]})
-        for layer, prefix in ((fc1, "fc1_"), (fc2, "fc2_")) if fc1.parameter_layout == "grouped" else ():
-            layer._watch_capture("grouped_mlp", output, prefix)
-        return output
+        for layer, own, prefix in ((fc1, first, "fc1_"), (fc2, second, "fc2_")):
+            layer._wgrad_destination.accepted(layer, own)
+            if fc1.parameter_layout == "grouped":
+                layer._wgrad_destination.watch_capture(layer, "grouped_mlp", output, prefix)
+        return output if parallel is None else parallel.output(output, None)
 
-    def _op_options(self, fc1: GroupedLinear, fc2: GroupedLinear) -> dict[str, Any]:
-        """What the op gets in place of its defaults, besides buffers."""
+    def _own_options(self, fc1: GroupedLinear) -> dict[str, Any]:
+        """What the op gets in place of its defaults, besides weights, their gradients, and buffers."""
         options: dict[str, Any] = {}
-        for name, layer in (("fc1", fc1), ("fc2", fc2)):
-            quantized, queue = layer._quantized_weight(), layer._wgrad_queue()
-            if quantized is not None:
-                options[f"quantized_{name}_weight"] = quantized
-            if queue is not None:
-                options[f"{name}_wgrad_queue"] = queue
         if fc1._formats != _NO_FORMATS:
             options.update(zip(("input_format", "weight_format", "grad_format"), fc1._formats, strict=True))
         if fc1._launch_options != _NO_OPTIONS:
             options.update(fc1._launch_options._asdict())
         if self.glu_interleave:
             options["interleave"] = self.glu_interleave
-        if fc1.weight_shard:
-            options["weight_shard"] = fc1._shard_key()
         return options
-
-    @staticmethod
-    def _main_grads(first: tuple[Any, ...], second: tuple[Any, ...]) -> dict[str, Any]:
-        """The op's arguments for buffers of both layers, of which one may need no gradient.
-
-        Raises if one op cannot treat the gradients of both weights: their flags differ.
-        """
-        if first[0] is not None and second[0] is not None and first[1:] != second[1:]:
-            raise ValueError(
-                "transformer_plugin::GroupedMLP: argument 'weight': expected the same 'overwrite_main_grad', "
-                "'grad_added_to_main_grad' and 'zero_out_wgrad' on the weights of both layers, got different ones. "
-                "Set the attributes on all, or on none."
-            )
-        accumulate, weight_grad = (second if first[0] is None else first)[1:]
-        buffers = {"fc1_main_grad": first[0], "fc2_main_grad": second[0]}
-        return {**buffers, "accumulate": accumulate, "weight_grad": weight_grad}
 
     def extra_repr(self) -> str:
         """The sizes."""
@@ -379,17 +382,18 @@ class GroupedMLP(LaunchOptionsMixin):
     @staticmethod
     def _can_fuse(fc1: GroupedLinear, fc2: GroupedLinear) -> bool:
         """Whether one op can run both layers without hooks. Checked in every forward, because recipes may change."""
+        if not (_is_plain(fc1) and _is_plain(fc2)):
+            return False
+        shard = fc1._weight_source.weight_shard
         return (
-            _is_plain(fc1)
-            and _is_plain(fc2)
-            and fc1._formats == fc2._formats
+            fc1._formats == fc2._formats
             and fc1._launch_options == fc2._launch_options
             and not fc1.scale_bias
             and fc2.scale_bias == fc2.has_bias
             and not (fc1.return_bias or fc2.return_bias)
             and (fc1.tensor_parallel is None) == (fc2.tensor_parallel is None)
-            and fc1.weight_shard == fc2.weight_shard
-            and not (fc1.weight_shard and fc1.parameter_layout == "list")
+            and shard == fc2._weight_source.weight_shard
+            and not (shard and fc1.parameter_layout == "list")
             and not (fc1.save_original_input or fc2.save_original_input)
-            and fc1.fuse_wgrad_accumulation == fc2.fuse_wgrad_accumulation
+            and fc1._wgrad_destination.into_main_grad == fc2._wgrad_destination.into_main_grad
         )

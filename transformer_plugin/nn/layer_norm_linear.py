@@ -15,6 +15,7 @@ from transformer_plugin._arguments import class_name, typed
 from transformer_plugin.nn._attributes import fixed
 from transformer_plugin.nn._autocast import like_input, operands
 from transformer_plugin.nn._caller_buffers import into_buffers, with_gradient_into
+from transformer_plugin.nn._delayed_scaling import reset_state
 from transformer_plugin.nn._dtensor import is_dtensor, run_norm_linear
 from transformer_plugin.nn._module import check_sizes, layer_forward, registered
 from transformer_plugin.nn._recipe import RecipeModule
@@ -27,6 +28,7 @@ from transformer_plugin.nn._tensor_parallel import (
     tensor_parallel_of,
     without_buffers,
 )
+from transformer_plugin.nn.linear import linear_product
 from transformer_plugin.nn.norms import checked_eps
 from transformer_plugin.nn.quantized_parameters import chosen_recipe, in_high_precision, quantize_parameter
 from transformer_plugin.recipes import DelayedScaling, Recipe
@@ -162,7 +164,7 @@ class LayerNormLinear(RecipeModule):
             if self.bias is not None:
                 bound = 1 / math.sqrt(self.in_features)
                 torch.nn.init.uniform_(self.bias, -bound, bound)
-        self._reset_state()
+        reset_state(self)
 
     @layer_forward
     def forward(self, input: Tensor, *, out: Tensor | None = None, dgrad_out: Tensor | None = None) -> Any:
@@ -179,48 +181,30 @@ class LayerNormLinear(RecipeModule):
             The output; then, with ``return_bias``, the bias, which the output lacks; then, with ``return_normalized``,
             the norm ``[..., K]``, differentiable as the output.
         """
-        quantized_weight = self._quantized_weight()
+        options = self._weight_arguments()  # of _weight_source and _wgrad_destination
         names = ("norm_weight", "norm_bias", "weight", "bias")
         *of_norm, own_weight, own_bias = [registered(self, self._parameters, name) for name in names]
         input, norm_weight, norm_bias = operands(input, *of_norm)
         _, weight, bias = operands(input, own_weight, None if self.return_bias else own_bias)
-        if self.is_gathered_elsewhere:
+        if self._weight_source.is_external:
             weight = like_input(weight, input)
-        into, parallel = self._weight_gradient(), self.tensor_parallel
+        parallel = self.tensor_parallel
         if parallel is not None:
             without_buffers(class_name(self), parallel, out, dgrad_out)
-            self._check_shard()
+            self._check_slices()
         if out is not None or dgrad_out is not None:
             out, _ = into_buffers(class_name(self), self.recipe, out, dgrad_out, self.weight_shard)
             if dgrad_out is not None:
                 input = with_gradient_into(class_name(self), input, dgrad_out)
+        tensors = (input, norm_weight, norm_bias, weight, bias)
         if is_dtensor(weight):
-            all_operands = (input, norm_weight, norm_bias, weight, bias)
-            output, normalized = run_norm_linear(self, all_operands, quantized_weight, into, out)
+            output, normalized = run_norm_linear(self, tensors, options, out)
         elif self._is_one_op() and out is None:
-            if parallel is not None:  # gradients of the norm's sum over ranks
-                input, norm_weight = parallel.copied(input), parallel.copied(norm_weight)
-                norm_bias = parallel.copied(norm_bias)
-            output, normalized = ops.norm_linear(
-                input,
-                norm_weight,
-                norm_bias,
-                weight,
-                bias,
-                self.eps,
-                _NORMS[self.normalization],
-                self.zero_centered,
-                self.return_normalized,
-                *self._formats,
-                quantized_weight,
-                **into,
-            )
+            output, normalized = self._one_op(tensors, options)
         else:
-            if parallel is not None:
-                norm_weight, norm_bias = parallel.of_rows(norm_weight), parallel.of_rows(norm_bias)
-            normalized = self._norm(input, norm_weight, norm_bias)
-            output = self._product(normalized, weight, bias, quantized_weight, into, out)
-        self._op_took(into)
+            output, normalized = self._two_ops(tensors, options, out)
+        if self._wgrad_destination.into_main_grad:
+            self._wgrad_destination.accepted(self, options)
         results: list[Any] = [output]
         results += [own_bias] if self.return_bias else []
         results += [normalized] if self.return_normalized else []
@@ -234,29 +218,28 @@ class LayerNormLinear(RecipeModule):
         parallel = self.tensor_parallel
         return parallel is None or not (parallel.sequence_parallel or self.return_normalized)
 
-    def _product(
-        self,
-        normalized: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        quantized_weight: Any,
-        into: dict[str, Any],
-        out: Tensor | None,
-    ) -> Tensor:
-        """The product as an op of its own."""
+    def _one_op(self, tensors: tuple[Any, ...], options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        input, norm_weight, norm_bias, weight, bias = tensors
         parallel = self.tensor_parallel
-        if parallel is not None and (isinstance(self.recipe, DelayedScaling) or not parallel.gathers(into)):
-            normalized = parallel.input(normalized)
-        if isinstance(self.recipe, DelayedScaling):
-            scale = self._delayed_scales(self.recipe, self._op_accepts(normalized, weight, bias))
-            amax = self.delayed_amax if self.training else None
-            delayed = {"scale": scale, "amax": amax, "weight_shard": self._shard_key()}
-            return ops.linear(normalized, weight, bias, *self._formats, **delayed)
-        options: dict[str, Any] = {**into, "quantized_weight": quantized_weight}
-        if out is None:
-            return ops.linear(normalized, weight, bias, *self._formats, **options)
-        ops.linear_out(normalized, weight, out, bias, *self._formats, **options)
-        return out
+        if parallel is not None:  # gradients of the norm's sum over ranks
+            input, norm_weight = parallel.copied(input), parallel.copied(norm_weight)
+            norm_bias = parallel.copied(norm_bias)
+        norm = (self.eps, _NORMS[self.normalization], self.zero_centered, self.return_normalized)
+        return ops.norm_linear(input, norm_weight, norm_bias, weight, bias, *norm, *self._formats, **options)
+
+    def _two_ops(
+        self, tensors: tuple[Any, ...], options: dict[str, Any], out: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        input, norm_weight, norm_bias, weight, bias = tensors
+        parallel = self.tensor_parallel
+        if parallel is not None:
+            norm_weight, norm_bias = parallel.of_rows(norm_weight), parallel.of_rows(norm_bias)
+        normalized = gathered = self._norm(input, norm_weight, norm_bias)
+        if parallel is not None and (
+            isinstance(self.recipe, DelayedScaling) or not parallel.gathers(options)
+        ):
+            gathered = parallel.input(normalized)
+        return linear_product(self, gathered, weight, bias, options, out), normalized
 
     def _norm(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.normalization == "LayerNorm":

@@ -12,7 +12,8 @@ from transformer_plugin import ops
 from transformer_plugin._arguments import class_name, typed
 from transformer_plugin.nn._autocast import like_input, operands
 from transformer_plugin.nn._caller_buffers import into_buffers
-from transformer_plugin.nn._dtensor import is_dtensor, run_linear
+from transformer_plugin.nn._delayed_scaling import op_accepts, reset_state, scales_of_call
+from transformer_plugin.nn._dtensor import is_dtensor, local_operands
 from transformer_plugin.nn._module import check_sizes, layer_forward, registered
 from transformer_plugin.nn._recipe import RecipeModule
 from transformer_plugin.nn._tensor_parallel import (
@@ -118,7 +119,7 @@ class Linear(RecipeModule, torch.nn.Linear):
         """Fresh initial values, as in :class:`torch.nn.Linear`. Also resets the state of delayed scaling."""
         with in_high_precision(self, "weight"), initialize_full_params(self):
             super().reset_parameters()
-        self._reset_state()
+        reset_state(self)
 
     @layer_forward
     def forward(self, input: Tensor, *, out: Tensor | None = None, dgrad_out: Tensor | None = None) -> Any:
@@ -134,36 +135,28 @@ class Linear(RecipeModule, torch.nn.Linear):
         Returns:
             The output; with ``return_bias`` the output without the bias, and the bias.
         """
-        quantized_weight = self._quantized_weight()
+        options = self._weight_arguments()  # of _weight_source and _wgrad_destination
         weight = registered(self, self._parameters, "weight")
-        own_bias, parallel = registered(self, self._parameters, "bias"), self.tensor_parallel
+        own_bias = registered(self, self._parameters, "bias")
         input, weight, bias = operands(input, weight, None if self.return_bias else own_bias)
-        if self.is_gathered_elsewhere:
+        if self._weight_source.is_external:
             weight = like_input(weight, input)
-        into = self._weight_gradient()
+        parallel, added, layout = self.tensor_parallel, None, None
         if parallel is not None:
             without_buffers(class_name(self), parallel, out, dgrad_out)
-            self._check_shard()
-            gathering = None if isinstance(self._recipe, DelayedScaling) else into
+            self._check_slices()
+            gathering = None if isinstance(self._recipe, DelayedScaling) else options
             input, bias, own_bias, added = parallel.before(input, bias, own_bias, gathering)
         if out is not None or dgrad_out is not None:
             out, buffers = into_buffers(class_name(self), self.recipe, out, dgrad_out, self.weight_shard)
-            into.update(buffers)
+            options.update(buffers)
         if is_dtensor(weight):
-            output = run_linear(self, (input, weight, bias), quantized_weight, into, out)
-        elif isinstance(self._recipe, DelayedScaling):
-            scale = self._delayed_scales(self._recipe, self._op_accepts(input, weight, bias))
-            amax = self.delayed_amax if self.training else None
-            delayed = {"scale": scale, "amax": amax, "weight_shard": self._shard_key()}
-            output = ops.linear(input, weight, bias, *self._formats, **delayed)
-        elif out is None:
-            output = ops.linear(input, weight, bias, *self._formats, quantized_weight, **into)
-        else:
-            output = out
-            ops.linear_out(
-                input, weight, out, bias, *self._formats, quantized_weight=quantized_weight, **into
-            )
-        self._op_took(into)
+            (input, weight, bias), layout = local_operands(self, (input, weight, bias), options, out)
+        output = linear_product(self, input, weight, bias, options, out)
+        if self._wgrad_destination.into_main_grad:
+            self._wgrad_destination.accepted(self, options)
+        if layout is not None:
+            output = layout.of_output(output)
         if parallel is not None:
             output = parallel.output(output, added)
         return (output, own_bias) if self.return_bias else output
@@ -173,3 +166,29 @@ class Linear(RecipeModule, torch.nn.Linear):
         return (
             super().extra_repr() + self._extra_options() + (f", recipe={self.recipe}" if self.recipe else "")
         )
+
+
+def linear_product(
+    layer: RecipeModule,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    options: dict[str, Any],
+    out: Tensor | None = None,
+) -> Tensor:
+    """``input @ weight.T + bias`` by the op of the layer's recipe.
+
+    Args:
+        layer, input, weight, bias: the layer, and this rank's tensors.
+        options: ``layer._weight_arguments()``, and others of the op.
+        out: what the product is written into; None for a new tensor.
+    """
+    if isinstance(layer._recipe, DelayedScaling):
+        accepted = op_accepts(layer, input, weight, bias)
+        scale, amax = scales_of_call(layer, layer._recipe, accepted)
+        shard = options.get("weight_shard", "")
+        return ops.linear_scaled(input, weight, scale, amax, bias, *layer._formats, shard)
+    if out is None:
+        return ops.linear(input, weight, bias, *layer._formats, **options)
+    ops.linear_out(input, weight, out, bias, *layer._formats, **options)
+    return out

@@ -10,13 +10,13 @@ from torch import Tensor
 from transformer_plugin._arguments import check_dtype, class_name, typed
 from transformer_plugin.launch import LaunchOptions
 from transformer_plugin.nn import _tracing
-from transformer_plugin.nn._attributes import fixed, row_rules_in
+from transformer_plugin.nn._attributes import fixed
 from transformer_plugin.nn._autocast import operand
 from transformer_plugin.nn._caller_buffers import check_buffer, copied_into, with_gradient_into
-from transformer_plugin.nn._launch_options import LaunchOptionsMixin
+from transformer_plugin.nn._containers import LayerContainer, row_rules_in
+from transformer_plugin.nn._formats import DTYPES, RowRules, formats_of, row_rules
 from transformer_plugin.nn._layouts import Layout
 from transformer_plugin.nn._module import check_sizes, layer_forward, registered, serializable
-from transformer_plugin.nn._recipe import DTYPES, RowRules, formats_of, row_rules
 from transformer_plugin.nn._tensor_parallel import TensorParallel, same_on_ranks, sequence_parallel_group
 from transformer_plugin.nn.grouped_mlp import GroupedMLP
 from transformer_plugin.nn.quantized_parameters import chosen_recipe
@@ -109,7 +109,7 @@ def _size_of(group: ProcessGroup, dtensor: bool) -> int:
     return group.size()
 
 
-class MoE(LaunchOptionsMixin):
+class MoE(LayerContainer):
     """A mixture of E SwiGLU experts: each token goes to ``topk`` of them and gets the weighted sum of their outputs.
 
     With a ``group`` or a ``mesh`` of R ranks each rank holds E / R consecutive experts, and the ranks exchange tokens.

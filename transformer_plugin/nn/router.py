@@ -14,9 +14,10 @@ from torch.nn import Parameter
 from transformer_plugin import ops
 from transformer_plugin._arguments import check_dtype, check_fields, typed
 from transformer_plugin.nn._attributes import fixed
+from transformer_plugin.nn._delayed_scaling import keep_float32
+from transformer_plugin.nn._formats import DTYPES
 from transformer_plugin.nn._hooks import have_hooks
 from transformer_plugin.nn._module import PluginModule, check_sizes, layer_forward, registered, serializable
-from transformer_plugin.nn._recipe import DTYPES, keep_float32
 from transformer_plugin.ops.routing import ScoreFunction
 
 #: The largest number of experts that :func:`transformer_plugin.ops.topk_router` supports.

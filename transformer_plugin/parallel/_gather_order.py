@@ -55,7 +55,7 @@ def _gather(layer: Any, backward: bool) -> None:
     else:
         key = layer._formats[1]
         each = 3 if Format.parse(key).needs_amax else 2
-        tensors = layer._quantized_part().op_tensors()
+        tensors = layer._weight_source.quantized_shard(layer).op_tensors()
         columns = backward and len(tensors) > each
         own: list[Any] = [*(tensors[each:] if columns else tensors[:each]), None][:3]
         ops.gather_weight(own[0], own[1], own[2], key, columns, backward, shard)

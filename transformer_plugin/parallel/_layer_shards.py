@@ -24,7 +24,7 @@ from transformer_plugin.parallel._tensor_slices import (
     TensorSlices,
     slices_of,
 )
-from transformer_plugin.parallel._weight_part import WEIGHT_PART, WeightPart, part_of
+from transformer_plugin.parallel._weight_part import WEIGHT_PART, WeightPart, layout_of, part_of
 from transformer_plugin.tensor._base import FormatTensor
 from transformer_plugin.tensor._layout import message
 
@@ -97,6 +97,22 @@ def register(layer: Any, name: str, parameter: Any, register_parameter: Any) -> 
             parameter.__dict__.pop(REPLACED, None)
         note_replaced(layer, name, old, "register_parameter")
         note_layer(layer)
+
+
+def check_shard(layer: Any, name: str, attribute: str) -> None:
+    """In eager forwards: notes the shards again after ``swap_tensors``. Raises if there is a full weight now, which
+    ``swap_tensors`` or ``weight.data = full`` put there. ``attribute``: of the parameter, which knows its sizes."""
+    if torch.compiler.is_compiling():
+        return
+    parameter = layer._parameters.get(name)
+    if parameter is None:
+        return
+    known = parameter.__dict__.get(attribute)
+    if known is None:
+        note_layer(layer)
+    elif parameter.shape[known.dim] == known.local_size:
+        return
+    layout_of(parameter)
 
 
 def note_replaced(layer: Any, name: str, old: Any, by: str) -> None:

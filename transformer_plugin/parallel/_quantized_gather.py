@@ -268,10 +268,10 @@ def quantize_all_gather(
 
 def _layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     """The layers that quantize their weights, by name."""
-    from transformer_plugin.nn._quantized_weight_mixin import QuantizedWeightMixin
+    from transformer_plugin.nn._recipe import RecipeModule
 
     for name, module in model.named_modules():
-        if isinstance(module, QuantizedWeightMixin) and _layout.parsed(module._formats[1]).is_quantized:
+        if isinstance(module, RecipeModule) and _layout.parsed(module._formats[1]).is_quantized:
             yield name, module
 
 

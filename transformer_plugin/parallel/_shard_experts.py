@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -45,79 +44,54 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-class ExpertShardMixin(torch.nn.Module):
-    """A module with the parameters of experts, which may be sharded over ranks."""
+def check_like(module: Any, name: str, parameter: Any) -> None:
+    """Raises for a parameter in place of a ``DTensor`` of experts that is not like it."""
+    old, experts = module._parameters.get(name), module._expert_ranks
+    if parameter is None or experts is None or not hasattr(old, "to_local"):
+        return
+    if old.device_mesh.ndim > 1:  # another wrapper's
+        return
+    given, kept = ((tuple(p.shape), getattr(p, "placements", None)) for p in (parameter, old))
+    if given == kept:
+        return
+    got = f"a {type(parameter).__name__} of sizes {list(given[0])}"
+    got += "" if given[1] is None else f" in {given[1]}"
+    raise ValueError(
+        f"transformer_plugin::{class_name(module)}: argument '{name}': expected a DTensor of sizes "
+        f"{list(kept[0])} in {kept[1]}, as the experts are sharded over the ranks "
+        f"{list(experts.ranks)}, got {got}. Make it with DTensor.from_local, or copy values into the "
+        "parameter."
+    )
 
-    weight: Tensor
-    num_groups: int
-    _expert_ranks: Ranks | None = None
 
-    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
-        """As in torch, which calls it for assignments. A ``DTensor`` of experts may be replaced by one like it."""
-        old: Any = self._parameters.get(name)
-        if param is not None and hasattr(old, "to_local"):
-            self._check_like(name, param, old)
-        super().register_parameter(name, param)
-        if hasattr(param, "to_local") and self._expert_ranks is not None:
-            from transformer_plugin.parallel._sharded_parameter import restore_sharded_class
+def has_dtensors(module: Any) -> bool:
+    """Whether a module's parameters are ``DTensor`` s of experts."""
+    experts: Ranks | None = module._expert_ranks
+    return experts is not None and experts.mesh is not None
 
-            restore_sharded_class(self)
 
-    def _check_like(self, name: str, parameter: Any, old: Any) -> None:
-        if self._expert_ranks is None or old.device_mesh.ndim > 1:  # another wrapper's
-            return
-        given, kept = ((tuple(p.shape), getattr(p, "placements", None)) for p in (parameter, old))
-        if given == kept:
-            return
-        got = f"a {type(parameter).__name__} of sizes {list(given[0])}"
-        got += "" if given[1] is None else f" in {given[1]}"
+def local_experts(module: Any, parameter: Tensor) -> Tensor:
+    """This rank's part of a parameter of a module, whose experts may be sharded over ranks."""
+    if not has_dtensors(module):
+        return parameter
+    if not torch.compiler.is_compiling() and not hasattr(parameter, "to_local"):
         raise ValueError(
-            f"transformer_plugin::{class_name(self)}: argument '{name}': expected a DTensor of sizes "
-            f"{list(kept[0])} in {kept[1]}, as the experts are sharded over the ranks "
-            f"{list(self._expert_ranks.ranks)}, got {got}. Make it with DTensor.from_local, or copy values into the "
-            "parameter."
+            f"transformer_plugin::{class_name(module)}: argument 'group': expected DTensor parameters, as the "
+            f"experts are sharded over the ranks {list(module._expert_ranks.ranks)}, got a plain tensor: a "
+            "data-parallel wrapper has replaced them. Use transformer_plugin.parallel.data_parallel() or "
+            "fully_shard(), or make the layer with dtensor=False."
         )
-
-    @property
-    def local_weight(self) -> Tensor:
-        """This rank's part of the weight."""
-        return self._local(self.weight)
-
-    @property
-    def local_bias(self) -> Tensor | None:
-        """This rank's part of the bias."""
-        bias: Tensor | None = self.bias  # type: ignore[assignment]
-        return None if bias is None else self._local(bias)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        if self._expert_ranks is None or self._expert_ranks.mesh is None:
-            return super()._apply(fn, recurse)
-        from transformer_plugin.parallel._sharded_parameter import as_dtensors
-
-        with as_dtensors(self):
-            return super()._apply(fn, recurse)
-
-    def _local(self, parameter: Tensor) -> Tensor:
-        if self._expert_ranks is None or self._expert_ranks.mesh is None:
-            return parameter
-        if not torch.compiler.is_compiling() and not hasattr(parameter, "to_local"):
-            raise ValueError(
-                f"transformer_plugin::{class_name(self)}: argument 'group': expected DTensor parameters, as the "
-                f"experts are sharded over the ranks {list(self._expert_ranks.ranks)}, got a plain tensor: a "
-                "data-parallel wrapper has replaced them. Use transformer_plugin.parallel.data_parallel() or "
-                "fully_shard(), or make the layer with dtensor=False."
-            )
-        part: Tensor = parameter.to_local()  # type: ignore[attr-defined]
-        return part
+    part: Tensor = parameter.to_local()  # type: ignore[attr-defined]
+    return part
 
 
-def draw_uniform(module: ExpertShardMixin, parameter: Tensor, bound: float) -> None:
+def draw_uniform(module: Any, parameter: Tensor, bound: float) -> None:
     """Draws initial values. For sharded experts it draws those of all experts, one by one, and keeps this rank's.
 
     With the same seed on all ranks, all experts differ, copies of an expert are equal, and the generator has the same
     state on all ranks afterwards. On a CPU the values are those of a single process with all experts.
     """
-    over, part = module._expert_ranks, module._local(parameter)
+    over, part = module._expert_ranks, local_experts(module, parameter)
     if over is None or (over.mesh is None and parameter.shape[0] == module.num_groups * len(over.ranks)):
         torch.nn.init.uniform_(parameter, -bound, bound)
         return

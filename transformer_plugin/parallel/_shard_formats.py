@@ -26,7 +26,7 @@ def sends_values(layer: Any, is_of_list: bool) -> bool:
 
 def align_of(layer: Any, weight: Tensor, is_of_list: bool, quantizes: bool) -> int:
     """The rows of a weight that must be on one rank. ``quantizes``: ranks quantize their parts."""
-    from transformer_plugin.nn._recipe import width_multiple  # not at the top: nn imports this package
+    from transformer_plugin.nn._formats import width_multiple  # not at the top: nn imports this package
 
     if is_of_list:  # the op takes no part that the formats would not divide
         return max(width_multiple(key) for key in formats_of(layer))

@@ -147,22 +147,21 @@ def _described(tensor: Tensor) -> str:
 
 
 def _attach(name: str, layer: Any) -> None:
+    from transformer_plugin.nn._weight_source import ExternalWeight  # nn imports this package
+
     shard = getattr(layer, _names(layer)[0])
     rows = layer.num_groups if shard.dim() == 3 else layer.out_features
     ranks = max(1, -(-rows // max(1, shard.shape[0])))
     each = "each," if _is_list(layer) else ""
-    layer.weight_shard = f"rows={rows},ranks={ranks},{each}handle=0,name={name.replace(',', '_')},group="
-    give_handle(layer)
-    layer.gathers_quantized, layer.is_gathered_elsewhere = False, True
-    layer.forget_quantized_weights()
+    key = f"rows={rows},ranks={ranks},{each}handle=0,name={name.replace(',', '_')},group="
+    layer._take_weight_from(ExternalWeight(own_key(layer, key)))
 
 
-def give_handle(layer: Any) -> None:
-    """Gives a layer a number of its own, by which its ops find it. A copy of a layer has that of the other one."""
+def own_key(layer: Any, key: str) -> str:
+    """The key with a number of the layer's own, by which its ops find it."""
     number = next(_NUMBERS)
     _LAYERS[number] = layer
-    key = _HANDLE.sub(f"handle={number},", layer.weight_shard, count=1)
-    layer.weight_shard = layer.named_weight_shard = key
+    return _HANDLE.sub(f"handle={number},", key, count=1)
 
 
 def _refuse(name: str, expected: str, layer: Any, shard: str = "") -> NoReturn:

@@ -266,7 +266,7 @@ def _check(target: _Target, ranks: tuple[int, ...], options: _Options) -> None:
     if isinstance(layer.recipe, DelayedScaling) and target.is_of_list:
         advice = "Use another recipe, for example Float8CurrentScaling()"
         _refuse("module", "packed experts with delayed scaling", f"a list in '{target.name}'", advice)
-    if layer._delays_wgrad:
+    if layer.delay_wgrad_compute:
         advice = "Leave out delay_wgrad_compute: ranks add gradients in the backward"
         _refuse(
             "module", "weight gradients in the backward", f"delay_wgrad_compute in '{target.name}'", advice
@@ -367,14 +367,14 @@ def _place(targets: list[_Target], parts: dict[int, Parameter], options: _Option
         _place_one(target, parts[id(target.weight)], options)
     for target in targets:
         if getattr(target.module, "exchanges_quantized", False) and not target.module.weight.is_meta:
-            target.module._quantized_part()  # compiled code cannot make it
+            target.module._weight_source.quantized_shard(target.module)  # compiled code cannot make it
 
 
 def _place_one(target: _Target, part: Parameter, options: _Options) -> None:
-    """Gives a layer its part, and the key that says how to gather the weight."""
+    """Gives a layer its part, and the source that gathers the weight."""
+    from transformer_plugin.nn._weight_source import ShardedWeight  # nn imports this package
+
     layer, weight_part = target.module, part.__dict__[WEIGHT_PART]
-    layer.weight_parts = {**layer.weight_parts, target.key: weight_part}
-    layer.register_parameter(target.key, part)
     shard = WeightShard(
         rows=weight_part.rows.rows,
         ranks=weight_part.rows.ranks,
@@ -387,13 +387,13 @@ def _place_one(target: _Target, part: Parameter, options: _Options) -> None:
         each=target.is_of_list,
     )
     # A name in the constant of a compiled layer would compile each of many equal layers again.
-    layer.weight_shard = str(shard)
     name = target.full_name.removesuffix(target.key) + ("weight*" if target.is_of_list else target.key)
-    layer.named_weight_shard = str(replace(shard, name=name.replace(",", "_")))
+    named_shard = replace(shard, name=name.replace(",", "_"))
+    parts = {**layer.weight_parts, target.key: weight_part}
+    gathers_quantized = hasattr(layer, "recipe") and _quantizes(target, options)
+    layer._take_weight_from(ShardedWeight(str(shard), str(named_shard), parts, gathers_quantized))
+    layer.register_parameter(target.key, part)
     handle_module(layer)
-    if hasattr(layer, "recipe"):
-        layer.forget_quantized_weights()
-        layer.gathers_quantized = _quantizes(target, options)
 
 
 def _refuse(argument: str, expected: str, got: str, advice: str) -> NoReturn:
