@@ -8,8 +8,8 @@ from torch import Tensor
 
 from transformer_plugin import nn as tnn
 from transformer_plugin import ops
-from transformer_plugin.parallel import shard_
-from transformer_plugin.parallel._weight_part import without_set
+from transformer_plugin.nn._weight_source import ShardedWeight
+from transformer_plugin.parallel import WeightShard, shard_
 from transformer_plugin.recipes import DelayedScaling, Float8BlockScaling, Recipe
 from transformer_plugin.testing.distributed import Rank, RankPool
 from transformer_plugin.testing.numerics import assert_same_bits
@@ -77,10 +77,10 @@ def test_quantized_parts_are_gathered_early(pair: RankPool) -> None:
 
 
 def test_keys_without_a_set() -> None:
-    for key, want in (
-        ("rows=8,ranks=2,mean,async,set=13,name=a,group=0", "rows=8,ranks=2,mean,async,name=a,group=0"),
-        ("rows=8,ranks=2,set=1,group=a,set=2,b", "rows=8,ranks=2,group=a,set=2,b"),
-        ("rows=8,ranks=2,group=a,set=2,b", "rows=8,ranks=2,group=a,set=2,b"),
-        ("", ""),
+    """A copy of a layer is gathered alone."""
+    for shard, want in (
+        (WeightShard(8, 2, "0", set=13, name="a"), "rows=8,ranks=2,mean,name=a,group=0"),
+        (WeightShard(8, 2, "a,set=2,b", mean=False, set=1), "rows=8,ranks=2,group=a,set=2,b"),
+        (WeightShard(8, 2, "a,set=2,b", mean=False), "rows=8,ranks=2,group=a,set=2,b"),
     ):
-        assert without_set(key) == want
+        assert ShardedWeight(shard, {}, False).of_copy(None).named_weight_shard == want

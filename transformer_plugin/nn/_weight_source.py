@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -26,7 +27,8 @@ from transformer_plugin.nn._tracing import is_tracing
 from transformer_plugin.nn.quantized_parameters import tensors_of
 from transformer_plugin.nn.quantized_weight import QuantizedWeight
 from transformer_plugin.parallel._layer_shards import check_shard
-from transformer_plugin.parallel._weight_part import WEIGHT_PART, WeightPart, without_set
+from transformer_plugin.parallel._weight_part import WEIGHT_PART, WeightPart
+from transformer_plugin.parallel._weight_shard import WeightShard
 from transformer_plugin.recipes import DelayedScaling
 from transformer_plugin.tensor._layout import message, parsed
 
@@ -119,22 +121,25 @@ class ShardedWeight(WeightSource):
     """This rank's shard of the weight, of which ranks exchange values or quantized values.
 
     Args:
-        weight_shard: the key for compiled code, which has no name in it, so that one graph serves equal layers.
-        named_weight_shard: the key with the parameter's name.
+        shard: how it is sharded, with the name of the parameter.
         weight_parts, gathers_quantized: attributes of the source.
     """
 
     def __init__(
-        self,
-        weight_shard: str,
-        named_weight_shard: str,
-        weight_parts: Mapping[str, WeightPart],
-        gathers_quantized: bool,
+        self, shard: WeightShard, weight_parts: Mapping[str, WeightPart], gathers_quantized: bool
     ) -> None:
-        self.weight_shard, self.named_weight_shard = weight_shard, named_weight_shard
+        self._take_keys_of(shard)
         self.weight_parts = weight_parts
         self.gathers_quantized = self.exchanges_quantized = gathers_quantized
         self.quantized_weight = None
+
+    def _take_keys_of(self, shard: WeightShard) -> None:
+        # A name in the constant of a compiled layer would compile each of many equal layers again.
+        self._shard, unnamed = shard, replace(shard, name="")
+        self.weight_shard, self.named_weight_shard = str(unnamed), str(shard)
+        # Of what autocast makes of the weight: such a copy exists for as long as something on this rank needs it, and
+        # not as long as on other ranks, so none is gathered early.
+        self._of_cast, self._named_of_cast = str(replace(unnamed, set=0)), str(replace(shard, set=0))
 
     def arguments(self, layer: RecipeModule) -> dict[str, Any]:
         """The key, and this rank's quantized shard where ranks exchange those."""
@@ -144,17 +149,13 @@ class ShardedWeight(WeightSource):
         return found
 
     def shard_key(self, layer: Any) -> str:
-        """The argument of the op.
-
-        Of what autocast makes of a weight, it is without the set of the weights: such a copy exists for as long as
-        something on this rank needs it, and not as long as on other ranks, so none is gathered early.
-        """
-        if torch.compiler.is_compiling():
-            key = self.weight_shard
-        else:
+        """The argument of the op. Raises if the parameter is not a shard any more."""
+        is_named = not torch.compiler.is_compiling()
+        if is_named:
             check_shard(layer, next(iter(self.weight_parts)), WEIGHT_PART)
-            key = self.named_weight_shard
-        return without_set(key) if not self.exchanges_quantized and layer._is_weight_cast() else key
+        if not self.exchanges_quantized and layer._is_weight_cast():
+            return self._named_of_cast if is_named else self._of_cast
+        return self.named_weight_shard if is_named else self.weight_shard
 
     def quantized_shard(self, layer: RecipeModule) -> QuantizedWeight:
         """The quantized copy of this rank's shard, made when it is first needed."""
@@ -198,8 +199,7 @@ class ShardedWeight(WeightSource):
     def of_copy(self, layer: Any) -> WeightSource:
         """A copy exists apart from the weights that were sharded together, so it is not gathered ahead with them."""
         source = copy.copy(self)
-        source.weight_shard = without_set(self.weight_shard)
-        source.named_weight_shard = without_set(self.named_weight_shard)
+        source._take_keys_of(replace(self._shard, set=0))
         return source
 
 
@@ -208,7 +208,8 @@ class ExternalWeight(WeightSource):
 
     is_external = True
 
-    def __init__(self, weight_shard: str) -> None:
+    def __init__(self, name: str, weight_shard: str) -> None:
+        self.name = name
         self.weight_shard = self.named_weight_shard = weight_shard
 
     def arguments(self, layer: RecipeModule) -> dict[str, Any]:
@@ -231,7 +232,7 @@ class ExternalWeight(WeightSource):
         """A copy of a layer has the key of the other layer."""
         from transformer_plugin.parallel.external import own_key
 
-        return ExternalWeight(own_key(layer, self.weight_shard))
+        return ExternalWeight(self.name, own_key(layer, self.name))
 
 
 def _checked_tensors(layer: RecipeModule, kept: QuantizedWeight) -> list[Tensor]:

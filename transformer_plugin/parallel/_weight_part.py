@@ -70,12 +70,6 @@ class WeightPart:
         raise TypeError(message("shard_", "module", expected, got, advice))
 
 
-def without_set(key: str) -> str:
-    """The key of a weight that does not exist as long as the others of its set. Compiled code can call this."""
-    before, found, after = key.partition(",set=")
-    return before + "," + after.partition(",")[2] if found and "group=" not in before else key
-
-
 def part_of(parameter: Tensor) -> WeightPart | None:
     """What a parameter is a part of; None for a whole parameter."""
     return parameter.__dict__.get(WEIGHT_PART) if hasattr(parameter, "__dict__") else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -29,7 +28,6 @@ _METHODS = (
     "grad_buffer",
 )
 _NUMBERS = itertools.count(1)
-_HANDLE = re.compile(r"handle=\d+,")
 _LAYERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _library = torch.library.Library("transformer_plugin_external", "DEF")
 
@@ -149,19 +147,17 @@ def _described(tensor: Tensor) -> str:
 def _attach(name: str, layer: Any) -> None:
     from transformer_plugin.nn._weight_source import ExternalWeight  # nn imports this package
 
-    shard = getattr(layer, _names(layer)[0])
+    layer._take_weight_from(ExternalWeight(name, own_key(layer, name)))
+
+
+def own_key(layer: Any, name: str) -> str:
+    """The argument ``weight_shard`` of a layer's ops: how its weight is sharded, and a number by which they find it."""
+    number, shard = next(_NUMBERS), getattr(layer, _names(layer)[0])
+    _LAYERS[number] = layer
     rows = layer.num_groups if shard.dim() == 3 else layer.out_features
     ranks = max(1, -(-rows // max(1, shard.shape[0])))
     each = "each," if _is_list(layer) else ""
-    key = f"rows={rows},ranks={ranks},{each}handle=0,name={name.replace(',', '_')},group="
-    layer._take_weight_from(ExternalWeight(own_key(layer, key)))
-
-
-def own_key(layer: Any, key: str) -> str:
-    """The key with a number of the layer's own, by which its ops find it."""
-    number = next(_NUMBERS)
-    _LAYERS[number] = layer
-    return _HANDLE.sub(f"handle={number},", key, count=1)
+    return f"rows={rows},ranks={ranks},{each}handle={number},name={name.replace(',', '_')},group="
 
 
 def _refuse(name: str, expected: str, layer: Any, shard: str = "") -> NoReturn:

@@ -6,7 +6,6 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 import torch
@@ -375,6 +374,7 @@ def _place_one(target: _Target, part: Parameter, options: _Options) -> None:
     from transformer_plugin.nn._weight_source import ShardedWeight  # nn imports this package
 
     layer, weight_part = target.module, part.__dict__[WEIGHT_PART]
+    name = target.full_name.removesuffix(target.key) + ("weight*" if target.is_of_list else target.key)
     shard = WeightShard(
         rows=weight_part.rows.rows,
         ranks=weight_part.rows.ranks,
@@ -384,14 +384,12 @@ def _place_one(target: _Target, part: Parameter, options: _Options) -> None:
         asynchronous=True,
         timeout_ms=options.timeout_ms,
         set=options.set,
+        name=name.replace(",", "_"),
         each=target.is_of_list,
     )
-    # A name in the constant of a compiled layer would compile each of many equal layers again.
-    name = target.full_name.removesuffix(target.key) + ("weight*" if target.is_of_list else target.key)
-    named_shard = replace(shard, name=name.replace(",", "_"))
     parts = {**layer.weight_parts, target.key: weight_part}
     gathers_quantized = hasattr(layer, "recipe") and _quantizes(target, options)
-    layer._take_weight_from(ShardedWeight(str(shard), str(named_shard), parts, gathers_quantized))
+    layer._take_weight_from(ShardedWeight(shard, parts, gathers_quantized))
     layer.register_parameter(target.key, part)
     handle_module(layer)
 
