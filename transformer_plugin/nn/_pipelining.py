@@ -70,7 +70,7 @@ def _check_complete(name: str, layer: Any) -> None:
         got = "delay_wgrad_compute=True, and weight gradients that wait for backward_dw()"
         advice = "Pass dw_builder=transformer_plugin.nn.dw_builder(module) to PipelineStage, or scale_grads=False to "
         advice += "the schedule and divide the loss by the number of microbatches"
-    elif layer.fuse_wgrad_accumulation and layer.is_gathered_elsewhere:
+    elif layer.fuse_wgrad_accumulation and layer._weight_source.is_external:
         got = "fuse_wgrad_accumulation=True with weights of another runtime, which has their gradients"
         advice = "Pass scale_grads=False to the schedule, and divide the loss by the number of microbatches"
     else:

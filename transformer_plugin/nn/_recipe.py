@@ -114,17 +114,6 @@ class RecipeModule(ShardableModule):
         """Whether :func:`transformer_plugin.parallel.shard_` lets ranks exchange quantized shards."""
         return self._weight_source.gathers_quantized
 
-    @property
-    def exchanges_quantized(self) -> bool:
-        """Whether they do in this recipe. Otherwise values travel, and are quantized after the gather."""
-        return self._weight_source.exchanges_quantized
-
-    @property
-    def is_gathered_elsewhere(self) -> bool:
-        """Whether another runtime unshards the weight, see
-        :func:`~transformer_plugin.parallel.attach_distributed_weights`."""
-        return self._weight_source.is_external
-
     def quantize_weights(self, first_micro_batch: bool | Tensor = True) -> None:
         """Quantizes the weight to the recipe's formats for every forward and backward until the next call.
 

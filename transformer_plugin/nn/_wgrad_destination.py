@@ -97,34 +97,22 @@ class WgradDestination:
 
     def _check_delay(self, layer: RecipeModule) -> None:
         if isinstance(layer.recipe, DelayedScaling):
-            _refuse(
-                layer,
-                "recipe",
-                "delay_wgrad_compute=False with DelayedScaling",
-                "True",
-                "Use another recipe, for example Float8CurrentScaling()",
-            )
+            _refuse_delayed_scaling(layer, "delay_wgrad_compute")
         if not self.into_main_grad and not all(weight.is_leaf for weight in layer._weights()):
-            _refuse(
-                layer,
-                "weight",
-                "a parameter with delay_wgrad_compute=True, whose .grad can be added to later",
+            expected = "a parameter with delay_wgrad_compute=True, whose .grad can be added to later"
+            got, advice = (
                 "a tensor that is computed from others",
                 "Compute the weight's gradient in the backward",
             )
+            raise ValueError(message(class_name(layer), "weight", expected, got, advice))
 
     def _buffers(self, layer: RecipeModule) -> dict[str, Any]:
         if isinstance(layer.recipe, DelayedScaling):
-            _refuse(
-                layer,
-                "recipe",
-                "fuse_wgrad_accumulation=False with DelayedScaling",
-                "True",
-                "Use another recipe, for example Float8CurrentScaling()",
-            )
-        buffers, accumulate, weight_grad = main_grads(class_name(layer), layer._weights())
-        is_one = buffers is not None and isinstance(layer._source_weight(), Tensor)
-        main_grad = buffers[0] if buffers is not None and is_one else buffers
+            _refuse_delayed_scaling(layer, "fuse_wgrad_accumulation")
+        main_grad: Any
+        main_grad, accumulate, weight_grad = main_grads(class_name(layer), layer._weights())
+        if main_grad is not None and isinstance(layer._source_weight(), Tensor):
+            main_grad = main_grad[0]
         return {"main_grad": main_grad, "accumulate": accumulate, "weight_grad": weight_grad}
 
     def accepted(self, layer: RecipeModule, arguments: dict[str, Any]) -> None:
@@ -176,10 +164,12 @@ class WgradDestination:
             weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
 
 
-def _refuse(layer: RecipeModule, argument: str, expected: str, got: str, advice: str) -> NoReturn:
-    raise ValueError(
-        f"transformer_plugin::{class_name(layer)}: argument '{argument}': expected {expected}, got {got}. {advice}."
+def _refuse_delayed_scaling(layer: RecipeModule, option: str) -> NoReturn:
+    expected, advice = (
+        f"{option}=False with DelayedScaling",
+        "Use another recipe, for example Float8CurrentScaling()",
     )
+    raise ValueError(message(class_name(layer), "recipe", expected, "True", advice))
 
 
 def _nodes_behind_views(output: Tensor, weights: list[Tensor]) -> list[Any]:

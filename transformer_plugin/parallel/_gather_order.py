@@ -50,7 +50,7 @@ def _gather(layer: Any, backward: bool) -> None:
     shard = layer.named_weight_shard
     if "weight" not in layer.weight_parts:  # of experts in a list
         ops.gather_weight_list([weight.detach() for weight in layer._source_weight()], backward, shard)
-    elif not getattr(layer, "exchanges_quantized", False):
+    elif not layer._weight_source.exchanges_quantized:
         ops.gather_weight(layer.weight.detach(), None, None, "none", False, backward, shard)
     else:
         key = layer._formats[1]

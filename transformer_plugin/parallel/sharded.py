@@ -365,8 +365,9 @@ def _place(targets: list[_Target], parts: dict[int, Parameter], options: _Option
     for target in targets:
         _place_one(target, parts[id(target.weight)], options)
     for target in targets:
-        if getattr(target.module, "exchanges_quantized", False) and not target.module.weight.is_meta:
-            target.module._weight_source.quantized_shard(target.module)  # compiled code cannot make it
+        source = target.module._weight_source
+        if source.exchanges_quantized and not target.module.weight.is_meta:
+            source.quantized_shard(target.module)  # compiled code cannot make it
 
 
 def _place_one(target: _Target, part: Parameter, options: _Options) -> None:
