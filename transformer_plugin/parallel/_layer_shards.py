@@ -212,7 +212,7 @@ def _is_other_shard(parameter: Any, part: WeightPart | None, slices: TensorSlice
 
 
 def _place(part: WeightPart | None) -> Any:
-    return None if part is None else (part.rows, part.rank, part.ranks, part.mean)
+    return None if part is None else (part.rows, part.rank, part.ranks, part.shard.mean)
 
 
 def _check_full(layer: Any, name: str, parameter: Any) -> None:

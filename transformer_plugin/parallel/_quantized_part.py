@@ -81,7 +81,7 @@ class QuantizedPart(QuantizedWeight):
     def largest(self, values: Tensor) -> Tensor:
         """The largest of each number over the ranks; a missing one is an error that names the weight."""
         place = self.place
-        timeout = -1 if place.timeout_ms is None else place.timeout_ms
+        timeout = -1 if place.shard.timeout_ms is None else place.shard.timeout_ms
         try:
             every = ops.all_gather(values.unsqueeze(0), len(place.ranks), place.group_name, timeout)
         except PeerTimeoutError as error:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 
-from transformer_plugin.parallel._group_names import name_with_rank
 from transformer_plugin.parallel._row_shard import RowShard
 from transformer_plugin.parallel._tensor_slices import PartLayout, slices_of
+from transformer_plugin.parallel._weight_shard import WeightShard
 from transformer_plugin.tensor._layout import message
 
 if TYPE_CHECKING:
@@ -26,20 +27,24 @@ class WeightPart:
 
     #: Of the parameter in the module that was sharded.
     name: str
-    rows: RowShard
+    #: How ops are told of it.
+    shard: WeightShard
+    #: Each rank's rows are a multiple of this number.
+    align: int
     #: This rank in the group, and the global ranks of the group.
     rank: int
     ranks: tuple[int, ...]
     group: ProcessGroup
-    #: Whether gradients are means over the ranks, or sums.
-    mean: bool = True
-    #: For waits on other ranks; None: the timeout of the group.
-    timeout_ms: int | None = None
     #: The layers that were sharded together.
     layers: tuple[weakref.ref[Any], ...] = ()
 
     #: The dimension that is divided.
     dim = 0
+
+    @functools.cached_property
+    def rows(self) -> RowShard:
+        """The rows of each rank."""
+        return RowShard(self.shard.rows, self.shard.ranks, self.align)
 
     @property
     def local_size(self) -> int:
@@ -49,7 +54,7 @@ class WeightPart:
     @property
     def group_name(self) -> str:
         """The argument of ops."""
-        return name_with_rank(self.group.group_name, self.rank)
+        return self.shard.group_name
 
     @property
     def first_row(self) -> int:
@@ -82,7 +87,7 @@ def layout_of(parameter: Tensor) -> PartLayout | None:
         return None
     shape = list(parameter.shape)
     if part is not None:
-        shape[0] = part.rows.rows
+        shape[0] = part.shard.rows
     if slices is not None:
         shape[slices.dim] = slices.size
     if part is None:

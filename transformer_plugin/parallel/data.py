@@ -103,7 +103,7 @@ def data_parallel(
         owners = _owners(mine)
         for parameter in {id(p): p for p in parts.values()}.values():
             part, ranks_of_experts = part_of(parameter), owners.get(id(parameter))
-            divide_by = 1 if part is None or part.mean else len(part.ranks)
+            divide_by = 1 if part is None or part.shard.mean else len(part.ranks)
             divide_by *= 1 if ranks_of_experts is None else ranks_of_experts.losses
             _average(wrapped, parameter, same[_sharded_over(parameter, owners)], divide_by)
     return wrapped

@@ -6,6 +6,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 import torch
@@ -18,10 +19,10 @@ from transformer_plugin.formats import Format
 from transformer_plugin.parallel._adapters import check_adapters
 from transformer_plugin.parallel._collectives import all_gather_value
 from transformer_plugin.parallel._expert_slices import mark_experts
+from transformer_plugin.parallel._group_names import name_with_rank
 from transformer_plugin.parallel._layer_shards import REPLACED, Replacement
 from transformer_plugin.parallel._other_layers import not_sharded, warn_of
 from transformer_plugin.parallel._part_states import handle_module
-from transformer_plugin.parallel._row_shard import RowShard
 from transformer_plugin.parallel._shard_formats import align_of, formats_of, sends_values
 from transformer_plugin.parallel._tensor_slices import TENSOR_PARALLELISM, TensorSlices, slices_of
 from transformer_plugin.parallel._watching import watch_parts
@@ -321,12 +322,8 @@ def _compare_ranks(
         pairs = itertools.zip_longest(every[0].split("\n"), other.split("\n"), fillvalue="nothing")
         first, here = next((a, b) for a, b in pairs if a != b)
         got = f"'{first}' on rank 0 and '{here}' on rank {rank}"
-        _refuse(
-            "module",
-            "the same weights, formats and options on all ranks",
-            got,
-            "Make the same model everywhere",
-        )
+        expected = "the same weights, formats and options on all ranks"
+        _refuse("module", expected, got, "Make the same model everywhere")
 
 
 def _cut(targets: list[_Target], group: ProcessGroup, options: _Options) -> dict[int, Parameter]:
@@ -343,15 +340,29 @@ def _cut(targets: list[_Target], group: ProcessGroup, options: _Options) -> dict
         if id(whole) in parts:
             continue
         mark_experts(target.module)
-        rows_of_ranks = RowShard(whole.shape[0], len(ranks), aligns[id(whole)])
-        part = Parameter(rows_of_ranks.cut(whole, group.rank()), whole.requires_grad)
+        of_ranks = (_weight_shard(target, group, options), aligns[id(whole)], group.rank(), ranks, group)
+        weight_part = WeightPart(target.full_name, *of_ranks, layers)
+        part = Parameter(weight_part.rows.cut(whole, group.rank()), whole.requires_grad)
         for name, value in whole.__dict__.items():
             setattr(part, name, value)
-        place = (target.full_name, rows_of_ranks, group.rank(), ranks, group)
-        setattr(part, WEIGHT_PART, WeightPart(*place, options.mean, options.timeout_ms, layers))
+        setattr(part, WEIGHT_PART, weight_part)
         setattr(whole, REPLACED, Replacement(f"the whole '{target.full_name}'", _OP))
         parts[id(whole)] = part
     return parts
+
+
+def _weight_shard(target: _Target, group: ProcessGroup, options: _Options) -> WeightShard:
+    return WeightShard(
+        rows=target.weight.shape[0],
+        ranks=group.size(),
+        group_name=name_with_rank(group.group_name, group.rank()),
+        mean=options.mean,
+        bfloat16_parts=options.bfloat16_parts,
+        asynchronous=True,
+        timeout_ms=options.timeout_ms,
+        set=options.set,
+        each=target.is_of_list,
+    )
 
 
 def _quantizes(target: _Target, options: _Options) -> bool:
@@ -376,18 +387,7 @@ def _place_one(target: _Target, part: Parameter, options: _Options) -> None:
 
     layer, weight_part = target.module, part.__dict__[WEIGHT_PART]
     name = target.full_name.removesuffix(target.key) + ("weight*" if target.is_of_list else target.key)
-    shard = WeightShard(
-        rows=weight_part.rows.rows,
-        ranks=weight_part.rows.ranks,
-        group_name=weight_part.group_name,
-        mean=options.mean,
-        bfloat16_parts=options.bfloat16_parts,
-        asynchronous=True,
-        timeout_ms=options.timeout_ms,
-        set=options.set,
-        name=name.replace(",", "_"),
-        each=target.is_of_list,
-    )
+    shard = replace(weight_part.shard, name=name.replace(",", "_"))
     parts = {**layer.weight_parts, target.key: weight_part}
     gathers_quantized = hasattr(layer, "recipe") and _quantizes(target, options)
     layer._take_weight_from(ShardedWeight(shard, parts, gathers_quantized))
