@@ -4,7 +4,7 @@
 
 #include "common/tensor.h"
 #include "gemm/dispatch/checks.h"
-#include "gemm/dispatch/quantized_gemm.h"
+#include "gemm/dispatch/select.h"
 #include "linear/nonfinite.h"
 #include "linear/sharded_weight.h"
 #include "quantize/ops/calls.h"

@@ -9,7 +9,7 @@
 #include "common/ops/gemm.h"
 #include "common/ops/linear.h"
 #include "common/shared_offsets.h"
-#include "gemm/dispatch/quantized_gemm.h"
+#include "gemm/dispatch/select.h"
 #include "gemm/ops/calls.h"
 #include "gemm/ops/leading_dims.h"
 #include "linear/delayed_scaling.h"

@@ -353,8 +353,10 @@ class GroupedLinear(RecipeModule):
         accepted = op_accepts(self, input, weight, bias)
         accepted = accepted and self._op_accepts_rows(input, group_sizes, bias_scale)
         scale, amax = scales_of_call(self, recipe, accepted)
-        layer = (scale, amax, bias, bias_scale, *self._formats, *self.launch_options, shard)
-        return ops.grouped_linear_scaled(input, weight, group_sizes, *layer)
+        max_sms, expected_rows = self.launch_options
+        options: dict[str, Any] = {"max_sms": max_sms, "expected_rows": expected_rows, "weight_shard": shard}
+        operands = (input, weight, group_sizes, bias, bias_scale)
+        return ops.grouped_linear(*operands, *self._formats, scale=scale, amax=amax, **options)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -187,7 +187,8 @@ def linear_product(
         accepted = op_accepts(layer, input, weight, bias)
         scale, amax = scales_of_call(layer, layer._recipe, accepted)
         shard = options.get("weight_shard", "")
-        return ops.linear_scaled(input, weight, scale, amax, bias, *layer._formats, shard)
+        delayed = {"scale": scale, "amax": amax, "weight_shard": shard}
+        return ops.linear(input, weight, bias, *layer._formats, **delayed)
     if out is None:
         return ops.linear(input, weight, bias, *layer._formats, **options)
     ops.linear_out(input, weight, out, bias, *layer._formats, **options)

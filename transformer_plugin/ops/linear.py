@@ -98,7 +98,9 @@ _PLAIN = (*_NO_FORMATS, True, "none", "", 1)  # what linear takes besides tensor
 _PLAIN_GROUPED = (*_NO_FORMATS, 0, -1, True, "none", "")  # and grouped_linear
 
 
-def _delayed_keys(op: str, scale: Tensor | None, formats: Sequence[str | Format], *options: Any) -> list[str]:
+def _delayed_keys(
+    op: str, scale: Tensor | None, formats: Sequence[str | Format], *options: Any
+) -> tuple[str, ...]:
     """The keys of the formats of delayed scaling, for those that were left out too. Refuses the options of ``linear``
     that delayed scaling does not have: ``options`` in the order of ``_NOT_DELAYED``."""
     if scale is None:
@@ -113,7 +115,7 @@ def _delayed_keys(op: str, scale: Tensor | None, formats: Sequence[str | Format]
                 "out, or leave out 'scale'."
             )
     keys = zip(layer_keys(op, *formats), _DELAYED_FORMATS, strict=True)
-    return [otherwise if key == "none" else key for key, otherwise in keys]
+    return tuple(otherwise if key == "none" else key for key, otherwise in keys)
 
 
 def linear(

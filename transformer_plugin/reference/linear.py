@@ -6,8 +6,9 @@ import math
 
 from torch import Tensor
 
+from transformer_plugin.ops._operands import Tensors
 from transformer_plugin.reference.delayed_scaling import quantize_scaled
-from transformer_plugin.reference.gemm import Tensors, gemm, grouped_gemm, watched, watched_weight
+from transformer_plugin.reference.gemm import gemm, grouped_gemm, watched, watched_weight
 from transformer_plugin.reference.quantize import dequantize
 
 __all__ = ["grouped_linear", "linear"]
@@ -32,8 +33,10 @@ def linear(
     if scale is None:
         weight = watched(weight, main_grad, accumulate, weight_grad)
     else:
-        rows = dequantize(*quantize_scaled(rows, scale, input_format, amax), input_format)
-        weight = dequantize(*quantize_scaled(weight, scale, weight_format, amax, first=1), weight_format)
+        data, inverse = quantize_scaled(rows, scale, input_format, amax)
+        rows = dequantize(data, inverse, input_format)
+        data, inverse = quantize_scaled(weight, scale, weight_format, amax, first=1)
+        weight = dequantize(data, inverse, weight_format)
     return gemm(rows, weight, bias, dtype=input.dtype).reshape(*input.shape[:-1], weight.shape[0])
 
 
