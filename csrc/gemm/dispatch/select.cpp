@@ -112,6 +112,7 @@ GemmDesc as_wgrad(GemmDesc desc) {
   desc.direction = GemmDirection::kWgrad;
   desc.m = desc.rows;
   desc.rows = desc.k;
+  desc.k = 0;
   desc.out_group_stride = desc.m * desc.out_row_stride;
   return desc;
 }

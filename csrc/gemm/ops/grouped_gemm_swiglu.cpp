@@ -45,8 +45,8 @@ TwoTensors grouped_gemm_swiglu(const Tensor& a, const Tensor& b, const Tensor& g
   const Tensor offsets = group_offsets({kOp, "group_sizes", group_sizes}, buffer, buffer.tensor.size(0));
   if (rows) check_row_entries(buffer, a_argument, offsets);
   GemmProblem problem{.direction = GemmDirection::kFprop,
-                      .a = {a},
-                      .b = {b},
+                      .a = {a, {}, {}},
+                      .b = {b, {}, {}},
                       .offsets = offsets,
                       .bias = bias,
                       .zero_tail = zero_tail,

@@ -56,8 +56,8 @@ ThreeTensors grouped_gemm_swiglu_quantize(const Tensor& a, const Tensor& b, cons
   const BelowAutograd guard;
   const Tensor offsets = group_offsets({kOp, "group_sizes", group_sizes}, {kOp, "a", a}, a.size(0));
   const GemmProblem problem{.direction = GemmDirection::kFprop,
-                            .a = {a},
-                            .b = {b},
+                            .a = {a, {}, {}},
+                            .b = {b, {}, {}},
                             .offsets = offsets,
                             .bias = bias,
                             .options = options,
