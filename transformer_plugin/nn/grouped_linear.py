@@ -353,8 +353,7 @@ class GroupedLinear(RecipeModule):
         accepted = op_accepts(self, input, weight, bias)
         accepted = accepted and self._op_accepts_rows(input, group_sizes, bias_scale)
         scale, amax = scales_of_call(self, recipe, accepted)
-        max_sms, expected_rows = self.launch_options
-        options: dict[str, Any] = {"max_sms": max_sms, "expected_rows": expected_rows, "weight_shard": shard}
+        options: dict[str, Any] = {**self.launch_options._asdict(), "weight_shard": shard}
         operands = (input, weight, group_sizes, bias, bias_scale)
         return ops.grouped_linear(*operands, *self._formats, scale=scale, amax=amax, **options)
 
