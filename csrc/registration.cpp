@@ -362,21 +362,22 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "int num_ranks, str group_name, float label_smoothing=0.0, int ignore_index=-100) -> Tensor");
 
   // sharded: weights whose first dimension is sharded over ranks. `shard`, and `weight_shard` of layers: the key of such a weight
-  // (sharded/weight_shard.h). gather_weight: the tensors of one direction of the whole weight, from this rank's.
-  // gather_weight_list: a stack of whole matrices, from this rank's rows of each.
-  // reduce_gradient_out: the sum over ranks of this rank's rows of gradients [ranks * n, ...] of the whole weight; the
+  // (sharded/weight_shard.h). gather_weight: the tensors of one direction of the unsharded weight, from this rank's.
+  // gather_weight_list: a stack of unsharded matrices, from this rank's rows of each.
+  // reduce_gradient_out: the sum over ranks of this rank's rows of gradients [ranks * n, ...] of the unsharded weight; the
   // other two begin it, and wait for it, in a compiled graph not before `after` is computed.
   // configure_gathers: how many weights ahead of their use a group gathers, and whether in CUDA graphs, too. count_gathers:
   // collectives, those begun early, uses of these, early ones that were dropped, bytes sent. invalidate_prefetched: nothing
   // gathered before is used. enter_gather_region, leave_gather_region: the input, at the borders of what is captured alone.
   m.def(
       "gather_weight(Tensor data, Tensor? scale_inv, Tensor? amax, str format, bool columnwise, bool backward, "
-      "str shard) -> (Tensor whole_data, Tensor whole_scale_inv, Tensor whole_amax)");
-  m.def("gather_weight_list(Tensor[] parts, bool backward, str shard) -> Tensor");
-  m.def("reduce_gradient_out(Tensor parts, Tensor weight, Tensor(a!) out, bool accumulate, str shard) -> ()");
-  m.def("start_reduce_gradient(Tensor parts, Tensor weight, str shard) -> Tensor");
+      "str shard) -> (Tensor unsharded_data, Tensor unsharded_scale_inv, Tensor unsharded_amax)");
+  m.def("gather_weight_list(Tensor[] shards, bool backward, str shard) -> Tensor");
   m.def(
-      "finish_reduce_gradient(Tensor token, Tensor parts, Tensor weight, str shard, Tensor? after=None) -> Tensor");
+      "reduce_gradient_out(Tensor unsharded_grad, Tensor weight, Tensor(a!) out, bool accumulate, str shard) -> ()");
+  m.def("start_reduce_gradient(Tensor unsharded_grad, Tensor weight, str shard) -> Tensor");
+  m.def(
+      "finish_reduce_gradient(Tensor token, Tensor unsharded_grad, Tensor weight, str shard, Tensor? after=None) -> Tensor");
   m.def("configure_gathers(str group_name, int distance, bool in_graphs=False) -> ()");
   m.def("clear_gathers(str group_name) -> ()");
   m.def("count_gathers(str group_name) -> int[]");

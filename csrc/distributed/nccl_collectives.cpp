@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "common/tensor.h"
-#include "distributed/subject.h"
+#include "distributed/collective_label.h"
 
 namespace transformer_plugin::distributed {
 namespace {
@@ -62,11 +62,11 @@ PendingCollective NcclCollectives::run(const Tensor& out, const Phase& phase, St
   state.timeout_ms = to_.timeout.count();
   watch_group(to_.state);
   void* stream = scope.stream();
-  const int32_t subject = state.number_of_subject(Subject::current());
-  launch_begin_collective(progress, phase.id, subject, stream);
+  const int32_t label = state.number_of_label(CollectiveLabel::current());
+  launch_begin_collective(progress, phase.id, label, stream);
   const int64_t sequence = ++state.host_sequence;
   state.host_phase_id = phase.id;
-  state.host_subject = subject;
+  state.host_label = label;
   state.host_begin_ms = steady_now_ms();
   const EndCollective end{state, progress, stream};
   try {

@@ -7,8 +7,8 @@ namespace transformer_plugin::distributed {
 
 using at::Tensor;
 
-bool PendingCollectives::Entry::wait_at(const Place& here) const {
-  if (collective.place.capture != here.capture) return here.capture == 0;  // a capture joins its streams
+bool PendingCollectives::Entry::wait_at(const StreamContext& here) const {
+  if (collective.context.capture != here.capture) return here.capture == 0;  // a capture joins its streams
   collective.done.wait();
   return true;
 }
@@ -60,10 +60,11 @@ void PendingCollectives::discard(int64_t number) {
   if (found == entries_.end()) return;
   Entry& entry = found->second;
   entry.discarded = true;
-  if (entry.wait_at(current_place(entry.collective.outputs[0].device()))) freed = entries_.extract(found);
+  if (entry.wait_at(current_stream_context(entry.collective.outputs[0].device())))
+    freed = entries_.extract(found);
 }
 
-void PendingCollectives::free_discarded(const Place& here) {
+void PendingCollectives::free_discarded(const StreamContext& here) {
   std::vector<decltype(entries_)::node_type> freed;
   const std::lock_guard<std::mutex> lock(mutex_);
   for (auto each = entries_.begin(); each != entries_.end();) {

@@ -25,8 +25,8 @@ struct StartedCollective {
   const char* op;
   std::vector<at::Tensor> operands;  // what it reads, and memory that it uses meanwhile
   std::vector<at::Tensor> outputs;
-  Done done;
-  Place place;  // where it was started
+  StreamEvent done;
+  StreamContext context;  // where it was started
 };
 
 class PendingCollectives {
@@ -51,8 +51,8 @@ class PendingCollectives {
   std::vector<at::Tensor> finish(int64_t number);
   // Nobody will use the result. The current stream waits, if it can, and the tensors are freed.
   void discard(int64_t number);
-  // The same for what was discarded and could not be freed. `here`: the place of the current stream.
-  void free_discarded(const Place& here);
+  // The same for what was discarded and could not be freed. `here`: the context of the current stream.
+  void free_discarded(const StreamContext& here);
 
  private:
   struct Entry {
@@ -62,7 +62,7 @@ class PendingCollectives {
 
     bool is_discarded() const { return discarded || (token && token->expired()); }
     // Whether the tensors can be freed, after a wait if one is needed.
-    bool wait_at(const Place& here) const;
+    bool wait_at(const StreamContext& here) const;
   };
 
   mutable std::mutex mutex_;  // not held while tensors are freed

@@ -137,18 +137,18 @@ void check_not_failed(ProcessGroupState& state, const Phase& phase, Milliseconds
                                                *state.failure, "an earlier call on this group failed"));
 }
 
-int32_t ProcessGroupState::number_of_subject(const std::string& text) {
+int32_t ProcessGroupState::number_of_label(const std::string& text) {
   if (text.empty()) return 0;
   const std::lock_guard<std::mutex> lock(subjects_mutex);
-  const auto [place, is_new] = subject_numbers.try_emplace(text, static_cast<int32_t>(subjects.size()) + 1);
-  if (is_new) subjects.push_back(text);
+  const auto [place, is_new] = label_numbers.try_emplace(text, static_cast<int32_t>(labels.size()) + 1);
+  if (is_new) labels.push_back(text);
   return place->second;
 }
 
-std::string ProcessGroupState::subject(int32_t number) {
+std::string ProcessGroupState::label(int32_t number) {
   const std::lock_guard<std::mutex> lock(subjects_mutex);
   const auto place = static_cast<size_t>(number) - 1;
-  return number > 0 && place < subjects.size() ? subjects[place] : std::string();
+  return number > 0 && place < labels.size() ? labels[place] : std::string();
 }
 
 }  // namespace transformer_plugin::distributed

@@ -86,14 +86,14 @@ struct ProcessGroupState {
   std::atomic<int64_t> host_sequence{0};      // number of collectives passed to NCCL
   std::atomic<int64_t> host_begin_ms{0};      // when the host entered NCCL; 0: it is not in NCCL
   std::atomic<int32_t> host_phase_id{0};
-  std::atomic<int32_t> host_subject{0};
+  std::atomic<int32_t> host_label{0};
 
   // What collectives are about, for the watchdog: texts by their numbers from 1, which kernels write to the page.
-  int32_t number_of_subject(const std::string& text);
-  std::string subject(int32_t number);
+  int32_t number_of_label(const std::string& text);
+  std::string label(int32_t number);
   std::mutex subjects_mutex;
-  std::unordered_map<std::string, int32_t> subject_numbers;
-  std::vector<std::string> subjects;
+  std::unordered_map<std::string, int32_t> label_numbers;
+  std::vector<std::string> labels;
 };
 
 // The state of `group`, created on first use. Null group: the group of this process alone.

@@ -10,12 +10,12 @@
 
 namespace transformer_plugin::distributed {
 
-// Pinned host memory that the device writes, in the order phase_id and subject, begun, then ended.
+// Pinned host memory that the device writes, in the order phase_id and label, begun, then ended.
 struct ProgressPage {
   volatile int64_t begun;     // number of collectives that the group's streams have reached
   volatile int64_t ended;     // number of collectives that they have completed
   volatile int32_t phase_id;  // of the last one that has begun
-  volatile int32_t subject;   // of that one, a number of ProcessGroupState::subjects; 0: none
+  volatile int32_t label;     // of that one, a number of ProcessGroupState::labels; 0: none
 };
 
 struct StreamProgress {
@@ -27,7 +27,7 @@ struct StreamProgress {
 // it at any time.
 StreamProgress allocate_progress();
 // Enqueue the kernel that belongs before a collective, and the one that belongs after it.
-void launch_begin_collective(const StreamProgress& progress, int32_t phase_id, int32_t subject, void* stream);
+void launch_begin_collective(const StreamProgress& progress, int32_t phase_id, int32_t label, void* stream);
 void launch_end_collective(const StreamProgress& progress, void* stream);
 // Occupies the stream for a time.
 void launch_hold(void* stream, int64_t nanoseconds);

@@ -1,7 +1,7 @@
 // The kernels around a collective, which write how far the stream has come to pinned host memory
 // (progress.h).
 //
-// begin_collective_kernel: begun += 1, phase_id and subject are the collective's. end_collective_kernel: ended += 1.
+// begin_collective_kernel: begun += 1, phase_id and label are the collective's. end_collective_kernel: ended += 1.
 // Grid and block: one thread. The counts are kept in device memory, because a thread reads host memory
 // slowly; the host page gets copies. A system-wide fence after each write makes the host see the writes in
 // order. Collectives of a group may be on several streams, so counts are added atomically, and a copy is written again until
@@ -27,9 +27,9 @@ __device__ void count(int64_t* counter, volatile int64_t* copy) {
   } while (*current != written);
 }
 
-__global__ void begin_collective_kernel(StreamProgress progress, int32_t phase_id, int32_t subject) {
+__global__ void begin_collective_kernel(StreamProgress progress, int32_t phase_id, int32_t label) {
   progress.page->phase_id = phase_id;
-  progress.page->subject = subject;
+  progress.page->label = label;
   __threadfence_system();
   count(&progress.counters[0], &progress.page->begun);
 }
@@ -85,9 +85,8 @@ StreamProgress allocate_progress() {
   return progress;
 }
 
-void launch_begin_collective(const StreamProgress& progress, int32_t phase_id, int32_t subject,
-                             void* stream) {
-  begin_collective_kernel<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(progress, phase_id, subject);
+void launch_begin_collective(const StreamProgress& progress, int32_t phase_id, int32_t label, void* stream) {
+  begin_collective_kernel<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(progress, phase_id, label);
   check_launch("begin_collective_kernel");
 }
 

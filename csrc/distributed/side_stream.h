@@ -51,16 +51,7 @@ class EventPool {
 };
 
 // A point that a stream reaches; on a CPU, the time at which this was made.
-class Ready {
- private:
-  friend class SideStream;
-  explicit Ready(c10::Device device) : device_(device) {}
-  c10::Device device_;
-  std::shared_ptr<c10::Event> event_;
-};
-
-// When work on a side stream is done.
-class Done {
+class StreamEvent {
  public:
   // The current stream waits. Nothing to wait for on a CPU.
   void wait() const {
@@ -69,6 +60,8 @@ class Done {
 
  private:
   friend class SideStream;
+  explicit StreamEvent(c10::Device device) : device_(device) {}
+  c10::Device device_;
   std::shared_ptr<c10::Event> event_;
 };
 
@@ -76,19 +69,19 @@ class Done {
 // runs at once.
 class SideStream {
  public:
-  // The point at which the current stream is.
-  Ready here(c10::Device device) {
-    Ready ready(device);
-    if (device.is_cpu()) return ready;
-    ready.event_ = events_.take(device);
-    ready.event_->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
-    return ready;
+  // Where the current stream is.
+  StreamEvent record(c10::Device device) {
+    StreamEvent event(device);
+    if (device.is_cpu()) return event;
+    event.event_ = events_.take(device);
+    event.event_->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+    return event;
   }
-  // Runs `work` on the stream, after `ready`.
+  // Runs `work` on the stream, after `event`. Returns when it is done.
   template <typename Work>
-  Done run_after(const Ready& ready, Work&& work) {
-    Done done;
-    const c10::Device device = ready.device_;
+  StreamEvent run_after(const StreamEvent& event, Work&& work) {
+    StreamEvent done(event.device_);
+    const c10::Device device = event.device_;
     if (device.is_cpu()) {
       std::forward<Work>(work)();
       return done;
@@ -98,7 +91,7 @@ class SideStream {
           c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, /*isHighPriority=*/true);
     }
     const c10::Stream side = *stream_;
-    ready.event_->block(side);
+    event.event_->block(side);
     {
       const c10::StreamGuard guard(side);
       std::forward<Work>(work)();
@@ -109,8 +102,8 @@ class SideStream {
   }
   // The same after everything that the current stream has.
   template <typename Work>
-  Done run(c10::Device device, Work&& work) {
-    return run_after(here(device), std::forward<Work>(work));
+  StreamEvent run(c10::Device device, Work&& work) {
+    return run_after(record(device), std::forward<Work>(work));
   }
 
  private:
@@ -118,25 +111,25 @@ class SideStream {
   EventPool events_;
 };
 
-// What the current stream of a device is, and which capture it is part of. Work that began in another place is not
+// What the current stream of a device is, and which capture it is part of. Work that began in another context is not
 // ordered before work in this one.
-struct Place {
+struct StreamContext {
   c10::StreamId stream = 0;
   uint64_t capture = 0;  // 0: none
 
-  bool operator==(const Place&) const = default;
+  bool operator==(const StreamContext&) const = default;
 };
 
-inline Place current_place(c10::Device device) {
-  Place place;
-  if (device.is_cpu()) return place;
+inline StreamContext current_stream_context(c10::Device device) {
+  StreamContext context;
+  if (device.is_cpu()) return context;
   const c10::impl::VirtualGuardImpl streams(device.type());
   const c10::Stream stream = streams.getStream(device);
-  place.stream = stream.id();
+  context.stream = stream.id();
 #ifdef TRANSFORMER_PLUGIN_CUDA
-  place.capture = capture_of(streams.getStreamNativeHandle(stream));
+  context.capture = capture_of(streams.getStreamNativeHandle(stream));
 #endif
-  return place;
+  return context;
 }
 
 }  // namespace transformer_plugin::distributed

@@ -41,7 +41,7 @@ struct WatchedGroup {
 
 // Sends heartbeats once the wait has taken half a second; ends the process after the timeout.
 void check_wait(ProcessGroupState& state, WaitStatus& status, const char* kind, int64_t sequence,
-                int64_t begin_ms, const Phase& phase, int32_t subject) {
+                int64_t begin_ms, const Phase& phase, int32_t label) {
   if (!status.heartbeat) {
     status.heartbeat = std::make_shared<Heartbeat>(state.heartbeat(kind));
   }
@@ -52,7 +52,7 @@ void check_wait(ProcessGroupState& state, WaitStatus& status, const char* kind, 
                                             : std::max(kFirstCallMs, state.timeout_ms.load()));
   if (status.has_report || now - begin_ms >= timeout.count()) {
     const LivenessReport report = status.heartbeat->find_missing_ranks(sequence, phase_text(phase));
-    const std::string about = state.subject(subject);
+    const std::string about = state.label(label);
     end_process(peer_error(phase, state.name, state.rank, state.size, timeout, report,
                            std::string(kind) == "gpu" ? "the collective did not end on the GPU"
                                                       : "the call into NCCL did not return") +
@@ -79,7 +79,7 @@ void check_gpu(ProcessGroupState& state, WaitStatus& status) {
     status.sequence = begun;
     status.begin_ms = steady_now_ms();
   }
-  check_wait(state, status, "gpu", begun, status.begin_ms, find_phase(page->phase_id), page->subject);
+  check_wait(state, status, "gpu", begun, status.begin_ms, find_phase(page->phase_id), page->label);
 }
 
 // The host: is a thread inside a call of NCCL?
@@ -87,7 +87,7 @@ void check_host(ProcessGroupState& state, WaitStatus& status) {
   const int64_t begin_ms = state.host_begin_ms.load();
   if (begin_ms == 0) return;
   check_wait(state, status, "host", state.host_sequence.load(), begin_ms,
-             find_phase(state.host_phase_id.load()), state.host_subject.load());
+             find_phase(state.host_phase_id.load()), state.host_label.load());
 }
 
 // Joined at exit. A forked child has no such thread and starts one when it needs it.

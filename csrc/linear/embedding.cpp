@@ -94,7 +94,7 @@ class EmbeddingFunction : public DifferentiableOnce<EmbeddingFunction> {
     Tensor grad = at::embedding_dense_backward_symint(grads[0], indices, rows, padding_idx, false);
     if (shard.is_sharded()) {
       if (weight.sym_size(0) * shard.ranks != rows) {
-        const Tensor parts = sharded::gradient_parts(weight, shard, grad.scalar_type());
+        const Tensor parts = sharded::new_unsharded_grad(weight, shard, grad.scalar_type());
         parts.narrow(0, 0, shard.rows).copy_(grad);
         grad = parts;
       }

@@ -57,7 +57,7 @@ class ShardDestination final : public ReduceScatterDestination {
 
   variable_list compute(const WgradProduct& product) override {
     dtype_ = product.dtype;
-    const Tensor sent = sharded::gradient_parts(shards_[0], shard_, sent_dtype(dtype_));
+    const Tensor sent = sharded::new_unsharded_grad(shards_[0], shard_, sent_dtype(dtype_));
     Tensor valid = sent.narrow(0, 0, shard_.rows);
     if (!weight_.is_grouped && product.group_sizes) valid = valid.unsqueeze(0);
     wgrad_into(product.grad, product.input, product.group_sizes, valid, false, product.options);

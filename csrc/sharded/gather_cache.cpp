@@ -27,8 +27,8 @@ constexpr int64_t kAny = -2;     // in place of the use before the last one
 constexpr int64_t kBorder = -3;  // of a region, among the uses
 
 // The header contains the name of the weight: ranks that gather different weights of one shape raise an error.
-distributed::Call call_of(const Gather& gather, at::TensorList parts) {
-  distributed::Call call = tensor_parallel::list_call(kPhases[0], "data", parts);
+distributed::Call call_of(const Gather& gather, at::TensorList shards) {
+  distributed::Call call = tensor_parallel::list_call(kPhases[0], "data", shards);
   const size_t name = std::hash<std::string>()(gather.shard.name) >> 2;
   call.set(tensor_parallel::fields::kWeight, static_cast<int64_t>(name) * 2 + gather.backward, "shard");
   return call;
@@ -46,42 +46,42 @@ void let_collective_start(c10::Device device) {
 #endif
 }
 
-// Each matrix is received in its place of a stack, which is the whole if no rows are padding.
+// Each matrix is received in its place of a stack, which is the result if no rows are padding.
 Gathered prepare_list(const Gather& gather) {
-  const Tensor& part = gather.parts[0];
-  const auto count = static_cast<int64_t>(gather.parts.size());
-  const int64_t held = part.size(0) * gather.shard.ranks, rows = gather.shard.rows;
-  const Tensor stack = at::empty({count, held, part.size(1)}, part.options());
-  const Tensor whole = rows == held ? stack : at::empty({count, rows, part.size(1)}, part.options());
-  return {{whole}, stack.unbind(0), stack};
+  const Tensor& local = gather.shards[0];
+  const auto count = static_cast<int64_t>(gather.shards.size());
+  const int64_t held = local.size(0) * gather.shard.ranks, rows = gather.shard.rows;
+  const Tensor stack = at::empty({count, held, local.size(1)}, local.options());
+  const Tensor unsharded = rows == held ? stack : at::empty({count, rows, local.size(1)}, local.options());
+  return {{unsharded}, stack.unbind(0), stack};
 }
 
 }  // namespace
 
 void invalidate_prefetched() { ++announced_changes; }
 
-GatherCache::PartRef::PartRef(const Tensor& part)
-    : storage(part.storage().getWeakStorageImpl()),
-      version(part.is_inference() ? c10::VariableVersion() : part.unsafeGetTensorImpl()->version_counter()),
-      sizes(part.sizes().vec()),
-      offset(part.storage_offset()),
-      dtype(part.scalar_type()) {}
+GatherCache::ShardRef::ShardRef(const Tensor& local)
+    : storage(local.storage().getWeakStorageImpl()),
+      version(local.is_inference() ? c10::VariableVersion() : local.unsafeGetTensorImpl()->version_counter()),
+      sizes(local.sizes().vec()),
+      offset(local.storage_offset()),
+      dtype(local.scalar_type()) {}
 
-bool GatherCache::PartRef::refers_to(const Tensor& part) const {
+bool GatherCache::ShardRef::refers_to(const Tensor& local) const {
   const auto memory = storage.lock();
-  return memory && memory.get() == part.storage().unsafeGetStorageImpl();
+  return memory && memory.get() == local.storage().unsafeGetStorageImpl();
 }
 
-Tensor GatherCache::PartRef::lock(c10::Device device) const {
+Tensor GatherCache::ShardRef::lock(c10::Device device) const {
   const auto memory = storage.lock();
   if (!memory) return {};
   const auto keys = device.is_cpu() ? c10::DispatchKeySet(c10::DispatchKey::CPU)
                                     : c10::DispatchKeySet(c10::DispatchKey::CUDA);
-  Tensor part =
+  Tensor local =
       at::detail::make_tensor<c10::TensorImpl>(c10::Storage(memory), keys, c10::scalarTypeToTypeMeta(dtype));
-  part.unsafeGetTensorImpl()->set_storage_offset(offset);
-  part.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
-  return part;
+  local.unsafeGetTensorImpl()->set_storage_offset(offset);
+  local.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
+  return local;
 }
 
 void GatherCache::configure(int64_t distance, bool in_graphs) {
@@ -109,7 +109,7 @@ GatherCounts GatherCache::counts() const {
 void GatherCache::forget_dead_sources() {
   std::erase_if(ids_, [&](const auto& item) {
     const auto source = sources_.find(item.second);
-    if (!source->second.parts[0].storage.expired()) return false;
+    if (!source->second.shards[0].storage.expired()) return false;
     sources_.erase(source);
     std::erase_if(next_, [&](const auto& pair) { return pair.second == item.second; });
     return true;
@@ -128,14 +128,15 @@ void GatherCache::forget(int64_t id) {
 // Numbers are given in the order of first use, which is that of the program, and never again. Where a weight of this name had
 // other memory, that is forgotten: only some ranks may still have it.
 int64_t GatherCache::identify(const Gather& gather) {
-  const Tensor& first = gather.parts[0];
+  const Tensor& first = gather.shards[0];
   const std::pair<const void*, bool> key(first.const_data_ptr(), gather.backward);
   const auto found = ids_.find(key);
   if (found != ids_.end()) {
     const Source& known = sources_.at(found->second);
-    const auto same = [](const PartRef& part, const Tensor& given) { return part.refers_to(given); };
+    const auto same = [](const ShardRef& local, const Tensor& given) { return local.refers_to(given); };
     if (known.columnwise == gather.columnwise && known.is_list == gather.is_list &&
-        std::equal(known.parts.begin(), known.parts.end(), gather.parts.begin(), gather.parts.end(), same)) {
+        std::equal(known.shards.begin(), known.shards.end(), gather.shards.begin(), gather.shards.end(),
+                   same)) {
       return found->second;
     }
     drop(found->second);
@@ -149,9 +150,9 @@ int64_t GatherCache::identify(const Gather& gather) {
     if (!is_new) forget(std::exchange(named->second, id));
   }
   if ((id & 255) == 255) forget_dead_sources();
-  std::vector<PartRef> parts(gather.parts.begin(), gather.parts.end());
+  std::vector<ShardRef> shards(gather.shards.begin(), gather.shards.end());
   ids_[key] = id;
-  sources_.emplace(id, Source{std::move(parts), gather.format, gather.columnwise, gather.backward,
+  sources_.emplace(id, Source{std::move(shards), gather.format, gather.columnwise, gather.backward,
                               gather.shard, gather.is_list});
   return id;
 }
@@ -159,64 +160,65 @@ int64_t GatherCache::identify(const Gather& gather) {
 // Versions only grow, so the sum changes with each of them.
 int64_t GatherCache::stamp_of(const Source& source) const {
   int64_t stamp = announced_changes.load();
-  for (const PartRef& part : source.parts) {
-    if (part.version.enabled()) stamp += part.version.current_version();
+  for (const ShardRef& local : source.shards) {
+    if (local.version.enabled()) stamp += local.version.current_version();
   }
   return stamp;
 }
 
 // Allocates, on the current stream.
-Gathered GatherCache::prepare(const Gather& gather, std::vector<Plane>& planes) const {
+Gathered GatherCache::prepare(const Gather& gather, std::vector<BufferLayout>& layouts) const {
   if (gather.is_list) return prepare_list(gather);
   const int64_t ranks = gather.shard.ranks;
-  if (planes.empty())
-    planes = planes_of(gather.parts[0], gather.parts.size(), gather.format, gather.columnwise,
-                       gather.shard.rows, ranks);
+  if (layouts.empty())
+    layouts = buffer_layouts(gather.shards[0], gather.shards.size(), gather.format, gather.columnwise,
+                             gather.shard.rows, ranks);
   Gathered into;
-  for (size_t i = 0; i < planes.size(); ++i) {
-    const Plane& plane = planes[i];
-    const Tensor& part = gather.parts[i];
-    if (!plane.is_gathered()) {
+  for (size_t i = 0; i < layouts.size(); ++i) {
+    const BufferLayout& layout = layouts[i];
+    const Tensor& local = gather.shards[i];
+    if (!layout.is_gathered()) {
       into.received.emplace_back();
-      into.whole.push_back(part);
+      into.unsharded.push_back(local);
       continue;
     }
-    std::vector<int64_t> sizes = plane.part;
+    std::vector<int64_t> sizes = layout.shard;
     sizes[0] *= ranks;
-    const Tensor received = at::empty(sizes, part.options());
+    const Tensor received = at::empty(sizes, local.options());
     into.received.push_back(received);
-    if (!plane.is_joined()) {
-      into.whole.push_back(at::empty(plane.whole, part.options()));
+    if (!layout.is_joined()) {
+      into.unsharded.push_back(at::empty(layout.unsharded, local.options()));
     } else {
-      into.whole.push_back(plane.whole[0] == sizes[0] ? received : received.narrow(0, 0, plane.whole[0]));
+      into.unsharded.push_back(layout.unsharded[0] == sizes[0] ? received
+                                                               : received.narrow(0, 0, layout.unsharded[0]));
     }
   }
   return into;
 }
 
 // The collective and what follows it, on the current stream.
-void GatherCache::collect(const Gather& gather, const std::vector<Plane>& planes, Gathered& into) {
+void GatherCache::collect(const Gather& gather, const std::vector<BufferLayout>& layouts, Gathered& into) {
   const WeightShard& shard = gather.shard;
-  std::vector<Tensor> parts, received;
+  std::vector<Tensor> shards, received;
   for (size_t i = 0; i < into.received.size(); ++i) {
     if (!into.received[i].defined()) continue;
-    parts.push_back(gather.parts[i]);
+    shards.push_back(gather.shards[i]);
     received.push_back(into.received[i]);
-    counts_.bytes_sent += static_cast<int64_t>(gather.parts[i].nbytes()) * (shard.ranks - 1);
+    counts_.bytes_sent += static_cast<int64_t>(gather.shards[i].nbytes()) * (shard.ranks - 1);
   }
   ++counts_.gathers;
   shard.run([&] {
-    distributed::RankGroup group(kOp, shard.group, shard.timeout_ms, parts[0]);
+    distributed::RankGroup group(kOp, shard.group, shard.timeout_ms, shards[0]);
     tensor_parallel::check_ranks(kOp, group, shard.ranks);
-    group.begin_call(call_of(gather, parts), 1);
-    group.collectives().all_gather_list(parts, received, kPhases[0]).wait();
+    group.begin_call(call_of(gather, shards), 1);
+    group.collectives().all_gather_list(shards, received, kPhases[0]).wait();
   });
-  if (gather.is_list && into.whole[0].size(1) != into.stack.size(1)) {
-    into.whole[0].copy_(into.stack.narrow(1, 0, shard.rows));
+  if (gather.is_list && into.unsharded[0].size(1) != into.stack.size(1)) {
+    into.unsharded[0].copy_(into.stack.narrow(1, 0, shard.rows));
   }
-  for (size_t i = 0; i < planes.size(); ++i) {
-    if (planes[i].is_gathered() && !planes[i].is_joined()) {
-      assemble(planes[i], into.received[i], shard.ranks, into.whole[i]);
+  for (size_t i = 0; i < layouts.size(); ++i) {
+    if (layouts[i].is_gathered() && !layouts[i].is_joined()) {
+      assemble(layouts[i], into.received[i], shard.ranks, into.unsharded[i]);
     }
   }
 }
@@ -232,28 +234,28 @@ void GatherCache::drop(int64_t id) {
 std::vector<Tensor> GatherCache::take(Gather gather) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const BelowAutograd guard;
-  const c10::Device device = gather.parts[0].device();
-  const Place place = distributed::current_place(device);
-  pending_.free_discarded(place);
+  const c10::Device device = gather.shards[0].device();
+  const StreamContext context = distributed::current_stream_context(device);
+  pending_.free_discarded(context);
   const int64_t id = identify(gather);
   ++uses_;
-  std::vector<Tensor> whole;
+  std::vector<Tensor> unsharded;
   const auto early = early_.find(id);
   if (early != early_.end() && early->second.stamp == stamp_of(sources_.at(id)) &&
-      early->second.place == place) {
-    whole = pending_.finish(early->second.number);
+      early->second.context == context) {
+    unsharded = pending_.finish(early->second.number);
     early_.erase(early);
     ++counts_.hits;
   } else {
     drop(id);
-    std::vector<Plane> planes;
-    Gathered into = prepare(gather, planes);
-    collect(gather, planes, into);
-    whole = std::move(into.whole);
+    std::vector<BufferLayout> layouts;
+    Gathered into = prepare(gather, layouts);
+    collect(gather, layouts, into);
+    unsharded = std::move(into.unsharded);
   }
   note_use(gather.shard.set == 0 ? -1 : id);  // without a set it may be gone on some ranks, and is never next
-  gather_ahead(id, device, place);
-  return whole;
+  gather_ahead(id, device, context);
+  return unsharded;
 }
 
 void GatherCache::note_use(int64_t id) {
@@ -268,33 +270,33 @@ int64_t GatherCache::after(const Pair& pair) const {
   return found == next_.end() ? -1 : found->second;
 }
 
-void GatherCache::enter_region(const Place& place) {
+void GatherCache::enter_region(const StreamContext& context) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (last_ != kBorder) note_use(kBorder);  // the end of one region and the start of the next are one border
-  if (place.capture != 0) region_ = place.capture;
+  if (context.capture != 0) region_ = context.capture;
 }
 
-void GatherCache::leave_region(const Place& place) {
+void GatherCache::leave_region(const StreamContext& context) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (last_ != kBorder) note_use(kBorder);
-  if (place.capture == 0) return;
+  if (context.capture == 0) return;
   region_ = 0;
   std::vector<int64_t> left;
   for (const auto& [id, early] : early_) {
-    if (early.place.capture == place.capture) left.push_back(id);
+    if (early.context.capture == context.capture) left.push_back(id);
   }
   for (const int64_t id : left) drop(id);
 }
 
 // A backward is followed by a change of the weights, so nothing is gathered across its end.
-void GatherCache::gather_ahead(int64_t id, c10::Device device, const Place& place) {
+void GatherCache::gather_ahead(int64_t id, c10::Device device, const StreamContext& context) {
   std::vector<int64_t> outdated;
   for (const auto& [other, early] : early_) {
     if (early.due < uses_) outdated.push_back(other);
   }
   for (const int64_t other : outdated) drop(other);
-  const bool in_region = place.capture != 0 && region_ == place.capture;
-  if (place.capture != 0 && !in_region && !in_graphs_) return;
+  const bool in_region = context.capture != 0 && region_ == context.capture;
+  if (context.capture != 0 && !in_region && !in_graphs_) return;
   Pair pair(last_but_one_, id);
   int64_t last = id;  // the weight before the next one
   for (int64_t step = 0; step < distance_; ++step) {
@@ -313,22 +315,23 @@ void GatherCache::gather_ahead(int64_t id, c10::Device device, const Place& plac
     last = next;
     if (early_.count(next) > 0) continue;
     Gather gather{{}, source.format, source.columnwise, source.backward, source.shard, source.is_list};
-    for (const PartRef& part : source.parts) {
-      if (!part.version.enabled()) return;
-      gather.parts.push_back(part.lock(device));
-      if (!gather.parts.back().defined()) return;
+    for (const ShardRef& local : source.shards) {
+      if (!local.version.enabled()) return;
+      gather.shards.push_back(local.lock(device));
+      if (!gather.shards.back().defined()) return;
     }
-    std::vector<Plane>& planes = known->second.planes;  // the same as before
-    Gathered into = prepare(gather, planes);
+    std::vector<BufferLayout>& layouts = known->second.layouts;  // the same as before
+    Gathered into = prepare(gather, layouts);
     const int64_t stamp = stamp_of(source);
-    const distributed::Done done = stream_.run(device, [&] { collect(gather, planes, into); });
+    const distributed::StreamEvent done = stream_.run(device, [&] { collect(gather, layouts, into); });
     let_collective_start(device);
     ++counts_.early;
     std::vector<Tensor> memory = std::move(into.received);
     memory.push_back(std::move(into.stack));
-    // What is not gathered is the part itself.
-    const int64_t number = pending_.add({this, kOp, std::move(memory), std::move(into.whole), done, place});
-    early_.emplace(next, Early{number, stamp, place, uses_ + step + 1});
+    // What is not gathered is this rank's tensor itself.
+    const int64_t number =
+        pending_.add({this, kOp, std::move(memory), std::move(into.unsharded), done, context});
+    early_.emplace(next, Early{number, stamp, context, uses_ + step + 1});
   }
 }
 

@@ -23,30 +23,30 @@
 #include "common/format.h"
 #include "distributed/pending_collectives.h"
 #include "distributed/rank_group.h"
-#include "sharded/planes.h"
+#include "sharded/buffer_layout.h"
 #include "sharded/weight_shard.h"
 
 namespace transformer_plugin::sharded {
 
 using distributed::PendingCollectives;
-using distributed::Place;
 using distributed::SideStream;
+using distributed::StreamContext;
 
 // What is gathered: the tensors of one direction of a weight.
 struct Gather {
-  std::vector<at::Tensor> parts;  // of this rank: data, scales, amaxes
+  std::vector<at::Tensor> shards;  // of this rank: data, scales, amaxes
   Format format;
   bool columnwise;
   bool backward;  // what for
   WeightShard shard;
-  bool is_list = false;  // the parts are those of several matrices, of values without a format
+  bool is_list = false;  // the shards are those of several matrices, of values without a format
 };
 
-// The whole tensors; memory that is freed only after the work that writes it.
+// The unsharded tensors; memory that is freed only after the work that writes it.
 struct Gathered {
-  std::vector<at::Tensor> whole;     // of a list one stack of its matrices
-  std::vector<at::Tensor> received;  // undefined where a part is not gathered
-  at::Tensor stack = {};             // of a list: in which `received` lie
+  std::vector<at::Tensor> unsharded;  // of a list one stack of its matrices
+  std::vector<at::Tensor> received;   // undefined where a tensor is not gathered
+  at::Tensor stack = {};              // of a list: in which `received` lie
 };
 
 struct GatherCounts {
@@ -66,61 +66,61 @@ class GatherCache {
   // `distance`: how many weights ahead; 0: none. `in_graphs`: also while a CUDA graph is captured, which must then contain the
   // use of every weight that is gathered early, as it does if it holds a whole step.
   void configure(int64_t distance, bool in_graphs);
-  // The whole tensors of a weight, which the caller owns.
+  // The unsharded tensors of a weight, which the caller owns.
   std::vector<at::Tensor> take(Gather gather);
   // The borders of what is captured in graphs of its own. In a capture weights are gathered early between the two only, and
   // none that was used after the second one before. What is left there is waited for, because a capture must join its streams.
-  void enter_region(const Place& place);
-  void leave_region(const Place& place);
+  void enter_region(const StreamContext& context);
+  void leave_region(const StreamContext& context);
   // Frees what was gathered early, and forgets the order.
   void clear();
   GatherCounts counts() const;
 
  private:
   // A tensor without a reference to its memory.
-  struct PartRef {
+  struct ShardRef {
     c10::weak_intrusive_ptr<c10::StorageImpl> storage;
     c10::VariableVersion version;
     std::vector<int64_t> sizes;
     int64_t offset;
     at::ScalarType dtype;
 
-    explicit PartRef(const at::Tensor& part);
-    bool refers_to(const at::Tensor& part) const;
+    explicit ShardRef(const at::Tensor& local);
+    bool refers_to(const at::Tensor& local) const;
     at::Tensor lock(c10::Device device) const;  // undefined if the memory is gone
   };
   struct Source {
-    std::vector<PartRef> parts;
+    std::vector<ShardRef> shards;
     Format format;
     bool columnwise, backward;
     WeightShard shard;
     bool is_list;
-    std::vector<Plane> planes = {};  // once they were needed
+    std::vector<BufferLayout> layouts = {};  // once they were needed
   };
   struct Early {
     int64_t number;  // in `pending_`
     int64_t stamp;
-    Place place;
+    StreamContext context;
     int64_t due;  // the number of the use for which it was gathered
   };
   using Pair = std::pair<int64_t, int64_t>;
 
   int64_t identify(const Gather& gather);
   int64_t stamp_of(const Source& source) const;
-  Gathered prepare(const Gather& gather, std::vector<Plane>& planes) const;
-  void collect(const Gather& gather, const std::vector<Plane>& planes, Gathered& into);
+  Gathered prepare(const Gather& gather, std::vector<BufferLayout>& layouts) const;
+  void collect(const Gather& gather, const std::vector<BufferLayout>& layouts, Gathered& into);
   void drop(int64_t id);
   void forget(int64_t id);
   void note_use(int64_t id);
   int64_t after(const Pair& pair) const;  // what was used after the two; -1: nothing is known
-  void gather_ahead(int64_t id, c10::Device device, const Place& place);
+  void gather_ahead(int64_t id, c10::Device device, const StreamContext& context);
   void forget_dead_sources();
 
   mutable std::mutex mutex_;
   PendingCollectives& pending_;
   int64_t distance_ = 1;
   bool in_graphs_ = false;
-  std::map<std::pair<const void*, bool>, int64_t> ids_;  // of the data of a part, and of its direction
+  std::map<std::pair<const void*, bool>, int64_t> ids_;  // of the data of a shard, and of its direction
   std::map<int64_t, Source> sources_;
   // By set, name and direction, where there is a name.
   std::map<std::tuple<int64_t, std::string, bool>, int64_t> named_;

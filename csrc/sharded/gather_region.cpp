@@ -21,14 +21,14 @@ struct Enter {
   static constexpr auto op = ops::enter_gather_region;
   static constexpr const char* kName = "enter_gather_region";
   static constexpr const char* kArgument = "input";
-  static void note(GatherCache& gathers, const Place& place) { gathers.enter_region(place); }
+  static void note(GatherCache& gathers, const StreamContext& context) { gathers.enter_region(context); }
 };
 
 struct Leave {
   static constexpr auto op = ops::leave_gather_region;
   static constexpr const char* kName = "leave_gather_region";
   static constexpr const char* kArgument = "output";
-  static void note(GatherCache& gathers, const Place& place) { gathers.leave_region(place); }
+  static void note(GatherCache& gathers, const StreamContext& context) { gathers.leave_region(context); }
 };
 
 // An op returns no alias of its argument, so the input is copied.
@@ -36,7 +36,7 @@ template <typename Border>
 Tensor kernel(const Tensor& input, std::string_view group_name) {
   check_strided({Border::kName, Border::kArgument, input});
   distributed::RankGroup group(Border::kName, group_name, -1, input);
-  Border::note(GroupWeights::of(group.state()).gathers, distributed::current_place(input.device()));
+  Border::note(GroupWeights::of(group.state()).gathers, distributed::current_stream_context(input.device()));
   return input.clone();
 }
 

@@ -34,14 +34,14 @@ constexpr const char* kNames[] = {"data", "scale_inv", "amax"};
 
 Gather checked(const Tensor& data, const OptionalTensor& scale_inv, const OptionalTensor& amax,
                std::string_view format_key, bool columnwise, bool backward, std::string_view shard_key) {
-  std::vector<Tensor> parts{data};
-  if (scale_inv) parts.push_back(*scale_inv);
-  if (amax) parts.push_back(*amax);
-  Gather gather{parts, parse_format(kOp, "format", format_key), columnwise, backward,
+  std::vector<Tensor> shards{data};
+  if (scale_inv) shards.push_back(*scale_inv);
+  if (amax) shards.push_back(*amax);
+  Gather gather{shards, parse_format(kOp, "format", format_key), columnwise, backward,
                 parse_weight_shard(kOp, shard_key)};
   const size_t count = tensors_of(gather.format);
   TP_CHECK_VALUE(gather.shard.is_sharded(), kOp, "shard", "the key of a weight that is sharded over ranks",
-                 "''", "Read a whole weight as it is");
+                 "''", "Read an unsharded weight as it is");
   TP_CHECK_VALUE(
       !gather.shard.is_external(), kOp, "shard", "a key without 'handle'", "'" << shard_key << "'",
       "A weight that another runtime gathers cannot have this recipe: use one without delayed scaling");
@@ -49,37 +49,37 @@ Gather checked(const Tensor& data, const OptionalTensor& scale_inv, const Option
                  "Gather several matrices with gather_weight_list");
   TP_CHECK_VALUE(scale_inv.has_value() == (count > 1), kOp, "scale_inv",
                  (count > 1 ? "the scales" : "None") << " of '" << format_key << "'",
-                 describe(or_undefined(scale_inv)), "Pass what quantizing this rank's part gave");
+                 describe(or_undefined(scale_inv)), "Pass what quantizing this rank's shard gave");
   TP_CHECK_VALUE(amax.has_value() == (count > 2), kOp, "amax",
                  (count > 2 ? "the amax" : "None") << " of '" << format_key << "'",
                  describe(or_undefined(amax)), "Only nvfp4 has one beside its scales");
   check_format(gather.format, format_key);
   for (size_t i = 0; i < count; ++i) {
-    const Argument part{kOp, kNames[i], parts[i]};
-    tensor_parallel::check_exchange(part, gather.shard.ranks, gather.shard.timeout_ms);
-    check_contiguous(part);
-    check_same_device(part, {kOp, "data", parts[0]});
-    check_no_gradient(part, "Detach it: the layer that reads the weight has the gradient");
+    const Argument local{kOp, kNames[i], shards[i]};
+    tensor_parallel::check_exchange(local, gather.shard.ranks, gather.shard.timeout_ms);
+    check_contiguous(local);
+    check_same_device(local, {kOp, "data", shards[0]});
+    check_no_gradient(local, "Detach it: the layer that reads the weight has the gradient");
   }
-  const int64_t dim = parts[0].dim();
-  TP_CHECK_VALUE(dim == 2 || dim == 3, kOp, "data", "a matrix, or a stack of matrices", describe(parts[0]),
-                 "Pass this rank's part of a weight");
-  const auto planes =
-      planes_of(parts[0], count, gather.format, columnwise, gather.shard.rows, gather.shard.ranks);
+  const int64_t dim = shards[0].dim();
+  TP_CHECK_VALUE(dim == 2 || dim == 3, kOp, "data", "a matrix, or a stack of matrices", describe(shards[0]),
+                 "Pass this rank's shard of a weight");
+  const auto layouts =
+      buffer_layouts(shards[0], count, gather.format, columnwise, gather.shard.rows, gather.shard.ranks);
   for (size_t i = 0; i < count; ++i) {
-    TP_CHECK_VALUE(parts[i].sizes() == at::IntArrayRef(planes[i].part), kOp, kNames[i],
-                   "the sizes " << at::IntArrayRef(planes[i].part) << " beside 'data'", describe(parts[i]),
-                   "Pass the tensors that quantizing this rank's part gave");
+    TP_CHECK_VALUE(shards[i].sizes() == at::IntArrayRef(layouts[i].shard), kOp, kNames[i],
+                   "the sizes " << at::IntArrayRef(layouts[i].shard) << " beside 'data'", describe(shards[i]),
+                   "Pass the tensors that quantizing this rank's shard gave");
   }
   const int64_t rows =
-      dim == 3 || !columnwise ? parts[0].size(0) : parts[0].size(1) * gather.format.packing();
+      dim == 3 || !columnwise ? shards[0].size(0) : shards[0].size(1) * gather.format.packing();
   TP_CHECK_VALUE(rows * gather.shard.ranks >= gather.shard.rows, kOp, "data",
                  "at least " << (gather.shard.rows + gather.shard.ranks - 1) / gather.shard.ranks
                              << " of the " << gather.shard.rows << " rows",
-                 describe(parts[0]), "Cut the weight with zero rows after it");
-  for (const Plane& plane : planes) {
-    TP_CHECK_VALUE(rows % plane.rows == 0, kOp, "data",
-                   "a multiple of " << plane.rows << " rows, the block of the format", rows,
+                 describe(shards[0]), "Cut the weight with zero rows after it");
+  for (const BufferLayout& layout : layouts) {
+    TP_CHECK_VALUE(rows % layout.rows == 0, kOp, "data",
+                   "a multiple of " << layout.rows << " rows, the block of the format", rows,
                    "Cut the weight in steps of blocks");
   }
   return gather;
@@ -102,53 +102,53 @@ Three as_three(std::vector<Tensor> tensors, const Tensor& like) {
 
 // Without other ranks: what is left when the padding is cut off.
 std::vector<Tensor> stripped(const Gather& gather) {
-  std::vector<Tensor> whole;
-  const auto planes =
-      planes_of(gather.parts[0], gather.parts.size(), gather.format, gather.columnwise, gather.shard.rows, 1);
-  for (size_t i = 0; i < planes.size(); ++i) {
-    const Tensor& part = gather.parts[i];
-    if (!planes[i].is_gathered() || planes[i].is_joined()) {
-      whole.push_back(planes[i].is_gathered() ? part.narrow(0, 0, planes[i].whole[0]) : part);
+  std::vector<Tensor> unsharded;
+  const auto layouts = buffer_layouts(gather.shards[0], gather.shards.size(), gather.format,
+                                      gather.columnwise, gather.shard.rows, 1);
+  for (size_t i = 0; i < layouts.size(); ++i) {
+    const Tensor& local = gather.shards[i];
+    if (!layouts[i].is_gathered() || layouts[i].is_joined()) {
+      unsharded.push_back(layouts[i].is_gathered() ? local.narrow(0, 0, layouts[i].unsharded[0]) : local);
     } else {
-      whole.push_back(at::empty(planes[i].whole, part.options()));
-      assemble(planes[i], part, 1, whole[i]);
+      unsharded.push_back(at::empty(layouts[i].unsharded, local.options()));
+      assemble(layouts[i], local, 1, unsharded[i]);
     }
   }
-  return whole;
+  return unsharded;
 }
 
 Three gather_weight_kernel(const Tensor& data, const OptionalTensor& scale_inv, const OptionalTensor& amax,
                            std::string_view format, bool columnwise, bool backward, std::string_view shard) {
   Gather gather = checked(data, scale_inv, amax, format, columnwise, backward, shard);
-  const std::vector<Tensor> parts = gather.parts;
+  const std::vector<Tensor> shards = gather.shards;
   const BelowAutograd guard;
-  std::vector<Tensor> whole;
+  std::vector<Tensor> unsharded;
   if (gather.shard.ranks == 1) {
-    whole = stripped(gather);
+    unsharded = stripped(gather);
   } else {
-    distributed::RankGroup group(kOp, gather.shard.group, gather.shard.timeout_ms, parts[0]);
+    distributed::RankGroup group(kOp, gather.shard.group, gather.shard.timeout_ms, shards[0]);
     GroupWeights& weights = GroupWeights::of(group.state());
-    whole = weights.gathers.take(std::move(gather));
+    unsharded = weights.gathers.take(std::move(gather));
     weights.reductions.enqueue();
   }
-  for (size_t i = 0; i < whole.size(); ++i) {  // an op does not return its argument
-    if (whole[i].is_alias_of(parts[i])) whole[i] = whole[i].clone(at::MemoryFormat::Contiguous);
+  for (size_t i = 0; i < unsharded.size(); ++i) {  // an op does not return its argument
+    if (unsharded[i].is_alias_of(shards[i])) unsharded[i] = unsharded[i].clone(at::MemoryFormat::Contiguous);
   }
-  return as_three(std::move(whole), parts[0]);
+  return as_three(std::move(unsharded), shards[0]);
 }
 
 Three gather_weight_meta(const Tensor& data, const OptionalTensor& scale_inv, const OptionalTensor& amax,
                          std::string_view format, bool columnwise, bool backward, std::string_view shard) {
   const Gather gather = checked(data, scale_inv, amax, format, columnwise, backward, shard);
-  const std::vector<Tensor>& parts = gather.parts;
-  std::vector<Tensor> whole;
-  const auto planes =
-      planes_of(parts[0], parts.size(), gather.format, columnwise, gather.shard.rows, gather.shard.ranks);
-  for (size_t i = 0; i < planes.size(); ++i) {
-    whole.push_back(
-        at::empty(planes[i].is_gathered() ? planes[i].whole : planes[i].part, parts[i].options()));
+  const std::vector<Tensor>& shards = gather.shards;
+  std::vector<Tensor> unsharded;
+  const auto layouts = buffer_layouts(shards[0], shards.size(), gather.format, columnwise, gather.shard.rows,
+                                      gather.shard.ranks);
+  for (size_t i = 0; i < layouts.size(); ++i) {
+    unsharded.push_back(
+        at::empty(layouts[i].is_gathered() ? layouts[i].unsharded : layouts[i].shard, shards[i].options()));
   }
-  return as_three(std::move(whole), parts[0]);
+  return as_three(std::move(unsharded), shards[0]);
 }
 
 void configure_gathers(std::string_view group_name, int64_t distance, bool in_graphs) {
@@ -171,19 +171,19 @@ std::vector<int64_t> count_gathers(std::string_view group_name) {
 
 }  // namespace
 
-Quantized gather_weight(const Quantized& part, const WeightShard& shard, bool backward) {
-  const std::string_view key = part.scale.defined() ? part.key : std::string_view("none");
-  auto [data, scale, amax] = ops::gather_weight(part.data, as_optional(part.scale), as_optional(part.amax),
-                                                key, part.transposed, backward, shard.key);
-  Quantized whole = part;
-  whole.data = data;
-  if (part.scale.defined()) whole.scale = quantize::typed_scale(scale, part.format);
-  if (part.amax.defined()) whole.amax = amax;
-  return whole;
+Quantized gather_weight(const Quantized& local, const WeightShard& shard, bool backward) {
+  const std::string_view key = local.scale.defined() ? local.key : std::string_view("none");
+  auto [data, scale, amax] = ops::gather_weight(local.data, as_optional(local.scale), as_optional(local.amax),
+                                                key, local.transposed, backward, shard.key);
+  Quantized unsharded = local;
+  unsharded.data = data;
+  if (local.scale.defined()) unsharded.scale = quantize::typed_scale(scale, local.format);
+  if (local.amax.defined()) unsharded.amax = amax;
+  return unsharded;
 }
 
-Tensor gather_values(const Tensor& part, const WeightShard& shard, bool backward) {
-  return gather_weight({part, Tensor(), Tensor()}, shard, backward).data;
+Tensor gather_values(const Tensor& local, const WeightShard& shard, bool backward) {
+  return gather_weight({local, Tensor(), Tensor()}, shard, backward).data;
 }
 
 TP_IMPL_NO_GRADIENT(gather_weight, gather_weight_kernel, gather_weight_meta);

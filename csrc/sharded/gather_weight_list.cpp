@@ -19,57 +19,57 @@ using at::TensorList;
 
 constexpr const char* kOp = "gather_weight_list";
 
-WeightShard checked(TensorList parts, std::string_view shard_key) {
+WeightShard checked(TensorList shards, std::string_view shard_key) {
   WeightShard shard = parse_weight_shard(kOp, shard_key);
   TP_CHECK_VALUE(shard.is_sharded() && shard.each && !shard.is_external(), kOp, "shard",
                  "the key of matrices that are sharded over ranks, with 'each'", "'" << shard_key << "'",
                  "Gather a single weight with gather_weight");
-  TP_CHECK_VALUE(!parts.empty(), kOp, "parts", "at least one matrix", "an empty list",
+  TP_CHECK_VALUE(!shards.empty(), kOp, "shards", "at least one matrix", "an empty list",
                  "Pass this rank's rows of each matrix");
-  const Argument first{kOp, "parts[0]", parts[0]};
-  for (size_t i = 0; i < parts.size(); ++i) {
-    const std::string name = entry("parts", i);
-    const Argument part{kOp, name.c_str(), parts[i]};
-    tensor_parallel::check_exchange(part, shard.ranks, shard.timeout_ms);
-    check_dim(part, 2);
-    check_contiguous(part);
-    check_same_device(part, first);
-    check_same_dtype(part, first);
-    check_no_gradient(part, "Detach it: the layer that reads the weight has the gradient");
-    TP_CHECK_VALUE(part.tensor.sym_sizes() == parts[0].sym_sizes(), kOp, name.c_str(),
-                   "the sizes " << parts[0].sym_sizes() << " of 'parts[0]'", describe(part.tensor),
+  const Argument first{kOp, "shards[0]", shards[0]};
+  for (size_t i = 0; i < shards.size(); ++i) {
+    const std::string name = entry("shards", i);
+    const Argument local{kOp, name.c_str(), shards[i]};
+    tensor_parallel::check_exchange(local, shard.ranks, shard.timeout_ms);
+    check_dim(local, 2);
+    check_contiguous(local);
+    check_same_device(local, first);
+    check_same_dtype(local, first);
+    check_no_gradient(local, "Detach it: the layer that reads the weight has the gradient");
+    TP_CHECK_VALUE(local.tensor.sym_sizes() == shards[0].sym_sizes(), kOp, name.c_str(),
+                   "the sizes " << shards[0].sym_sizes() << " of 'shards[0]'", describe(local.tensor),
                    "Cut all matrices in the same way");
   }
   TP_CHECK_VALUE(
-      parts[0].sym_size(0) * shard.ranks >= shard.rows, kOp, "parts[0]",
+      shards[0].sym_size(0) * shard.ranks >= shard.rows, kOp, "shards[0]",
       "at least " << (shard.rows + shard.ranks - 1) / shard.ranks << " of the " << shard.rows << " rows",
-      describe(parts[0]), "Cut the matrices with zero rows after them");
+      describe(shards[0]), "Cut the matrices with zero rows after them");
   return shard;
 }
 
-Tensor gather_weight_list_kernel(TensorList parts, bool backward, std::string_view shard_key) {
-  WeightShard shard = checked(parts, shard_key);
+Tensor gather_weight_list_kernel(TensorList shards, bool backward, std::string_view shard_key) {
+  WeightShard shard = checked(shards, shard_key);
   const BelowAutograd guard;
-  if (shard.ranks == 1) return at::stack(parts).narrow(1, 0, shard.rows).contiguous();
-  distributed::RankGroup group(kOp, shard.group, shard.timeout_ms, parts[0]);
+  if (shard.ranks == 1) return at::stack(shards).narrow(1, 0, shard.rows).contiguous();
+  distributed::RankGroup group(kOp, shard.group, shard.timeout_ms, shards[0]);
   GroupWeights& weights = GroupWeights::of(group.state());
-  Tensor whole = weights.gathers.take({parts.vec(), {}, false, backward, std::move(shard), true})[0];
+  Tensor unsharded = weights.gathers.take({shards.vec(), {}, false, backward, std::move(shard), true})[0];
   weights.reductions.enqueue();
-  return whole;
+  return unsharded;
 }
 
-Tensor gather_weight_list_meta(TensorList parts, bool, std::string_view shard_key) {
-  const WeightShard shard = checked(parts, shard_key);
-  const c10::SymInt count(static_cast<int64_t>(parts.size()));
-  return empty(parts[0], {count, c10::SymInt(shard.rows), parts[0].sym_size(1)}, parts[0].scalar_type());
+Tensor gather_weight_list_meta(TensorList shards, bool, std::string_view shard_key) {
+  const WeightShard shard = checked(shards, shard_key);
+  const c10::SymInt count(static_cast<int64_t>(shards.size()));
+  return empty(shards[0], {count, c10::SymInt(shard.rows), shards[0].sym_size(1)}, shards[0].scalar_type());
 }
 
 }  // namespace
 
-Tensor gather_weight_list(TensorList parts, const WeightShard& shard, bool backward) {
-  if (parts.size() > 1 || parts[0].dim() == 2) return ops::gather_weight_list(parts, backward, shard.key);
-  const Tensor part = parts[0].squeeze(0);
-  return ops::gather_weight_list(part, backward, shard.key);
+Tensor gather_weight_list(TensorList shards, const WeightShard& shard, bool backward) {
+  if (shards.size() > 1 || shards[0].dim() == 2) return ops::gather_weight_list(shards, backward, shard.key);
+  const Tensor local = shards[0].squeeze(0);
+  return ops::gather_weight_list(local, backward, shard.key);
 }
 
 TP_IMPL_NO_GRADIENT(gather_weight_list, gather_weight_list_kernel, gather_weight_list_meta);

@@ -17,26 +17,27 @@ struct GradientTarget {
   bool accumulate = true;                    // or write over what the buffer holds
 };
 
-// A buffer for the gradient of the whole weight as this rank computes it, with rows of zeros after it, which reduce_gradient
+// A buffer for the gradient of the unsharded weight as this rank computes it, with rows of zeros after it, which reduce_gradient
 // takes: [ranks * n, ...] for a part [n, ...].
-at::Tensor gradient_parts(const at::Tensor& weight, const WeightShard& shard, at::ScalarType dtype);
+at::Tensor new_unsharded_grad(const at::Tensor& weight, const WeightShard& shard, at::ScalarType dtype);
 
 // Begins to add the ranks' gradients, each rank those of its rows, on a side stream. Undefined if they go into a buffer, or
 // into `weight.grad` until the end of the backward. Otherwise a token, for which finish_gradient gives the result.
-at::Tensor reduce_gradient(const at::Tensor& parts, const WeightShard& shard, const GradientTarget& target);
+at::Tensor reduce_gradient(const at::Tensor& unsharded_grad, const WeightShard& shard,
+                           const GradientTarget& target);
 
 // `after`: what the node computes meanwhile, or undefined. A compiler that orders ops by their operands would wait at once.
-at::Tensor finish_gradient(const at::Tensor& token, const at::Tensor& parts, const at::Tensor& weight,
-                           const WeightShard& shard, const at::Tensor& after);
+at::Tensor finish_gradient(const at::Tensor& token, const at::Tensor& unsharded_grad,
+                           const at::Tensor& weight, const WeightShard& shard, const at::Tensor& after);
 
 // Helpers, also of reduce_gradient_list.h.
 // Whether a hook observes the gradient, or torch.autograd.grad requested it: then the node must return it.
 bool is_observed(const at::Tensor& weight);
 // The dtype of a sum: that of the weight, where the sum over ranks can have it.
-at::ScalarType sum_dtype(const at::Tensor& parts, const at::Tensor& weight);
-// The reduce-scatter of `parts` into `out`, on the side stream of the group; see Reductions::submit.
-void submit(const at::Tensor& parts, const at::Tensor& out, bool accumulate, const WeightShard& shard,
-            std::function<void()> deliver = {}, const at::Tensor& token = {});
+at::ScalarType sum_dtype(const at::Tensor& unsharded_grad, const at::Tensor& weight);
+// The reduce-scatter of `unsharded_grad` into `out`, on the side stream of the group; see Reductions::submit.
+void submit(const at::Tensor& unsharded_grad, const at::Tensor& out, bool accumulate,
+            const WeightShard& shard, std::function<void()> deliver = {}, const at::Tensor& token = {});
 // Into `weight.grad`, as autograd would, and on the stream on which autograd does so: others may add to it in this backward.
 void add_to_gradient(at::Tensor weight, const at::Tensor& sum);
 // Whether `weight.grad` is one that this can add to.

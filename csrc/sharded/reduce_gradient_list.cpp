@@ -50,8 +50,8 @@ Tensor shards_of_stack(Tensor stack, const WeightShard& shard) {
       .flatten(0, 1);
 }
 
-bool reduce_asynchronously(const Tensor& parts, const WeightShard& shard, const ListTarget& target) {
-  if (!shard.asynchronous || is_traced(parts)) return false;
+bool reduce_asynchronously(const Tensor& unsharded_grad, const WeightShard& shard, const ListTarget& target) {
+  if (!shard.asynchronous || is_traced(unsharded_grad)) return false;
   const Tensor* first = nullptr;
   for (const Tensor& matrix : target.matrices) {
     if (!matrix.defined()) continue;
@@ -59,11 +59,11 @@ bool reduce_asynchronously(const Tensor& parts, const WeightShard& shard, const 
     if (!first) first = &matrix;
   }
   if (!first) return false;
-  const auto options = first->options().dtype(sum_dtype(parts, *first)).requires_grad(false);
+  const auto options = first->options().dtype(sum_dtype(unsharded_grad, *first)).requires_grad(false);
   const auto count = static_cast<int64_t>(target.matrices.size());
   const Tensor sums = at::empty({count, first->size(-2), first->size(-1)},
                                 target.main_grad.empty() ? options : options.dtype(at::kFloat));
-  submit(parts, sums, false, shard, [sums, target] {
+  submit(unsharded_grad, sums, false, shard, [sums, target] {
     if (target.main_grad.empty()) {
       add_to_gradients(sums, target.matrices);
     } else {

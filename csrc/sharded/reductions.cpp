@@ -17,11 +17,11 @@ constexpr size_t kMostRunning = 2;
 
 }  // namespace
 
-void Reductions::submit(const at::Tensor& parts, const at::Tensor& out, std::function<void()> sum,
+void Reductions::submit(const at::Tensor& unsharded_grad, const at::Tensor& out, std::function<void()> sum,
                         std::function<void()> deliver, const at::Tensor& token) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  const distributed::Place place = distributed::current_place(parts.device());
-  pending_.free_discarded(place);
+  const distributed::StreamContext context = distributed::current_stream_context(unsharded_grad.device());
+  pending_.free_discarded(context);
   drop_left_over();
   enqueue_locked();
   while (running_.size() >= kMostRunning) finish_oldest();
@@ -32,8 +32,8 @@ void Reductions::submit(const at::Tensor& parts, const at::Tensor& out, std::fun
     backward_ = backward;
     torch::autograd::Engine::get_default_engine().queue_callback([this, backward] { finish_all(); });
   }
-  submitted_.emplace(Submitted{parts, out, token, std::move(sum), std::move(deliver), backward,
-                               stream_.here(parts.device()), place});
+  submitted_.emplace(Submitted{unsharded_grad, out, token, std::move(sum), std::move(deliver), backward,
+                               stream_.record(unsharded_grad.device()), context});
   if (token.defined()) enqueue_locked();
 }
 
@@ -68,8 +68,9 @@ void Reductions::enqueue_locked() {
   const BelowAutograd guard;
   // A sum that raises is gone: the group stays usable, and nobody tries it again.
   Submitted next = *std::exchange(submitted_, std::nullopt);
-  const distributed::Done done = stream_.run_after(next.ready, next.sum);
-  const int64_t number = pending_.add({this, kOp, {next.parts}, {next.out}, done, next.place}, next.token);
+  const distributed::StreamEvent done = stream_.run_after(next.ready, next.sum);
+  const int64_t number =
+      pending_.add({this, kOp, {next.unsharded_grad}, {next.out}, done, next.context}, next.token);
   running_.push_back({number, next.token.defined(), std::move(next.deliver), next.backward});
 }
 

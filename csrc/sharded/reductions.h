@@ -20,9 +20,9 @@ namespace transformer_plugin::sharded {
 class Reductions {
  public:
   explicit Reductions(distributed::PendingCollectives& pending) : pending_(pending) {}
-  // Takes `sum`, which reads `parts` and writes `out`, for a side stream. `token`: by which it is found again, or none.
+  // Takes `sum`, which reads `unsharded_grad` and writes `out`, for a side stream. `token`: by which it is found again, or none.
   // `deliver` is called when the current stream has waited for the sum.
-  void submit(const at::Tensor& parts, const at::Tensor& out, std::function<void()> sum,
+  void submit(const at::Tensor& unsharded_grad, const at::Tensor& out, std::function<void()> sum,
               std::function<void()> deliver = {}, const at::Tensor& token = {});
   // Enqueues what was submitted. Outside of a backward it drops what one has left that an error has ended.
   void enqueue();
@@ -31,12 +31,12 @@ class Reductions {
 
  private:
   struct Submitted {
-    at::Tensor parts, out, token;
+    at::Tensor unsharded_grad, out, token;
     std::function<void()> sum;
     std::function<void()> deliver;
     std::weak_ptr<int> backward;  // gone when the backward that submitted it has ended; of none that is never
-    distributed::Ready ready;
-    distributed::Place place;
+    distributed::StreamEvent ready;
+    distributed::StreamContext context;
   };
   struct Running {
     int64_t number;  // in `pending_`

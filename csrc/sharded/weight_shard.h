@@ -24,7 +24,7 @@
 #include <string_view>
 #include <utility>
 
-#include "distributed/subject.h"
+#include "distributed/collective_label.h"
 
 namespace transformer_plugin::sharded {
 
@@ -49,7 +49,7 @@ struct WeightShard {
   template <typename Exchange>
   void run(Exchange&& exchange) const {
     const std::string about = name.empty() ? "" : "The weight is '" + name + "'.";
-    const distributed::Subject subject(about);
+    const distributed::CollectiveLabel label(about);
     try {
       std::forward<Exchange>(exchange)();
     } catch (c10::Error& error) {

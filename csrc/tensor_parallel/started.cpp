@@ -20,21 +20,23 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 // The collectives of a group that were begun and not finished.
-class Started {
+class StartedCollectives {
  public:
-  explicit Started(distributed::ProcessGroupState& state)
+  explicit StartedCollectives(distributed::ProcessGroupState& state)
       : pending_(state.extension<distributed::PendingCollectives>()) {}
-  static Started& of(distributed::ProcessGroupState& state) { return state.extension<Started>(state); }
+  static StartedCollectives& of(distributed::ProcessGroupState& state) {
+    return state.extension<StartedCollectives>(state);
+  }
 
   // Runs `exchange`, which reads `operand` and writes `out`, for the op `start`. Returns the token.
   template <typename Exchange>
   Tensor begin(const char* start, const Tensor& operand, const Tensor& out, Exchange&& exchange) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    const distributed::Place place = distributed::current_place(operand.device());
-    pending_.free_discarded(place);
+    const distributed::StreamContext context = distributed::current_stream_context(operand.device());
+    pending_.free_discarded(context);
     const Tensor token = at::zeros({1}, operand.options().dtype(at::kLong).requires_grad(false));
-    const distributed::Done done = stream_.run(operand.device(), std::forward<Exchange>(exchange));
-    pending_.add({this, start, {operand}, {out}, done, place}, token);
+    const distributed::StreamEvent done = stream_.run(operand.device(), std::forward<Exchange>(exchange));
+    pending_.add({this, start, {operand}, {out}, done, context}, token);
     return token;
   }
 
@@ -106,7 +108,7 @@ Tensor start(const Tensor& operand, int64_t num_ranks, std::string_view group_na
   check_ranks(Op::kStart, *group, num_ranks);
   const Tensor values = operand.detach();
   const Tensor out = empty(values, sizes, values.scalar_type());
-  return Started::of(group->state()).begin(Op::kStart, values, out, [&] {
+  return StartedCollectives::of(group->state()).begin(Op::kStart, values, out, [&] {
     if (num_ranks == 1) {
       out.copy_(values);
       return;
@@ -148,7 +150,7 @@ Tensor finish(const Tensor& token, const Tensor& operand, int64_t num_ranks, std
   const BelowAutograd guard;
   const RankGroup group(Op::kName, group_name, timeout_ms, operand);
   check_ranks(Op::kName, group, num_ranks);
-  const Tensor out = Started::of(group.state()).finish(Op::kName, Op::kStart, token, argument);
+  const Tensor out = StartedCollectives::of(group.state()).finish(Op::kName, Op::kStart, token, argument);
   return out.defined() ? out : Op::whole(operand, num_ranks, group_name, timeout_ms, -1);
 }
 

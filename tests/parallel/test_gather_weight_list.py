@@ -41,9 +41,13 @@ _ONE = "rows=4,ranks=1,each,group="
             "rows=4,ranks=1,group=",
             "argument 'shard': expected the key of matrices that are sharded over ranks",
         ),
-        ([(4, 6), (4, 5)], _ONE, r"argument 'parts\[1\]': expected the sizes \[4, 6\] of 'parts\[0\]'"),
-        ([(4, 6)], "rows=5,ranks=1,each,group=", r"argument 'parts\[0\]': expected at least 5 of the 5 rows"),
-        ([(4, 6, 1)], _ONE, r"argument 'parts\[0\]': expected"),
+        ([(4, 6), (4, 5)], _ONE, r"argument 'shards\[1\]': expected the sizes \[4, 6\] of 'shards\[0\]'"),
+        (
+            [(4, 6)],
+            "rows=5,ranks=1,each,group=",
+            r"argument 'shards\[0\]': expected at least 5 of the 5 rows",
+        ),
+        ([(4, 6, 1)], _ONE, r"argument 'shards\[0\]': expected"),
     ],
 )
 def test_op_errors(parts: list[tuple[int, ...]], shard: str, text: str) -> None:

@@ -113,13 +113,13 @@ def gather_weight(
     return result
 
 
-def gather_weight_list(parts: list[Tensor], backward: bool, shard: str) -> Tensor:
-    """Return several whole matrices as one stack, from this rank's rows of each, in one collective.
+def gather_weight_list(shards: list[Tensor], backward: bool, shard: str) -> Tensor:
+    """Return several unsharded matrices as one stack, from this rank's rows of each, in one collective.
 
     Args:
-        parts: ``[n, K]`` for each matrix, of one dtype. Contiguous.
+        shards: ``[n, K]`` for each matrix, of one dtype. Contiguous.
         backward: what they are needed for, as in :func:`gather_weight`.
-        shard: the key, with ``each``: ``rows`` are those of a whole matrix.
+        shard: the key, with ``each``: ``rows`` are those of an unsharded matrix.
 
     Returns:
         ``[G, rows, K]``, without the rows of padding. Fresh.
@@ -130,21 +130,24 @@ def gather_weight_list(parts: list[Tensor], backward: bool, shard: str) -> Tenso
         TypeError, ValueError: arguments that do not fit each other, or differ between ranks.
         PeerTimeoutError: a rank did not take part in time.
     """
-    whole: Tensor = with_peers(_ops.gather_weight_list.default, parts, backward, shard)
-    return whole
+    unsharded: Tensor = with_peers(_ops.gather_weight_list.default, shards, backward, shard)
+    return unsharded
 
 
-def reduce_gradient_out(parts: Tensor, weight: Tensor, out: Tensor, accumulate: bool, shard: str) -> None:
-    """Write this rank's part of the ranks' gradients of the whole weight into a buffer, or add it to the buffer.
+def reduce_gradient_out(
+    unsharded_grad: Tensor, weight: Tensor, out: Tensor, accumulate: bool, shard: str
+) -> None:
+    """Write this rank's part of the ranks' gradients of the unsharded weight into a buffer, or add it to the buffer.
 
     :func:`~transformer_plugin.ops.reduce_scatter_out` with the options of the key. In a backward, where the key has
     ``async`` and nothing waits for the gradient of ``weight``, it runs on a side stream, and ``out`` is complete at the
     end of the backward. Layers call it.
 
     Args:
-        parts: ``[ranks * n, ...]``: the gradient of the whole weight as this rank computed it, zeros after it.
+        unsharded_grad: ``[ranks * n, ...]``: the gradient of the unsharded weight as this rank computed it, then
+            zeros.
         weight: ``[n, ...]``, this rank's part.
-        out: like ``weight``, of the dtype of ``parts`` or float32.
+        out: like ``weight``, of the dtype of ``unsharded_grad`` or float32.
         accumulate: add to ``out`` what it holds.
         shard: the key of the weight.
 
@@ -152,16 +155,17 @@ def reduce_gradient_out(parts: Tensor, weight: Tensor, out: Tensor, accumulate: 
         TypeError, ValueError: arguments that do not fit each other, or differ between ranks; nothing is written then.
         PeerTimeoutError: a rank did not take part in time.
     """
-    with_peers(_ops.reduce_gradient_out.default, parts, weight, out, accumulate, shard)
+    with_peers(_ops.reduce_gradient_out.default, unsharded_grad, weight, out, accumulate, shard)
 
 
-def start_reduce_gradient(parts: Tensor, weight: Tensor, shard: str) -> Tensor:
+def start_reduce_gradient(unsharded_grad: Tensor, weight: Tensor, shard: str) -> Tensor:
     """Begin to add the ranks' gradients of a weight on a side stream.
 
     The sum is enqueued at once. On a CPU it is complete.
 
     Args:
-        parts, weight, shard: as in :func:`reduce_gradient_out`. ``parts`` is not written until the sum is finished.
+        unsharded_grad, weight, shard: as in :func:`reduce_gradient_out`. The gradient is not written until the sum is
+            finished.
 
     Returns:
         A token for :func:`finish_reduce_gradient`, int64 ``[1]``.
@@ -170,30 +174,32 @@ def start_reduce_gradient(parts: Tensor, weight: Tensor, shard: str) -> Tensor:
         TypeError, ValueError: arguments that do not fit each other, or differ between ranks.
         PeerTimeoutError: a rank did not take part in time.
     """
-    token: Tensor = with_peers(_ops.start_reduce_gradient.default, parts, weight, shard)
+    token: Tensor = with_peers(_ops.start_reduce_gradient.default, unsharded_grad, weight, shard)
     return token
 
 
 def finish_reduce_gradient(
-    token: Tensor, parts: Tensor, weight: Tensor, shard: str, after: Tensor | None = None
+    token: Tensor, unsharded_grad: Tensor, weight: Tensor, shard: str, after: Tensor | None = None
 ) -> Tensor:
     """Return what :func:`start_reduce_gradient` has begun: on CUDA the current stream waits for it, and not the host.
 
     Args:
         token: what that returned, once. Of a copy, or a second time, the ranks add their gradients again.
-        parts, weight, shard: its arguments.
+        unsharded_grad, weight, shard: its arguments.
         after: any tensor that is computed while the sum is on its way. Its values are not read: a compiler that orders
             ops by their operands would wait at once without it.
 
     Returns:
         This rank's part of the sum, like ``weight``: float32 where ``weight`` is float32, otherwise of the dtype of
-        ``parts``; float64 of float64 ``parts``.
+        ``unsharded_grad``; float64 of float64 ``unsharded_grad``.
 
     Raises:
         TypeError, ValueError: arguments that do not fit each other, or differ between ranks.
         PeerTimeoutError: a rank did not take part in time.
     """
-    result: Tensor = with_peers(_ops.finish_reduce_gradient.default, token, parts, weight, shard, after)
+    result: Tensor = with_peers(
+        _ops.finish_reduce_gradient.default, token, unsharded_grad, weight, shard, after
+    )
     return result
 
 

@@ -6,18 +6,18 @@
 namespace transformer_plugin::distributed {
 
 // While it exists, collectives of this thread are about `text`, which the error of the watchdog then contains.
-class Subject {
+class CollectiveLabel {
  public:
-  explicit Subject(const std::string& text);
-  ~Subject();
-  Subject(const Subject&) = delete;
-  Subject& operator=(const Subject&) = delete;
+  explicit CollectiveLabel(const std::string& text);
+  ~CollectiveLabel();
+  CollectiveLabel(const CollectiveLabel&) = delete;
+  CollectiveLabel& operator=(const CollectiveLabel&) = delete;
   // The text of the innermost one; "" without one.
   static const std::string& current();
 
  private:
   const std::string& text_;
-  const Subject* outer_;
+  const CollectiveLabel* outer_;
 };
 
 }  // namespace transformer_plugin::distributed
