@@ -126,7 +126,7 @@ void GatherCache::forget(int64_t id) {
 }
 
 // Numbers are given in the order of first use, which is that of the program, and never again. Where a weight of this name had
-// other memory, that is forgotten: only some ranks may still have it.
+// other memory, that is forgotten: only some ranks may still have it. Both weights of grouped_mlp have one name, and other sizes.
 int64_t GatherCache::identify(const Gather& gather) {
   const Tensor& first = gather.shards[0];
   const std::pair<const void*, bool> key(first.const_data_ptr(), gather.backward);
@@ -146,7 +146,8 @@ int64_t GatherCache::identify(const Gather& gather) {
   const WeightShard& shard = gather.shard;
   const int64_t id = sources_made_++;
   if (!shard.name.empty()) {
-    const auto [named, is_new] = named_.try_emplace({shard.set, shard.name, gather.backward}, id);
+    const auto [named, is_new] =
+        named_.try_emplace({shard.set, shard.name, gather.backward, first.sizes().vec()}, id);
     if (!is_new) forget(std::exchange(named->second, id));
   }
   if ((id & 255) == 255) forget_dead_sources();

@@ -122,8 +122,8 @@ class GatherCache {
   bool in_graphs_ = false;
   std::map<std::pair<const void*, bool>, int64_t> ids_;  // of the data of a shard, and of its direction
   std::map<int64_t, Source> sources_;
-  // By set, name and direction, where there is a name.
-  std::map<std::tuple<int64_t, std::string, bool>, int64_t> named_;
+  // By set, name, direction and sizes, where there is a name.
+  std::map<std::tuple<int64_t, std::string, bool, std::vector<int64_t>>, int64_t> named_;
   std::map<int64_t, Early> early_;
   std::map<Pair, int64_t> next_;  // what was used after the two, and after the second of them
   int64_t last_ = -1, last_but_one_ = -1;

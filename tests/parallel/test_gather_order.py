@@ -49,6 +49,16 @@ def check_experts(rank: Rank, key: str) -> None:
     assert (early, hits, dropped) == (gathers - 1, gathers - 1, 0)
 
 
+def check_experts_without_an_order(rank: Rank, key: str) -> None:
+    """The order of the first step is that of the others. The two weights of `grouped_mlp` have one key."""
+    _, model = twins(rank, lambda: Experts(RECIPES[key](), rank.device, 5))
+    for i in range(3):
+        before = ops.count_gathers(rank.group_name)
+        computed(model, expert_batch(rank.rank, i, rank.device, 5))
+        gathers, *others = counted(rank, before)
+        assert gathers == 6 and (i == 0 or others in ([5, 5, 0], [6, 6, 0])), (i, gathers, others)
+
+
 def check_lists(rank: Rank) -> None:
     """Experts in lists, of which one collective gathers all."""
 
@@ -75,6 +85,11 @@ def test_lists(pair: RankPool) -> None:
 @pytest.mark.parametrize("key", ["bf16", "fp8_block"])
 def test_experts(pair: RankPool, key: str) -> None:
     pair.run(check_experts, key)
+
+
+@pytest.mark.parametrize("key", ["bf16", "fp8_block"])
+def test_experts_without_an_order(pair: RankPool, key: str) -> None:
+    pair.run(check_experts_without_an_order, key)
 
 
 def check_other_order(rank: Rank) -> None:
