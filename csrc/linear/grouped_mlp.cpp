@@ -47,8 +47,7 @@ Tensor run(const MlpArguments& mlp, std::string_view input_format, std::string_v
            std::string_view grad_format) {
   if constexpr (kernel == Kernel::kAutograd) {
     if (any_wants_grad(mlp.input, mlp.fc1_weight, mlp.fc2_weight, mlp.probs, mlp.fc1_bias, mlp.fc2_bias)) {
-      check_grouped_mlp(mlp, input_format, weight_format, grad_format);
-      return grouped_mlp_autograd(mlp, {input_format, weight_format, grad_format, {}, {}, {}});
+      return grouped_mlp_autograd(mlp, check_grouped_mlp(mlp, input_format, weight_format, grad_format));
     }
     return redispatch(mlp, {input_format, weight_format, grad_format, {}, {}, {}});
   }

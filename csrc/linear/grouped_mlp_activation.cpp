@@ -27,11 +27,11 @@ bool fuses_quantize(const Format& format, std::string_view key) {
 
 // Both halves of the gradient must begin at a tile, so they must not be interleaved. The gradient of a bias is summed before
 // quantization, so it needs the steps.
-bool fuses_gradient_quantize(const Tensor& linear, const OperandFormats& formats,
-                             const HiddenNeedsGrad& wanted, int64_t interleave) {
+bool fuses_gradient_quantize(const SavedHidden& saved, const OperandFormats& formats,
+                             const HiddenNeedsGrad& wanted) {
   constexpr int64_t kTwoTiles = 256;
-  const c10::SymInt columns = linear.sym_size(1);
-  return interleave == 0 && fuses_quantize(formats.grad, formats.grad_key) &&
+  const c10::SymInt columns = saved.fc1_out.sym_size(1);
+  return saved.interleave == 0 && fuses_quantize(formats.grad, formats.grad_key) &&
          (wanted.input || wanted.weight) && !wanted.bias && columns > 0 && columns % kTwoTiles == 0;
 }
 
@@ -58,32 +58,32 @@ bool is_unquantized(const Quantized& values, const QuantizedWeight& weight, at::
 
 }  // namespace
 
-Hidden product_then_activation(QuantizedOperand input, QuantizedWeight weight, const MlpArguments& mlp,
-                               const OperandFormats& formats, bool columns, bool keep_linear) {
+Hidden fc1_activation(QuantizedOperand input, QuantizedWeight weight, const MlpArguments& mlp,
+                      const OperandFormats& formats, bool columns, bool keep_fc1_out) {
   const bool zero_tail = mlp.zero_tail();
   Hidden hidden;
   stack_if_contiguous(weight);
   if (is_unquantized(input.rowwise, weight, mlp.input.scalar_type())) {
     Tensor activation;
-    std::tie(activation, hidden.linear) = call_grouped_gemm_swiglu(
+    std::tie(activation, hidden.fc1_out) = call_grouped_gemm_swiglu(
         input.rowwise.data, weight.forward.data, mlp.group_sizes, mlp.probs, mlp.fc1_bias, mlp.interleave,
-        /*keep_input=*/keep_linear, mlp.options, as_optional(input.rowwise.row_index), zero_tail);
+        /*keep_input=*/keep_fc1_out, mlp.options, as_optional(input.rowwise.row_index), zero_tail);
     hidden.activation = quantize_operand(activation, mlp.group_sizes, formats.input, formats.input_key, true,
                                          columns, zero_tail);
     return hidden;
   }
-  hidden.linear = gemm_of(input.rowwise, weight.forward, mlp.group_sizes, mlp.fc1_bias, std::nullopt, true,
-                          mlp.input.scalar_type(), mlp.options, weight.matrices, std::nullopt, zero_tail);
+  hidden.fc1_out = gemm_of(input.rowwise, weight.forward, mlp.group_sizes, mlp.fc1_bias, std::nullopt, true,
+                           mlp.input.scalar_type(), mlp.options, weight.matrices, std::nullopt, zero_tail);
   input = {};
   weight = {};
   if (mlp.interleave != 0 || !fuses_quantize(formats.input, formats.input_key)) {
     const Tensor activation =
-        ops::swiglu(hidden.linear, mlp.probs, used_sizes(mlp.group_sizes, zero_tail), mlp.interleave);
+        ops::swiglu(hidden.fc1_out, mlp.probs, used_sizes(mlp.group_sizes, zero_tail), mlp.interleave);
     hidden.activation = quantize_operand(activation, mlp.group_sizes, formats.input, formats.input_key, true,
                                          columns, zero_tail);
     return hidden;
   }
-  hidden.activation = operand_of(quantize::call_swiglu_quantize(hidden.linear, formats.input_key, mlp.probs,
+  hidden.activation = operand_of(quantize::call_swiglu_quantize(hidden.fc1_out, formats.input_key, mlp.probs,
                                                                 mlp.group_sizes, {true, columns}, zero_tail),
                                  formats.input, formats.input_key);
   return hidden;
@@ -91,9 +91,9 @@ Hidden product_then_activation(QuantizedOperand input, QuantizedWeight weight, c
 
 namespace {
 
-QuantizedGradient round_hidden_gradient(const Tensor& grad, const Tensor& group_sizes,
-                                        const OperandFormats& formats, const HiddenNeedsGrad& wanted,
-                                        bool zero_tail) {
+QuantizedGradient quantize_fc1_out_gradient(const Tensor& grad, const SavedHidden& saved,
+                                            const OperandFormats& formats, const HiddenNeedsGrad& wanted) {
+  const auto& [fc1_out, group_sizes, probs, interleave, options, zero_tail] = saved;
   QuantizedGradient result;
   if (formats.native()) {
     result.values =
@@ -112,28 +112,27 @@ QuantizedGradient round_hidden_gradient(const Tensor& grad, const Tensor& group_
 }  // namespace
 
 // Two steps in every format: SwiGLU's gradient in the epilogue of the product takes longer.
-HiddenGradient data_gradient_then_activation_backward(Quantized grad, const Quantized& weight,
-                                                      at::TensorList matrices, bool transpose_b,
-                                                      const Tensor& linear, const Tensor& group_sizes,
-                                                      const Tensor& probs, const OperandFormats& formats,
-                                                      const HiddenNeedsGrad& wanted, int64_t interleave,
-                                                      const LaunchOptions& options, bool zero_tail) {
-  Tensor grad_activation = gemm_of(grad, weight, group_sizes, std::nullopt, std::nullopt, transpose_b,
-                                   linear.scalar_type(), options, matrices, std::nullopt, zero_tail);
+HiddenGradient fc2_dgrad_activation_backward(Quantized grad, const WeightForBackward& fc2,
+                                             const SavedHidden& saved, const OperandFormats& formats,
+                                             const HiddenNeedsGrad& wanted) {
+  const auto& [fc1_out, group_sizes, probs, interleave, options, zero_tail] = saved;
+  Tensor grad_activation =
+      gemm_of(grad, fc2.values, group_sizes, std::nullopt, std::nullopt, fc2.values.transposed,
+              fc1_out.scalar_type(), options, fc2.matrices(), std::nullopt, zero_tail);
   grad = {};
   HiddenGradient result;
-  if (fuses_gradient_quantize(linear, formats, wanted, interleave)) {
+  if (fuses_gradient_quantize(saved, formats, wanted)) {
     quantize::SwigluBackwardQuantized quantized = quantize::call_swiglu_backward_quantize(
-        grad_activation, linear, formats.grad_key, probs, group_sizes, zero_tail);
-    result.linear.values = operand_of(std::move(quantized.values), formats.grad, formats.grad_key);
+        grad_activation, fc1_out, formats.grad_key, probs, group_sizes, zero_tail);
+    result.fc1_out.values = operand_of(std::move(quantized.values), formats.grad, formats.grad_key);
     result.probs = std::move(quantized.probs);
     return result;
   }
-  Tensor grad_linear;
-  std::tie(grad_linear, result.probs) =
-      ops::swiglu_backward(grad_activation, linear, probs, used_sizes(group_sizes, zero_tail), interleave);
+  Tensor grad_fc1_out;
+  std::tie(grad_fc1_out, result.probs) =
+      ops::swiglu_backward(grad_activation, fc1_out, probs, used_sizes(group_sizes, zero_tail), interleave);
   grad_activation.reset();
-  result.linear = round_hidden_gradient(grad_linear, group_sizes, formats, wanted, zero_tail);
+  result.fc1_out = quantize_fc1_out_gradient(grad_fc1_out, saved, formats, wanted);
   return result;
 }
 

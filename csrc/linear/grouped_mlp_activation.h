@@ -5,6 +5,7 @@
 #include "linear/caller_buffers.h"
 #include "linear/operands.h"
 #include "linear/token_rows.h"
+#include "linear/weight_source.h"
 
 namespace transformer_plugin::linear {
 
@@ -36,33 +37,38 @@ struct MlpArguments {
 };
 
 struct Hidden {
-  at::Tensor linear;            // [T, 2F], the output of fc1 with its bias, interleaved as the weight
+  at::Tensor fc1_out;           // [T, 2F], with its bias, interleaved as the weight
   QuantizedOperand activation;  // [T, F], SwiGLU of it, in the format of fc2's input
 };
 
-// Takes ownership of `input` and `weight` and frees them after the GEMM. `linear` may be empty unless `keep_linear`.
-Hidden product_then_activation(QuantizedOperand input, QuantizedWeight weight, const MlpArguments& mlp,
-                               const OperandFormats& formats, bool columns, bool keep_linear);
+// fc1 and the activation. Takes ownership of `input` and `weight` and frees them after the GEMM. `fc1_out` may be empty unless
+// `keep_fc1_out`.
+Hidden fc1_activation(QuantizedOperand input, QuantizedWeight weight, const MlpArguments& mlp,
+                      const OperandFormats& formats, bool columns, bool keep_fc1_out);
 
 // What the gradient of the output of fc1 is needed for.
 struct HiddenNeedsGrad {
   bool input, weight, bias;
 };
 
-// `linear`: the gradient of the output of fc1 in the format of gradients, with that of its bias, [G, 2F], if needed. `probs`, [T]:
-// SwiGLU's contribution to the gradient of the probabilities.
+// What its backward reads.
+struct SavedHidden {
+  const at::Tensor &fc1_out, &group_sizes, &probs;
+  int64_t interleave;
+  gemm::LaunchOptions options;
+  bool zero_tail;  // as in MlpArguments
+};
+
+// `fc1_out`: its gradient in the format of gradients, with that of the bias, [G, 2F], if needed. `probs`, [T]: SwiGLU's contribution to
+// the gradient of the probabilities.
 struct HiddenGradient {
-  QuantizedGradient linear;
+  QuantizedGradient fc1_out;
   at::Tensor probs;
 };
 
-// From the rowwise gradient of the output, of which it takes ownership, and fc2's weight for data gradients, which is columnwise
-// if `transpose_b`, or its `matrices` if there are any. `linear` is the output of fc1. `zero_tail`: as in MlpArguments.
-HiddenGradient data_gradient_then_activation_backward(Quantized grad, const Quantized& weight,
-                                                      at::TensorList matrices, bool transpose_b,
-                                                      const at::Tensor& linear, const at::Tensor& group_sizes,
-                                                      const at::Tensor& probs, const OperandFormats& formats,
-                                                      const HiddenNeedsGrad& wanted, int64_t interleave,
-                                                      const gemm::LaunchOptions& options, bool zero_tail);
+// The data gradient of fc2 and the activation's backward. From the rowwise gradient of the output, of which it takes ownership.
+HiddenGradient fc2_dgrad_activation_backward(Quantized grad, const WeightForBackward& fc2,
+                                             const SavedHidden& saved, const OperandFormats& formats,
+                                             const HiddenNeedsGrad& wanted);
 
 }  // namespace transformer_plugin::linear

@@ -99,6 +99,9 @@ OperandFormats check_grouped_mlp(const MlpArguments& mlp, std::string_view input
   TP_CHECK_VALUE(!mlp.shard.each, mlp.op, "weight_shard",
                  "no 'each': the matrices of both weights have different rows", "'" << mlp.shard.key << "'",
                  "Call grouped_linear for each weight");
+  TP_CHECK_VALUE(!mlp.shard.is_external(), mlp.op, "weight_shard",
+                 "a key without 'handle', which stands for one weight", "'" << mlp.shard.key << "'",
+                 "Call grouped_linear for each weight");
   check_weight_shard(fc1_weight, mlp.shard, mlp.fc1_main_grad);
   check_weight_shard(fc2_weight, mlp.shard, mlp.fc2_main_grad);
   check_caller_buffers(input, mlp.input.sym_size(1), mlp.buffers);

@@ -33,7 +33,7 @@ constexpr const char* kOp = "grouped_mlp";
 // The gradients for which the forward saves tensors.
 struct NeedsGrad {
   bool input = false, fc1_weight = false, fc2_weight = false;
-  bool linear = false;  // the output of fc1: for any gradient of what comes before fc2
+  bool fc1_out = false;  // for any gradient of what comes before fc2
 };
 
 // What the forward saves for the backward.
@@ -42,8 +42,7 @@ struct SavedTensors {
   Quantized input, activation;
   // The weights, for the data gradients.
   Quantized fc1, fc2;
-  // The output of fc1.
-  Tensor linear;
+  Tensor fc1_out;
   Tensor group_sizes, probs;
   // Where it contributes to the gradient of `probs`.
   Tensor fc2_bias;
@@ -78,7 +77,7 @@ struct SavedTensors {
   std::array<Tensor*, kBeforeMatrices> before_matrices() {
     return {&input.data, &input.scale, &input.amax, &activation.data, &activation.scale, &activation.amax,
             &fc1.data,   &fc1.scale,   &fc1.amax,   &fc2.data,        &fc2.scale,        &fc2.amax,
-            &linear,     &group_sizes, &probs,      &fc2_bias,        &rows.slot,        &rows.source};
+            &fc1_out,    &group_sizes, &probs,      &fc2_bias,        &rows.slot,        &rows.source};
   }
 };
 
@@ -97,14 +96,14 @@ Tensor forward_of(const MlpArguments& mlp, const OperandFormats& formats, const 
   if (wanted.fc1_weight) kept.input = input.columnwise;
   kept.fc1 = fc1.backward;
   if (wanted.input) kept.fc1_matrices = fc1.matrices;
-  Hidden hidden = product_then_activation(std::move(input), std::move(fc1), mlp, formats, wanted.fc2_weight,
-                                          wanted.linear);
-  if (wanted.linear) kept.linear = hidden.linear;
+  Hidden hidden =
+      fc1_activation(std::move(input), std::move(fc1), mlp, formats, wanted.fc2_weight, wanted.fc1_out);
+  if (wanted.fc1_out) kept.fc1_out = hidden.fc1_out;
   if (wanted.fc2_weight) kept.activation = hidden.activation.columnwise;
-  hidden.linear.reset();
-  const QuantizedWeight fc2 = fc2_source.for_forward(formats, wanted.linear);
+  hidden.fc1_out.reset();
+  const QuantizedWeight fc2 = fc2_source.for_forward(formats, wanted.fc1_out);
   kept.fc2 = fc2.backward;
-  if (wanted.linear) kept.fc2_matrices = fc2.matrices;
+  if (wanted.fc1_out) kept.fc2_matrices = fc2.matrices;
   const OptionalTensor bias_scale = mlp.fc2_bias ? OptionalTensor(mlp.probs) : std::nullopt;
   const bool sums = mlp.rows.given();
   const Tensor output = gemm_of(hidden.activation.rowwise, fc2.forward, mlp.group_sizes, mlp.fc2_bias,
@@ -118,46 +117,38 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
   static constexpr const char* kName = "grouped_mlp";
   static constexpr bool is_traceable = true;
   static constexpr const char *kFc1MainGrad = "fc1_main_grad", *kFc2MainGrad = "fc2_main_grad";
-  // With each weight as one.
-  static constexpr size_t kArguments = 19;
 
   static Tensor forward(AutogradContext* ctx, const Tensor& input, at::TensorList fc1_weight,
-                        at::TensorList fc2_weight, const Tensor& group_sizes, const Tensor& probs,
-                        const OptionalTensor& fc1_bias, const OptionalTensor& fc2_bias,
-                        std::string_view input_key, std::string_view weight_key, std::string_view grad_key,
-                        const OptionalList& quantized_fc1, const OptionalList& quantized_fc2,
-                        int64_t interleave, const LaunchOptions& options, const MainGrad& fc1_main_grad,
-                        const MainGrad& fc2_main_grad, const CallerBuffers& buffers, const TokenRows& rows,
-                        const sharded::WeightShard& shard) {
-    const MlpArguments mlp{kOp,           input,         fc1_weight,    fc2_weight,    group_sizes, probs,
-                           fc1_bias,      fc2_bias,      quantized_fc1, quantized_fc2, interleave,  options,
-                           fc1_main_grad, fc2_main_grad, buffers,       rows,          shard};
-    const OperandFormats formats = operand_formats(kOp, input_key, weight_key, grad_key);
+                        at::TensorList fc2_weight, const Tensor& probs, const OptionalTensor& fc1_bias,
+                        const OptionalTensor& fc2_bias, const MlpArguments& mlp,
+                        const OperandFormats& formats) {
     NeedsGrad wanted{input.requires_grad(), wants_grad(fc1_weight), wants_grad(fc2_weight)};
-    wanted.linear = wanted.input || wanted.fc1_weight || wants_grad(fc1_bias) || probs.requires_grad();
+    wanted.fc1_out = wanted.input || wanted.fc1_weight || wants_grad(fc1_bias) || probs.requires_grad();
     const bool scales_bias = fc2_bias && probs.requires_grad();
     SavedTensors kept;
     const Tensor output = forward_of(mlp, formats, wanted, kept);
-    kept.group_sizes = group_sizes;
+    kept.group_sizes = mlp.group_sizes;
     kept.probs = probs;
     if (scales_bias) kept.fc2_bias = *fc2_bias;
-    kept.rows = rows;
+    kept.rows = mlp.rows;
     ctx->save_for_backward(kept.pack());
     save_matrices(ctx, "fc1_matrices", fc1_weight.size(), kept.fc1_matrices.size());
     save_matrices(ctx, "fc2_matrices", fc2_weight.size(), kept.fc2_matrices.size());
-    if (wanted.fc1_weight) save_wgrad_destination(ctx, kFc1MainGrad, fc1_main_grad, fc1_weight, shard);
-    if (wanted.fc2_weight) save_wgrad_destination(ctx, kFc2MainGrad, fc2_main_grad, fc2_weight, shard);
-    save_weight_shard(ctx, shard);
-    if (wanted.input) save_dgrad_out(ctx, buffers);
-    ctx->saved_data["input_format"] = std::string(input_key);
-    ctx->saved_data["weight_format"] = std::string(weight_key);
-    ctx->saved_data["grad_format"] = std::string(grad_key);
-    if (interleave != 0) ctx->saved_data["interleave"] = interleave;
-    save_options(ctx, options);
+    if (wanted.fc1_weight)
+      save_wgrad_destination(ctx, kFc1MainGrad, mlp.fc1_main_grad, fc1_weight, mlp.shard);
+    if (wanted.fc2_weight)
+      save_wgrad_destination(ctx, kFc2MainGrad, mlp.fc2_main_grad, fc2_weight, mlp.shard);
+    save_weight_shard(ctx, mlp.shard);
+    if (wanted.input) save_dgrad_out(ctx, mlp.buffers);
+    ctx->saved_data["input_format"] = std::string(formats.input_key);
+    ctx->saved_data["weight_format"] = std::string(formats.weight_key);
+    ctx->saved_data["grad_format"] = std::string(formats.grad_key);
+    if (mlp.interleave != 0) ctx->saved_data["interleave"] = mlp.interleave;
+    save_options(ctx, mlp.options);
     ctx->saved_data["fc1_columns"] = kept.fc1.transposed;
     ctx->saved_data["fc2_columns"] = kept.fc2.transposed;
-    if (quantized_fc1) ctx->saved_data["fc1_given"] = true;
-    if (quantized_fc2) ctx->saved_data["fc2_given"] = true;
+    if (mlp.quantized_fc1) ctx->saved_data["fc1_given"] = true;
+    if (mlp.quantized_fc2) ctx->saved_data["fc2_given"] = true;
     ctx->saved_data["has_fc1_bias"] = fc1_bias.has_value();
     ctx->saved_data["has_fc2_bias"] = fc2_bias.has_value();
     SavedTensorRelease::prepare(ctx);
@@ -223,24 +214,24 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
     const auto fc1_destination = wgrad_destination({ctx, 1, fc1_count}, kFc1MainGrad, shard);
     const auto fc2_destination = wgrad_destination({ctx, 1 + fc1_count, fc2_count}, kFc2MainGrad, shard);
     const bool wants_fc1 = fc1_destination != nullptr, wants_fc2 = fc2_destination != nullptr,
-               wants_input = ctx->needs_input_grad(0), wants_probs = ctx->needs_input_grad(weights + 2),
+               wants_input = ctx->needs_input_grad(0), wants_probs = ctx->needs_input_grad(weights + 1),
                wants_fc1_bias =
-                   ctx->saved_data["has_fc1_bias"].toBool() && ctx->needs_input_grad(weights + 3);
-    const bool wants_linear = wants_input || wants_fc1 || wants_fc1_bias || wants_probs;
+                   ctx->saved_data["has_fc1_bias"].toBool() && ctx->needs_input_grad(weights + 2);
+    const bool wants_fc1_out = wants_input || wants_fc1 || wants_fc1_bias || wants_probs;
     auto [grad_fc2_bias, grad_probs] =
         fc2_bias_gradients(ctx, grad, rows, group_sizes, probs, kept.fc2_bias, weights);
     Tensor grad_input, grad_fc1_bias;
     variable_list grad_fc1(fc1_count), grad_fc2(fc2_count);
     QuantizedOperand g;
-    if (wants_linear || wants_fc2) {
+    if (wants_fc1_out || wants_fc2) {
       // A deferred weight gradient keeps rows of its own, because the caller may write to the gradient.
       const bool copies = wants_fc2 && (fc2_destination->is_deferred() ||
                                         !reads_gradient(grad, kept.activation.data, formats.grad, grad_key));
       g = rows_operand(rows.given() && !copies ? grad.contiguous() : grad, rows, group_sizes, formats.grad,
-                       grad_key, wants_linear, wants_fc2, copies);
+                       grad_key, wants_fc1_out, wants_fc2, copies);
     }
     const SavedTensorRelease release(ctx);
-    QuantizedOperand linear;  // the gradient of the output of fc1
+    QuantizedOperand fc1_grad;  // the gradient of the output of fc1
     const auto compute_fc2_wgrad = [&] {
       if (wants_fc2) {
         grad_fc2 = fc2_destination->compute({g.columnwise, kept.activation, group_sizes, dtype, options});
@@ -255,25 +246,25 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
           input.data = rows.gather(input.data, group_sizes);
           input.row_index = Tensor();
         }
-        grad_fc1 = fc1_destination->compute({linear.columnwise, input, group_sizes, dtype, options});
+        grad_fc1 = fc1_destination->compute({fc1_grad.columnwise, input, group_sizes, dtype, options});
       }
-      linear.columnwise = {};
+      fc1_grad.columnwise = {};
       if (kept.input.scale.defined()) release(kept.input.data);
     };
     const bool fc2_is_late =
         wants_fc2 && fc2_destination->allocates() && grows(g.columnwise, kept.activation, group_sizes, dtype);
     if (!fc2_is_late) compute_fc2_wgrad();
-    if (wants_linear) {
+    if (wants_fc1_out) {
       WeightForBackward fc2 = WeightSource{kept.fc2_matrices, {}, shard}.for_backward(kept.fc2, formats);
-      HiddenGradient hidden = data_gradient_then_activation_backward(
-          std::move(g.rowwise), fc2.values, fc2.matrices(), fc2.values.transposed, kept.linear, group_sizes,
-          probs, formats, {wants_input, wants_fc1, wants_fc1_bias}, saved_interleave(ctx), options,
-          zero_tail);
+      HiddenGradient hidden = fc2_dgrad_activation_backward(
+          std::move(g.rowwise), fc2,
+          {kept.fc1_out, group_sizes, probs, saved_interleave(ctx), options, zero_tail}, formats,
+          {wants_input, wants_fc1, wants_fc1_bias});
       fc2 = {};
-      release(kept.linear);
+      release(kept.fc1_out);
       if (quantized_in_forward(ctx, kept.fc2, "fc2_given")) release(kept.fc2.data);
-      linear = std::move(hidden.linear.values);
-      grad_fc1_bias = hidden.linear.bias;
+      fc1_grad = std::move(hidden.fc1_out.values);
+      grad_fc1_bias = hidden.fc1_out.bias;
       if (wants_probs) {
         grad_probs = grad_probs.defined() ? at::add(grad_probs, hidden.probs) : hidden.probs;
       }
@@ -281,35 +272,34 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
     if (fc2_is_late) compute_fc2_wgrad();
     const bool fc1_is_late = wants_fc1 && fc1_destination->allocates() &&
                              quantized_in_forward(ctx, kept.fc1, "fc1_given") &&
-                             grows(linear.columnwise, kept.input, group_sizes, dtype);
+                             grows(fc1_grad.columnwise, kept.input, group_sizes, dtype);
     if (!fc1_is_late) compute_fc1_wgrad();
     if (wants_input) {
       const OptionalTensor out = saved_dgrad_out(ctx, kOp, grad);
       const WeightForBackward fc1 =
           WeightSource{kept.fc1_matrices, {}, shard}.for_backward(kept.fc1, formats);
-      grad_input =
-          gemm_of(linear.rowwise, fc1.values, group_sizes, std::nullopt, std::nullopt, fc1.values.transposed,
-                  dtype, options, fc1.matrices(), rows.given() ? std::nullopt : out, zero_tail);
-      linear.rowwise = {};
+      grad_input = gemm_of(fc1_grad.rowwise, fc1.values, group_sizes, std::nullopt, std::nullopt,
+                           fc1.values.transposed, dtype, options, fc1.matrices(),
+                           rows.given() ? std::nullopt : out, zero_tail);
+      fc1_grad.rowwise = {};
       if (rows.given()) grad_input = rows.sum(grad_input, out);
     }
-    linear.rowwise = {};
+    fc1_grad.rowwise = {};
     if (quantized_in_forward(ctx, kept.fc1, "fc1_given")) release(kept.fc1.data);
     if (fc1_is_late) compute_fc1_wgrad();
     if (wants_fc2) fc2_destination->finish(grad_fc2, grad_input);
     if (wants_fc1) fc1_destination->finish(grad_fc1, grad_input);
     return in_order_of_inputs(grad_input, grad_fc1, grad_fc2,
-                              {Tensor(), grad_probs, grad_fc1_bias, grad_fc2_bias});
+                              {grad_probs, grad_fc1_bias, grad_fc2_bias, Tensor(), Tensor()});
   }
 
-  // The gradients of the input, of the tensors of both weights and of the tensors after them, and none of other arguments.
+  // The gradients of the input, of the tensors of both weights and of the arguments after them.
   static variable_list in_order_of_inputs(const Tensor& input, const variable_list& fc1,
                                           const variable_list& fc2, std::initializer_list<Tensor> others) {
     variable_list result{input};
     result.insert(result.end(), fc1.begin(), fc1.end());
     result.insert(result.end(), fc2.begin(), fc2.end());
     result.insert(result.end(), others);
-    result.resize(fc1.size() + fc2.size() + kArguments - 2);
     return result;
   }
 
@@ -342,8 +332,8 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
                                                       size_t weights) {
     if (!ctx->saved_data["has_fc2_bias"].toBool()) return {};
     const bool has_fc1_bias = ctx->saved_data["has_fc1_bias"].toBool();
-    const bool wants_bias = ctx->needs_input_grad(weights + (has_fc1_bias ? 4 : 3));
-    const bool wants_probs = ctx->needs_input_grad(weights + 2);
+    const bool wants_bias = ctx->needs_input_grad(weights + (has_fc1_bias ? 3 : 2));
+    const bool wants_probs = ctx->needs_input_grad(weights + 1);
     if (!wants_bias && !wants_probs) return {};
     const Tensor grad_rows = rows.given() ? rows.gather(grad, group_sizes) : grad;
     const auto [grad_bias, grad_probs] = ops::grouped_bias_backward(
@@ -360,10 +350,8 @@ Tensor grouped_mlp_forward(const MlpArguments& mlp, const OperandFormats& format
 }
 
 Tensor grouped_mlp_autograd(const MlpArguments& mlp, const OperandFormats& formats) {
-  return GroupedMlpFunction::apply(
-      mlp.input, mlp.fc1_weight, mlp.fc2_weight, mlp.group_sizes, mlp.probs, mlp.fc1_bias, mlp.fc2_bias,
-      formats.input_key, formats.weight_key, formats.grad_key, mlp.quantized_fc1, mlp.quantized_fc2,
-      mlp.interleave, mlp.options, mlp.fc1_main_grad, mlp.fc2_main_grad, mlp.buffers, mlp.rows, mlp.shard);
+  return GroupedMlpFunction::apply(mlp.input, mlp.fc1_weight, mlp.fc2_weight, mlp.probs, mlp.fc1_bias,
+                                   mlp.fc2_bias, mlp, formats);
 }
 
 }  // namespace transformer_plugin::linear

@@ -146,6 +146,12 @@ CASES: list[tuple[dict[str, Any], type[Exception], str]] = [
         "argument 'fc2_weight': expected a last dimension that is a multiple of 16, the block of nvfp4, got "
         "float32[2, 32, 40] on cpu. Pad the weights with zeros, both halves of the first.",
     ),
+    (
+        {"weight_shard": "rows=2,ranks=2,handle=7,name=fc1.weight,group="},
+        ValueError,
+        "argument 'weight_shard': expected a key without 'handle', which stands for one weight, got "
+        "'rows=2,ranks=2,handle=7,name=fc1.weight,group='. Call grouped_linear for each weight.",
+    ),
 ]
 
 
