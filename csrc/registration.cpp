@@ -187,7 +187,7 @@ TORCH_LIBRARY(transformer_plugin, m) {
   m.def("run_deferred_wgrads(Tensor(a!) queue, Tensor(b!)[] out, bool accumulate=True) -> ()");
   // The rows of a table that indices name.
   m.def("embedding(Tensor indices, Tensor weight, int padding_idx=-1, str weight_shard=\"\") -> Tensor");
-  // A weight in its format, once for many calls of the four above: data, scale_inv and, of nvfp4, amax, along rows;
+  // A weight in its format, once for many calls of the layers above: data, scale_inv and, of nvfp4, amax, along rows;
   // then along columns, if the data gradient takes those. bf16 has data alone. Several matrices give what their stack would.
   m.def("quantize_weight(Tensor[] weight, str input_format, str weight_format, str grad_format) -> Tensor[]");
   m.def(

@@ -36,7 +36,7 @@ struct SavedMainGrad {
 // The tensors that were saved one by one under a name; none if there are none.
 std::vector<at::Tensor> saved_matrices(torch::autograd::AutogradContext* ctx, const char* name);
 SavedMainGrad saved_main_grad(torch::autograd::AutogradContext* ctx, const char* name);
-// The name of the argument for the queue beside the buffers `name`.
+// The name, in errors and in what a node saves, for the queue beside the buffers `name`.
 std::string queue_of(const char* name);
 
 }  // namespace transformer_plugin::linear

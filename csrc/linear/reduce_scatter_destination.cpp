@@ -16,7 +16,8 @@ namespace {
 using at::Tensor;
 using torch::autograd::variable_list;
 
-// The gradient of the unsharded weight is computed into a buffer, `sent_`, which a reduce-scatter sends behind the data gradient.
+// The gradient of the unsharded weight is computed into a buffer, `sent_`. Its reduce-scatter overlaps with the data gradient unless
+// something needs the sum earlier (sharded/reduce_gradient.h).
 class ReduceScatterDestination : public WgradDestination {
  public:
   ReduceScatterDestination(const WeightInputs& weight, SavedMainGrad main_grad, std::vector<Tensor> shards,
@@ -44,7 +45,7 @@ class ReduceScatterDestination : public WgradDestination {
   const SavedMainGrad main_grad_;
   const std::vector<Tensor> shards_;
   const sharded::WeightShard& shard_;
-  // Of the reduce-scatter that compute() has started, if finish() has to wait for it.
+  // Of the reduce-scatter, if finish() has to wait for it.
   Tensor sent_;
   // Of what autograd gets.
   at::ScalarType dtype_ = at::kFloat;

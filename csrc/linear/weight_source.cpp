@@ -49,7 +49,8 @@ QuantizedWeight own_weight(const WeightSource& source, const OperandFormats& for
                           : quantize_weight_operand(source.tensors, formats, backward);
 }
 
-// The ranks' quantized shards are all-gathered, or, where there are none, the values, which are quantized after that.
+// The ranks' quantized shards are all-gathered, or, where there are none, the values, which are quantized after that. A gather
+// usually finds that the use of the weight before it has begun it (sharded/gather_cache.h). What is saved stays this rank's shard.
 QuantizedWeight sharded_weight(const WeightSource& source, const OperandFormats& formats, bool backward) {
   if (source.quantized || !formats.weight.is_quantized()) {
     QuantizedWeight own = own_weight(source, formats, backward);

@@ -1,9 +1,11 @@
-// Where the products of a layer get a weight from:
+// Where the products of a layer get a weight from (docs/notes/a-weight-over-ranks.md has the whole way of a sharded one):
 //
 //   plain      the weight itself, quantized in each forward
 //   quantized  the tensors that quantize_weight made of it before (linear/quantized_weight.h)
 //   sharded    all ranks: their shards are all-gathered in the forward, and in the backward again
 //   external   another runtime, which unshards the weight in each direction (sharded/external_weight.h)
+//
+// A sharded weight may be quantized, too: ranks then exchange quantized shards.
 #pragma once
 
 #include <torch/csrc/autograd/custom_function.h>

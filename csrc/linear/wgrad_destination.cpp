@@ -154,7 +154,7 @@ class MainGradDestination final : public WgradDestination {
   const SavedMainGrad main_grad_;
 };
 
-// With buffers the gradient is added to them when the queue is run.
+// The gradient is computed when the queue is run, and goes where run_deferred_wgrads is told.
 class QueueDestination final : public WgradDestination {
  public:
   QueueDestination(const WeightInputs& weight, SavedMainGrad main_grad)

@@ -12,17 +12,23 @@ namespace transformer_plugin::sharded {
 
 // Where the sum of the ranks' gradients goes.
 struct GradientTarget {
-  at::Tensor weight;                         // this rank's part, which the gradient belongs to
+  at::Tensor weight;                         // this rank's shard, which the gradient belongs to
   std::optional<at::Tensor> main_grad = {};  // the buffer to write; otherwise the gradient is returned
   bool accumulate = true;                    // or write over what the buffer holds
 };
 
 // A buffer for the gradient of the unsharded weight as this rank computes it, with rows of zeros after it, which reduce_gradient
-// takes: [ranks * n, ...] for a part [n, ...].
+// takes: [ranks * n, ...] for a shard [n, ...].
 at::Tensor new_unsharded_grad(const at::Tensor& weight, const WeightShard& shard, at::ScalarType dtype);
 
-// Begins to add the ranks' gradients, each rank those of its rows, on a side stream. Undefined if they go into a buffer, or
-// into `weight.grad` until the end of the backward. Otherwise a token, for which finish_gradient gives the result.
+// Adds the ranks' gradients, each rank those of its rows. Where the sum goes, and when:
+//
+//   main_grad, `async`, and nothing observes the weight's gradient   into the buffer, on a side stream; returns an undefined tensor
+//   main_grad otherwise                                              into the buffer, before it returns an undefined tensor
+//   no main_grad, `async`, nothing observes                          into `weight.grad` by the end of the backward; undefined
+//   otherwise, and while a graph is traced                           begun on a side stream; returns a token for finish_gradient
+//
+// A reduce-scatter on a side stream is enqueued after the next gather of the group, or at once where it has a token.
 at::Tensor reduce_gradient(const at::Tensor& unsharded_grad, const WeightShard& shard,
                            const GradientTarget& target);
 

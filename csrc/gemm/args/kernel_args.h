@@ -11,12 +11,12 @@
 
 namespace transformer_plugin::gemm {
 
-// Layout of the operands, and the dimension that is summed over.
+// Layout of the operands, named after the product of a layer that has it, and the dimension that is summed over.
 enum class GemmDirection : int32_t {
   kFprop,  // a [T, k], b [G, n, k]: rows are ragged
   kDgrad,  // a [T, k], b [G, k, n]: rows are ragged
   // a = grad [T, m] and b = input [T, n], FP8: [m, T] and [n, T]. Each group sums over its own rows of T. m
-  // and n are N and K of the host structs (grouped_gemm.h).
+  // and n are N and K of the host struct (gemm_problem.h).
   kWgrad,
 };
 

@@ -200,10 +200,10 @@ Tensor run_gemm_cuda(const GemmProblem& problem, at::ScalarType dtype, at::Tenso
   if (selection.copy == GemmCopy::kStack) {
     return run_gemm_cuda(with_stacked_list(problem, true), dtype, given);
   }
-  const Call call{problem, desc, selection, scope.stream()};
-  if (selection.backend == Backend::kTorch) return torch_product(call);
+  if (selection.backend == Backend::kTorch) return torch_product({problem, desc, selection, scope.stream()});
   const Tensor out = given.empty() ? new_output(problem, desc, dtype) : given[0];
   if (selection.direction != desc.direction) desc = as_wgrad(desc);
+  const Call call{problem, desc, selection, scope.stream()};
   const at::TensorList written = given.empty() ? at::TensorList(out) : given;
   desc.is_wgrad() ? multiply_columns(call, written) : multiply_rows(call, out);
   return out;
