@@ -143,7 +143,7 @@ def linear(
     Args:
         input: ``[..., K]`` float32, bfloat16 or float16 (float64 without formats).
         weight, bias: ``[N, K]`` in the dtype of ``input``; ``[N]``, any float dtype.
-        input_format, weight_format, grad_format: keys, or a :class:`~transformer_plugin.formats.Format` each; see above.
+        input_format, weight_format, grad_format: keys or :class:`~transformer_plugin.formats.Format`, see above.
         quantized_weight: what :func:`quantize_weight` made of ``weight`` with these formats: the same bits, without
             quantizing the weight again. ``weight`` is then not read; its gradient is the usual one.
         main_grad, accumulate, weight_grad: where the gradient of the weight goes, see above; ``[N, K]``.

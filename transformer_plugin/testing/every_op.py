@@ -325,11 +325,16 @@ def _collective_calls(draw: Draw, indices: Tensor, experts: int) -> Calls:
     part = draw(tokens, K), None, None, "none", False, False, f"rows={tokens},ranks=1,group="
     names = ("data", "scale_inv", "amax", "format", "columnwise", "backward", "shard")
     yield "gather_weight", "", dict(zip(names, part, strict=True))
-    matrices = {"parts": [draw(tokens, K), draw(tokens, K)], "backward": False}
+    matrices = {"shards": [draw(tokens, K), draw(tokens, K)], "backward": False}
     yield "gather_weight_list", "", {**matrices, "shard": f"rows={tokens},ranks=1,each,group="}
-    summed = {"parts": draw(tokens, K), "weight": draw(tokens, K), "out": draw(tokens, K), "accumulate": True}
+    summed = {
+        "unsharded_grad": draw(tokens, K),
+        "weight": draw(tokens, K),
+        "out": draw(tokens, K),
+        "accumulate": True,
+    }
     yield "reduce_gradient_out", "", {**summed, "shard": f"rows={tokens},ranks=1,mean,group="}
-    begun = {"parts": summed["parts"], "shard": f"rows={tokens},ranks=1,mean,group="}
+    begun = {"unsharded_grad": summed["unsharded_grad"], "shard": f"rows={tokens},ranks=1,mean,group="}
     begun["weight"] = draw(tokens, K)
     yield "start_reduce_gradient", "", begun
     yield "finish_reduce_gradient", "", {"token": token, **begun}
