@@ -35,12 +35,13 @@ constexpr const char *kMainGrad = "main_grad", *kHasBias = "has_bias", *kIsGroup
 // The operand of the input; columnwise for the weight gradient.
 QuantizedOperand input_operand(const LinearCall& call, const OperandFormats& formats,
                                const OptionalTensor& sizes, bool columnwise) {
-  const auto& [input_key, weight_key, grad_key, format, weight_format, grad_format] = formats;
+  const Format& format = formats.input;
+  const std::string_view key = formats.input_key;
   if (call.delayed.scale)
     return {quantize_delayed(call.input, sizes, call.delayed, formats, ScaleRole::kInput), {}};
   if (!call.input_ranks.is_sharded())
-    return quantize_operand(call.input, sizes, format, input_key, true, columnwise);
-  return all_gather_operand(call.input, call.input_ranks, sizes, format, input_key, true, columnwise);
+    return quantize_operand(call.input, sizes, format, key, true, columnwise);
+  return all_gather_operand(call.input, call.input_ranks, sizes, format, key, true, columnwise);
 }
 
 // `backward`: also what the backward needs.

@@ -154,7 +154,7 @@ class MainGradDestination final : public WgradDestination {
   const SavedMainGrad main_grad_;
 };
 
-// The gradient is computed when the queue is run, and goes where run_deferred_wgrads is told.
+// run_deferred_wgrads computes the gradient later, into its argument `out`.
 class QueueDestination final : public WgradDestination {
  public:
   QueueDestination(const WeightInputs& weight, SavedMainGrad main_grad)

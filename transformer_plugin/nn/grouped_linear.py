@@ -194,7 +194,7 @@ class GroupedLinear(RecipeModule):
 
     @property
     def local_weight(self) -> Tensor:
-        """This rank's part of the weight."""
+        """This rank's shard of the weight."""
         return self._local(self.weight)
 
     @property

@@ -27,7 +27,7 @@ class WeightPart:
 
     #: Of the parameter in the module that was sharded.
     name: str
-    #: How ops are told of it.
+    #: The layout that ops get as the key ``weight_shard``.
     shard: WeightShard
     #: Each rank's rows are a multiple of this number.
     align: int

@@ -206,7 +206,7 @@ bool is_converted(const GemmProblem& problem) {
   return problem.b.data.scalar_type() != problem.a.data.scalar_type();
 }
 
-// The matrix of a group as it is multiplied.
+// A group's matrix of b, dequantized or converted to the dtype of a where it is not plain.
 Tensor matrix_of(const GemmProblem& problem, int64_t group, Worker& worker) {
   const auto stored = [&] {
     return problem.list.empty() ? problem.b.data.select(0, group) : problem.list[group];
