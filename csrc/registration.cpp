@@ -51,13 +51,14 @@ TORCH_LIBRARY(transformer_plugin, m) {
   // Fused with the step before: the bytes of the two steps, in one pass. fp8_tensor needs an amax here, except in
   // bias_backward_quantize.
   m.def(
-      "swiglu_quantize(Tensor input, str format, Tensor? probs=None, Tensor? group_sizes=None, "
+      "activation_quantize(Tensor input, str format, Tensor? probs=None, Tensor? group_sizes=None, "
       "Tensor? amax=None, Tensor? amax_t=None, Tensor? seed=None, bool rowwise=True, bool columnwise=False, "
-      "bool zero_tail=True) -> Tensor[]");
+      "bool zero_tail=True, str activation=\"swiglu\") -> Tensor[]");
   // Always in both directions, then grad_probs.
   m.def(
-      "swiglu_backward_quantize(Tensor grad, Tensor input, str format, Tensor? probs=None, "
-      "Tensor? group_sizes=None, Tensor? amax=None, Tensor? amax_t=None, Tensor? seed=None, bool zero_tail=True) -> Tensor[]");
+      "activation_backward_quantize(Tensor grad, Tensor input, str format, Tensor? probs=None, "
+      "Tensor? group_sizes=None, Tensor? amax=None, Tensor? amax_t=None, Tensor? seed=None, bool zero_tail=True, "
+      "str activation=\"swiglu\") -> Tensor[]");
   // The gradient of a bias, the sums over the rows, is the last result.
   m.def(
       "bias_backward_quantize(Tensor grad, str format, Tensor? group_sizes=None, Tensor? amax=None, "
@@ -95,16 +96,15 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "bool accumulate=True, Tensor? alpha=None, Tensor? beta=None, Tensor? input_rows=None, "
       "Tensor? grad_rows=None, int max_sms=0, int expected_rows=-1, Tensor[]? grad_scale=None, "
       "Tensor[]? input_scale=None, str grad_format=\"none\", str input_format=\"none\") -> ()");
-  // The first product of an expert and SwiGLU times a probability. "interleave" says how gate and linear part lie in h:
-  // 0, one after the other; 32, so many columns of each in turn.
+  // The first product of an expert and an activation times a probability.
   m.def(
-      "grouped_gemm_swiglu(Tensor a, Tensor b, Tensor group_sizes, Tensor? probs=None, Tensor? bias=None, "
-      "int interleave=0, bool keep_input=True, int max_sms=0, int expected_rows=-1, Tensor? rows=None, "
+      "grouped_gemm_activation(Tensor a, Tensor b, Tensor group_sizes, Tensor? probs=None, Tensor? bias=None, "
+      "str activation=\"swiglu\", bool keep_input=True, int max_sms=0, int expected_rows=-1, Tensor? rows=None, "
       "bool zero_tail=True) -> (Tensor act, Tensor h)");
-  // The same, SwiGLU's result as a format has it that finds its scales in blocks along a row.
+  // The same, its result as a format has it that finds its scales in blocks along a row.
   m.def(
-      "grouped_gemm_swiglu_quantize(Tensor a, Tensor b, Tensor group_sizes, str format, Tensor? probs=None, "
-      "Tensor? bias=None, int interleave=0, bool keep_input=True, int max_sms=0, int expected_rows=-1) -> "
+      "grouped_gemm_activation_quantize(Tensor a, Tensor b, Tensor group_sizes, str format, Tensor? probs=None, "
+      "Tensor? bias=None, str activation=\"swiglu\", bool keep_input=True, int max_sms=0, int expected_rows=-1) -> "
       "(Tensor data, Tensor scale, Tensor h)");
   // Which kernel a GPU would run for a weight [G, n, k], why, and its configuration (gemm/dispatch/select.h,
   // gemm/sm90/config.h). Needs no GPU.
@@ -153,13 +153,13 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "str grad_format=\"none\", Tensor[]? quantized_weight=None, int max_sms=0, int expected_rows=-1, "
       "Tensor[]? main_grad=None, bool accumulate=True, str weight_grad=\"none\", Tensor? wgrad_queue=None, "
       "bool save_original_input=False, Tensor? dgrad_out=None) -> ()");
-  // Two grouped_linears with swiglu between them, `probs` scaling it and the second bias. With `slot` and `source` from
+  // Two grouped_linears with an activation between them, `probs` scaling it and the second bias. With `slot` and `source` from
   // assign_slots the input is tokens, whose rows the groups are, and the output the sum of each token's rows.
   m.def(
       "grouped_mlp(Tensor input, Tensor[] fc1_weight, Tensor[] fc2_weight, Tensor group_sizes, Tensor probs, "
       "Tensor? fc1_bias=None, Tensor? fc2_bias=None, str input_format=\"none\", str weight_format=\"none\", "
       "str grad_format=\"none\", Tensor[]? quantized_fc1_weight=None, Tensor[]? quantized_fc2_weight=None, "
-      "int interleave=0, int max_sms=0, int expected_rows=-1, Tensor[]? fc1_main_grad=None, "
+      "str activation=\"swiglu\", int max_sms=0, int expected_rows=-1, Tensor[]? fc1_main_grad=None, "
       "Tensor[]? fc2_main_grad=None, bool accumulate=True, str weight_grad=\"none\", "
       "Tensor? fc1_wgrad_queue=None, Tensor? fc2_wgrad_queue=None, Tensor? dgrad_out=None, Tensor? slot=None, "
       "Tensor? source=None, str weight_shard=\"\") -> Tensor");
@@ -167,7 +167,7 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "grouped_mlp_out(Tensor input, Tensor[] fc1_weight, Tensor[] fc2_weight, Tensor group_sizes, Tensor probs, "
       "Tensor(a!) out, Tensor? fc1_bias=None, Tensor? fc2_bias=None, str input_format=\"none\", "
       "str weight_format=\"none\", str grad_format=\"none\", Tensor[]? quantized_fc1_weight=None, "
-      "Tensor[]? quantized_fc2_weight=None, int interleave=0, int max_sms=0, int expected_rows=-1, "
+      "Tensor[]? quantized_fc2_weight=None, str activation=\"swiglu\", int max_sms=0, int expected_rows=-1, "
       "Tensor[]? fc1_main_grad=None, Tensor[]? fc2_main_grad=None, bool accumulate=True, "
       "str weight_grad=\"none\", Tensor? fc1_wgrad_queue=None, Tensor? fc2_wgrad_queue=None, "
       "Tensor? dgrad_out=None, Tensor? slot=None, Tensor? source=None) -> ()");
@@ -211,10 +211,12 @@ TORCH_LIBRARY(transformer_plugin, m) {
   // Raises what a GPU noticed about group sizes, row and expert indices of earlier calls; calls with these do so too.
   m.def("check_group_sizes() -> ()");
 
-  // activation: with "group_sizes" rows past the last group are neither read nor written; their gradients of probs are 0.
-  m.def("swiglu(Tensor input, Tensor? probs=None, Tensor? group_sizes=None, int interleave=0) -> Tensor");
+  // activation: an "activation" is a key (activation/description.h). With "group_sizes" rows past the last group are neither read nor written; their gradients of probs are 0.
   m.def(
-      "swiglu_backward(Tensor grad, Tensor input, Tensor? probs=None, Tensor? group_sizes=None, int interleave=0) -> (Tensor, Tensor)");
+      "activation(Tensor input, Tensor? probs=None, Tensor? group_sizes=None, str activation=\"swiglu\") -> Tensor");
+  m.def(
+      "activation_backward(Tensor grad, Tensor input, Tensor? probs=None, Tensor? group_sizes=None, "
+      "str activation=\"swiglu\") -> (Tensor, Tensor)");
 
   // norm: over the last dimension. The forward ops also return what the backward wants of them; those that quantize give
   // the bytes of the steps, in one pass.

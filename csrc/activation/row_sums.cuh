@@ -1,5 +1,5 @@
 // Row sums over lanes, as a tree in the order of the gradient of SwiGLU's probabilities
-// (activation/swiglu.h).
+// (activation/activation.h).
 #pragma once
 
 #include "common/launch.cuh"

@@ -44,7 +44,7 @@ struct FormatFamilyTraits {
   bool has_scales = false;
   bool has_row_scales = false;   // one scale per row of the whole matrix
   bool has_list_kernel = false;  // quantize_list takes many matrices in one launch
-  bool has_fused_ops = false;    // swiglu_quantize, rms_norm_quantize, requantize_transposed and the like
+  bool has_fused_ops = false;    // activation_quantize, rms_norm_quantize, requantize_transposed and the like
   // The columns of a ragged matrix can be quantized. If not, weight gradients take unquantized operands.
   bool has_group_columns = false;
 };

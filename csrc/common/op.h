@@ -29,7 +29,7 @@ struct OpName {
 // The op of this name of the library; of an overload "linear.scaled".
 c10::OperatorHandle find_op(const char* name);
 
-// `ops::swiglu(x, probs, sizes)` calls the op, `ops::linear_scaled` the overload linear.scaled. `Signature` is a function type, as the dispatcher passes the schema's types.
+// `ops::activation(x, probs, sizes)` calls the op, `ops::linear_scaled` the overload linear.scaled. `Signature` is a function type, as the dispatcher passes the schema's types.
 template <OpName op_name, typename Signature>
 struct Op;
 

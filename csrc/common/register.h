@@ -1,7 +1,7 @@
 // Registration of the kernels of an op, whose schema is in registration.cpp: one line per op.
 //
-//   TP_IMPL(swiglu, swiglu, swiglu_meta, swiglu_autograd);
-//   TP_IMPL_NO_GRADIENT(swiglu_backward, swiglu_backward, swiglu_backward_meta);
+//   TP_IMPL(activation, activation, activation_meta, activation_autograd);
+//   TP_IMPL_NO_GRADIENT(activation_backward, activation_backward, activation_backward_meta);
 //
 // The first is the op's handle in common/ops/, with whose types those of the kernels are compared. `kernel` serves both devices and
 // checks the device of its tensors. A build without CUDA registers it for the CPU only.

@@ -1,5 +1,5 @@
 // grouped_mlp: the experts of an MoE layer, in any format and with its gradient. For each group of rows:
-// fc2(swiglu(fc1(x)) * prob). One autograd node with the same bits as the three nodes of grouped_linear, swiglu and
+// fc2(activation(fc1(x)) * prob). One autograd node with the same bits as the three nodes of grouped_linear, activation and
 // grouped_linear; with `slot` and `source`, of permute_rows, those three and unpermute. grouped_mlp_out: the same into a buffer
 // of the caller.
 #include "common/autograd.h"
@@ -26,7 +26,7 @@ Tensor redispatch(const MlpArguments& mlp, const OperandFormats& formats) {
   if (out) {
     ops::grouped_mlp_out(mlp.input, mlp.fc1_weight, mlp.fc2_weight, mlp.group_sizes, mlp.probs, *out,
                          mlp.fc1_bias, mlp.fc2_bias, formats.input_key, formats.weight_key, formats.grad_key,
-                         mlp.quantized_fc1, mlp.quantized_fc2, mlp.interleave, mlp.options.max_sms,
+                         mlp.quantized_fc1, mlp.quantized_fc2, mlp.activation.key, mlp.options.max_sms,
                          mlp.options.expected_rows, main_grad.buffers, mlp.fc2_main_grad.buffers,
                          main_grad.accumulate, main_grad.weight_grad, main_grad.queue,
                          mlp.fc2_main_grad.queue, dgrad_out, slot, source);
@@ -34,7 +34,7 @@ Tensor redispatch(const MlpArguments& mlp, const OperandFormats& formats) {
   }
   return ops::grouped_mlp(mlp.input, mlp.fc1_weight, mlp.fc2_weight, mlp.group_sizes, mlp.probs, mlp.fc1_bias,
                           mlp.fc2_bias, formats.input_key, formats.weight_key, formats.grad_key,
-                          mlp.quantized_fc1, mlp.quantized_fc2, mlp.interleave, mlp.options.max_sms,
+                          mlp.quantized_fc1, mlp.quantized_fc2, mlp.activation.key, mlp.options.max_sms,
                           mlp.options.expected_rows, main_grad.buffers, mlp.fc2_main_grad.buffers,
                           main_grad.accumulate, main_grad.weight_grad, main_grad.queue,
                           mlp.fc2_main_grad.queue, dgrad_out, slot, source, mlp.shard.key);
@@ -47,7 +47,9 @@ Tensor run(const MlpArguments& mlp, std::string_view input_format, std::string_v
            std::string_view grad_format) {
   if constexpr (kernel == Kernel::kAutograd) {
     if (any_wants_grad(mlp.input, mlp.fc1_weight, mlp.fc2_weight, mlp.probs, mlp.fc1_bias, mlp.fc2_bias)) {
-      return grouped_mlp_autograd(mlp, check_grouped_mlp(mlp, input_format, weight_format, grad_format));
+      return GroupedMlpFunction::apply(mlp.input, mlp.fc1_weight, mlp.fc2_weight, mlp.probs, mlp.fc1_bias,
+                                       mlp.fc2_bias, mlp,
+                                       check_grouped_mlp(mlp, input_format, weight_format, grad_format));
     }
     return redispatch(mlp, {input_format, weight_format, grad_format, {}, {}, {}});
   }
@@ -62,9 +64,9 @@ Tensor grouped_mlp(const Tensor& input, at::TensorList fc1_weight, at::TensorLis
                    const Tensor& group_sizes, const Tensor& probs, const OptionalTensor& fc1_bias,
                    const OptionalTensor& fc2_bias, std::string_view input_format,
                    std::string_view weight_format, std::string_view grad_format, OptionalList quantized_fc1,
-                   OptionalList quantized_fc2, int64_t interleave, int64_t max_sms, int64_t expected_rows,
-                   OptionalList fc1_main_grad, OptionalList fc2_main_grad, bool accumulate,
-                   std::string_view weight_grad, const OptionalTensor& fc1_wgrad_queue,
+                   OptionalList quantized_fc2, std::string_view activation, int64_t max_sms,
+                   int64_t expected_rows, OptionalList fc1_main_grad, OptionalList fc2_main_grad,
+                   bool accumulate, std::string_view weight_grad, const OptionalTensor& fc1_wgrad_queue,
                    const OptionalTensor& fc2_wgrad_queue, const OptionalTensor& dgrad_out,
                    const OptionalTensor& slot, const OptionalTensor& source, std::string_view weight_shard) {
   const GroupedWeight fc1(fc1_weight), fc2(fc2_weight);
@@ -79,7 +81,7 @@ Tensor grouped_mlp(const Tensor& input, at::TensorList fc1_weight, at::TensorLis
                       fc2_bias,
                       quantized_fc1,
                       quantized_fc2,
-                      interleave,
+                      activation::parse_activation(kOp, activation),
                       {max_sms, expected_rows},
                       {fc1_main_grad, accumulate, weight_grad, fc1_wgrad_queue},
                       {fc2_main_grad, accumulate, weight_grad, fc2_wgrad_queue},
@@ -95,11 +97,11 @@ void grouped_mlp_out(const Tensor& input, at::TensorList fc1_weight, at::TensorL
                      const OptionalTensor& fc1_bias, const OptionalTensor& fc2_bias,
                      std::string_view input_format, std::string_view weight_format,
                      std::string_view grad_format, OptionalList quantized_fc1, OptionalList quantized_fc2,
-                     int64_t interleave, int64_t max_sms, int64_t expected_rows, OptionalList fc1_main_grad,
-                     OptionalList fc2_main_grad, bool accumulate, std::string_view weight_grad,
-                     const OptionalTensor& fc1_wgrad_queue, const OptionalTensor& fc2_wgrad_queue,
-                     const OptionalTensor& dgrad_out, const OptionalTensor& slot,
-                     const OptionalTensor& source) {
+                     std::string_view activation, int64_t max_sms, int64_t expected_rows,
+                     OptionalList fc1_main_grad, OptionalList fc2_main_grad, bool accumulate,
+                     std::string_view weight_grad, const OptionalTensor& fc1_wgrad_queue,
+                     const OptionalTensor& fc2_wgrad_queue, const OptionalTensor& dgrad_out,
+                     const OptionalTensor& slot, const OptionalTensor& source) {
   const GroupedWeight fc1(fc1_weight), fc2(fc2_weight);
   run<kernel>({kOutOp,
                input,
@@ -111,7 +113,7 @@ void grouped_mlp_out(const Tensor& input, at::TensorList fc1_weight, at::TensorL
                fc2_bias,
                quantized_fc1,
                quantized_fc2,
-               interleave,
+               activation::parse_activation(kOutOp, activation),
                {max_sms, expected_rows},
                {fc1_main_grad, accumulate, weight_grad, fc1_wgrad_queue},
                {fc2_main_grad, accumulate, weight_grad, fc2_wgrad_queue},

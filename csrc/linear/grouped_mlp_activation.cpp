@@ -4,8 +4,8 @@
 
 #include "common/ops/activation.h"
 #include "common/ops/gemm.h"
+#include "gemm/dispatch/activation_gemm.h"
 #include "gemm/dispatch/run_gemm.h"
-#include "gemm/dispatch/swiglu_gemm.h"
 #include "gemm/ops/calls.h"
 #include "linear/nonfinite.h"
 #include "linear/products.h"
@@ -21,17 +21,17 @@ using at::Tensor;
 
 // Block scales are computed within a tile. A scale for a whole matrix, and the amax of nvfp4, need the whole matrix first, so
 // these formats run the steps one by one.
-bool fuses_quantize(const Format& format, std::string_view key) {
-  return format.has_blocks() && !format.is_nv() && !marks_nonfinite(key);
+bool fuses_quantize(const activation::Activation& activation, const Format& format, std::string_view key) {
+  return activation.traits().has_fused_quantize && activation.interleave == 0 && format.has_blocks() &&
+         !format.is_nv() && !marks_nonfinite(key);
 }
 
-// Both halves of the gradient must begin at a tile, so they must not be interleaved. The gradient of a bias is summed before
-// quantization, so it needs the steps.
+// Both halves of the gradient must begin at a tile. The gradient of a bias is summed before quantization, so it needs the steps.
 bool fuses_gradient_quantize(const SavedHidden& saved, const OperandFormats& formats,
                              const HiddenNeedsGrad& wanted) {
   constexpr int64_t kTwoTiles = 256;
   const c10::SymInt columns = saved.fc1_out.sym_size(1);
-  return saved.interleave == 0 && fuses_quantize(formats.grad, formats.grad_key) &&
+  return fuses_quantize(saved.activation, formats.grad, formats.grad_key) &&
          (wanted.input || wanted.weight) && !wanted.bias && columns > 0 && columns % kTwoTiles == 0;
 }
 
@@ -50,7 +50,7 @@ void stack_if_contiguous(QuantizedWeight& weight) {
   weight.matrices.clear();
 }
 
-// Whether grouped_gemm_swiglu takes these operands: no scales, the dtype of the layer, one weight.
+// Whether grouped_gemm_activation takes these operands: no scales, the dtype of the layer, one weight.
 bool is_unquantized(const Quantized& values, const QuantizedWeight& weight, at::ScalarType dtype) {
   return !values.scale.defined() && values.data.scalar_type() == dtype && weight.matrices.empty() &&
          weight.forward.data.scalar_type() == dtype;
@@ -65,9 +65,10 @@ Hidden fc1_activation(QuantizedOperand input, QuantizedWeight weight, const MlpA
   stack_if_contiguous(weight);
   if (is_unquantized(input.rowwise, weight, mlp.input.scalar_type())) {
     Tensor activation;
-    std::tie(activation, hidden.fc1_out) = call_grouped_gemm_swiglu(
-        input.rowwise.data, weight.forward.data, mlp.group_sizes, mlp.probs, mlp.fc1_bias, mlp.interleave,
-        /*keep_input=*/keep_fc1_out, mlp.options, as_optional(input.rowwise.row_index), zero_tail);
+    std::tie(activation, hidden.fc1_out) = ops::grouped_gemm_activation(
+        input.rowwise.data, weight.forward.data, mlp.group_sizes, mlp.probs, mlp.fc1_bias, mlp.activation.key,
+        /*keep_input=*/keep_fc1_out, mlp.options.max_sms, mlp.options.expected_rows,
+        as_optional(input.rowwise.row_index), zero_tail);
     hidden.activation = quantize_operand(activation, mlp.group_sizes, formats.input, formats.input_key, true,
                                          columns, zero_tail);
     return hidden;
@@ -76,16 +77,17 @@ Hidden fc1_activation(QuantizedOperand input, QuantizedWeight weight, const MlpA
                            mlp.input.scalar_type(), mlp.options, weight.matrices, std::nullopt, zero_tail);
   input = {};
   weight = {};
-  if (mlp.interleave != 0 || !fuses_quantize(formats.input, formats.input_key)) {
-    const Tensor activation =
-        ops::swiglu(hidden.fc1_out, mlp.probs, used_sizes(mlp.group_sizes, zero_tail), mlp.interleave);
+  if (!fuses_quantize(mlp.activation, formats.input, formats.input_key)) {
+    const Tensor activation = ops::activation(hidden.fc1_out, mlp.probs,
+                                              used_sizes(mlp.group_sizes, zero_tail), mlp.activation.key);
     hidden.activation = quantize_operand(activation, mlp.group_sizes, formats.input, formats.input_key, true,
                                          columns, zero_tail);
     return hidden;
   }
-  hidden.activation = operand_of(quantize::call_swiglu_quantize(hidden.fc1_out, formats.input_key, mlp.probs,
-                                                                mlp.group_sizes, {true, columns}, zero_tail),
-                                 formats.input, formats.input_key);
+  hidden.activation = operand_of(
+      quantize::call_activation_quantize(hidden.fc1_out, formats.input_key, mlp.probs, mlp.group_sizes,
+                                         {true, columns}, mlp.activation.key, zero_tail),
+      formats.input, formats.input_key);
   return hidden;
 }
 
@@ -93,7 +95,7 @@ namespace {
 
 QuantizedGradient quantize_fc1_out_gradient(const Tensor& grad, const SavedHidden& saved,
                                             const OperandFormats& formats, const HiddenNeedsGrad& wanted) {
-  const auto& [fc1_out, group_sizes, probs, interleave, options, zero_tail] = saved;
+  const auto& [fc1_out, group_sizes, probs, activation, options, zero_tail] = saved;
   QuantizedGradient result;
   if (formats.native()) {
     result.values =
@@ -111,26 +113,26 @@ QuantizedGradient quantize_fc1_out_gradient(const Tensor& grad, const SavedHidde
 
 }  // namespace
 
-// Two steps in every format: SwiGLU's gradient in the epilogue of the product takes longer.
+// Two steps in every format: the gradient of SwiGLU in the epilogue of the product takes longer.
 HiddenGradient fc2_dgrad_activation_backward(Quantized grad, const WeightForBackward& fc2,
                                              const SavedHidden& saved, const OperandFormats& formats,
                                              const HiddenNeedsGrad& wanted) {
-  const auto& [fc1_out, group_sizes, probs, interleave, options, zero_tail] = saved;
+  const auto& [fc1_out, group_sizes, probs, activation, options, zero_tail] = saved;
   Tensor grad_activation =
       gemm_of(grad, fc2.values, group_sizes, std::nullopt, std::nullopt, fc2.values.transposed,
               fc1_out.scalar_type(), options, fc2.matrices(), std::nullopt, zero_tail);
   grad = {};
   HiddenGradient result;
   if (fuses_gradient_quantize(saved, formats, wanted)) {
-    quantize::SwigluBackwardQuantized quantized = quantize::call_swiglu_backward_quantize(
-        grad_activation, fc1_out, formats.grad_key, probs, group_sizes, zero_tail);
+    quantize::ActivationBackwardQuantized quantized = quantize::call_activation_backward_quantize(
+        grad_activation, fc1_out, formats.grad_key, probs, group_sizes, activation.key, zero_tail);
     result.fc1_out.values = operand_of(std::move(quantized.values), formats.grad, formats.grad_key);
     result.probs = std::move(quantized.probs);
     return result;
   }
   Tensor grad_fc1_out;
-  std::tie(grad_fc1_out, result.probs) =
-      ops::swiglu_backward(grad_activation, fc1_out, probs, used_sizes(group_sizes, zero_tail), interleave);
+  std::tie(grad_fc1_out, result.probs) = ops::activation_backward(
+      grad_activation, fc1_out, probs, used_sizes(group_sizes, zero_tail), activation.key);
   grad_activation.reset();
   result.fc1_out = quantize_fc1_out_gradient(grad_fc1_out, saved, formats, wanted);
   return result;

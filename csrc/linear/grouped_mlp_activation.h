@@ -1,7 +1,8 @@
-// The first half of grouped_mlp, fc1 and SwiGLU times a probability per row, and of its backward. Each is one function, so that
+// The first half of grouped_mlp, fc1 and the activation times a probability per row, and of its backward. Each is one function, so that
 // a fused kernel has one place to be called from.
 #pragma once
 
+#include "activation/description.h"
 #include "linear/caller_buffers.h"
 #include "linear/operands.h"
 #include "linear/token_rows.h"
@@ -12,7 +13,7 @@ namespace transformer_plugin::linear {
 struct MlpArguments {
   const char* op;
   const at::Tensor& input;                    // [T, H]; with `rows` the tokens
-  at::TensorList fc1_weight;                  // [G, 2F, H], the gate first; or G matrices
+  at::TensorList fc1_weight;                  // [G, 2F, H], without a gate [G, F, H]; or G matrices
   at::TensorList fc2_weight;                  // [G, H, F]; or G matrices
   const at::Tensor& group_sizes;              // [G]
   const at::Tensor& probs;                    // [T]; with `rows` [S], as the rows
@@ -20,8 +21,7 @@ struct MlpArguments {
   const std::optional<at::Tensor>& fc2_bias;  // [G, H]
   // The weights as quantize_weight returned them (linear/quantized_weight.h), read instead of the weights.
   const std::optional<at::TensorList>&quantized_fc1, &quantized_fc2;
-  // Columns of gate and linear part in turn in the rows of fc1_weight; 0: the gate first.
-  int64_t interleave = 0;
+  activation::NamedActivation activation = {};
   gemm::LaunchOptions options = {};
   MainGrad fc1_main_grad = {}, fc2_main_grad = {};
   CallerBuffers buffers = {};
@@ -37,8 +37,8 @@ struct MlpArguments {
 };
 
 struct Hidden {
-  at::Tensor fc1_out;           // [T, 2F], with its bias, interleaved as the weight
-  QuantizedOperand activation;  // [T, F], SwiGLU of it, in the format of fc2's input
+  at::Tensor fc1_out;           // [T, 2F] or [T, F], with its bias, its columns as the rows of the weight
+  QuantizedOperand activation;  // [T, F], in the format of fc2's input
 };
 
 // fc1 and the activation. Takes ownership of `input` and `weight` and frees them after the GEMM. `fc1_out` may be empty unless
@@ -54,12 +54,12 @@ struct HiddenNeedsGrad {
 // What its backward reads.
 struct SavedHidden {
   const at::Tensor &fc1_out, &group_sizes, &probs;
-  int64_t interleave;
+  const activation::NamedActivation& activation;
   gemm::LaunchOptions options;
   bool zero_tail;  // as in MlpArguments
 };
 
-// `fc1_out`: its gradient in the format of gradients, with that of the bias, [G, 2F], if needed. `probs`, [T]: SwiGLU's contribution to
+// `fc1_out`: its gradient in the format of gradients, with that of the bias, [G, 2F], if needed. `probs`, [T]: the activation's contribution to
 // the gradient of the probabilities.
 struct HiddenGradient {
   QuantizedGradient fc1_out;

@@ -1,12 +1,12 @@
 #include "linear/grouped_mlp_checks.h"
 
-#include "activation/swiglu_checks.h"
+#include "activation/activation_checks.h"
 #include "common/autograd.h"
 #include "common/group_offsets.h"
 #include "common/row_index.h"
 #include "common/tensor.h"
+#include "gemm/dispatch/activation_gemm.h"
 #include "gemm/dispatch/checks.h"
-#include "gemm/dispatch/swiglu_gemm.h"
 #include "linear/deferred_wgrad.h"
 #include "linear/main_grad.h"
 #include "linear/quantized_weight.h"
@@ -71,13 +71,17 @@ OperandFormats check_grouped_mlp(const MlpArguments& mlp, std::string_view input
   check_grouped_weight(fc1_weight, input);
   check_weight_size(fc1_weight, 2, mlp.input.sym_size(1), "the columns of 'input'");
   const c10::SymInt groups = fc1_weight.groups(), linear = fc1_weight.rows();
-  TP_CHECK_VALUE(linear % 2 == 0, mlp.op, fc1_weight.name,
+  const bool gated = mlp.activation.traits().gated;
+  TP_CHECK_VALUE(!gated || linear % 2 == 0, mlp.op, fc1_weight.name,
                  "an even number of rows (gate and linear halves) in each group",
                  describe(fc1_weight.first()), "Concatenate the two halves along dimension 1");
   check_grouped_weight(fc2_weight, input);
   check_weight_size(fc2_weight, 0, groups, "the groups of 'fc1_weight'");
   check_weight_size(fc2_weight, 1, mlp.input.sym_size(1), "the columns of 'input'");
-  check_weight_size(fc2_weight, 2, linear / 2, "half the rows of 'fc1_weight' in a group");
+  const c10::SymInt features = linear / mlp.activation.columns_per_feature();
+  check_weight_size(
+      fc2_weight, 2, features,
+      gated ? "half the rows of 'fc1_weight' in a group" : "the rows of 'fc1_weight' in a group");
   const c10::SymInt all_groups =
       fc1_weight.is_list() ? groups : unsharded_size(fc1_weight.first(), mlp.shard);
   check_groups({mlp.op, "group_sizes", mlp.group_sizes}, input, fc1_weight.name, all_groups);
@@ -89,7 +93,7 @@ OperandFormats check_grouped_mlp(const MlpArguments& mlp, std::string_view input
   if (mlp.fc1_bias) check_bias({mlp.op, "fc1_bias", *mlp.fc1_bias}, input, all_groups, linear);
   if (mlp.fc2_bias) check_bias({mlp.op, "fc2_bias", *mlp.fc2_bias}, input, all_groups, fc2_weight.rows());
   const std::string fc1_name = fc1_weight.first_name(), fc2_name = fc2_weight.first_name();
-  activation::check_interleave({mlp.op, fc1_name.c_str(), fc1_weight.first()}, linear / 2, mlp.interleave);
+  activation::check_interleave({mlp.op, fc1_name.c_str(), fc1_weight.first()}, features, mlp.activation);
   check_launch_options(mlp.op, mlp.options);
   check_ragged_formats(mlp.op, formats);
   check_widths(input, {mlp.op, fc2_name.c_str(), fc2_weight.first()}, formats);

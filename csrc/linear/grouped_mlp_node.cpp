@@ -6,6 +6,7 @@
 #include <string>
 #include <utility>
 
+#include "activation/saved_key.h"
 #include "common/autograd.h"
 #include "common/ops/gemm.h"
 #include "common/shared_offsets.h"
@@ -112,246 +113,228 @@ Tensor forward_of(const MlpArguments& mlp, const OperandFormats& formats, const 
   return sums ? mlp.rows.sum(output, mlp.buffers.out) : output;
 }
 
-class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
- public:
-  static constexpr const char* kName = "grouped_mlp";
-  static constexpr bool is_traceable = true;
-  static constexpr const char *kFc1MainGrad = "fc1_main_grad", *kFc2MainGrad = "fc2_main_grad";
+constexpr const char *kFc1MainGrad = "fc1_main_grad", *kFc2MainGrad = "fc2_main_grad";
 
-  static Tensor forward(AutogradContext* ctx, const Tensor& input, at::TensorList fc1_weight,
-                        at::TensorList fc2_weight, const Tensor& probs, const OptionalTensor& fc1_bias,
-                        const OptionalTensor& fc2_bias, const MlpArguments& mlp,
-                        const OperandFormats& formats) {
-    NeedsGrad wanted{input.requires_grad(), wants_grad(fc1_weight), wants_grad(fc2_weight)};
-    wanted.fc1_out = wanted.input || wanted.fc1_weight || wants_grad(fc1_bias) || probs.requires_grad();
-    const bool scales_bias = fc2_bias && probs.requires_grad();
-    SavedTensors kept;
-    const Tensor output = forward_of(mlp, formats, wanted, kept);
-    kept.group_sizes = mlp.group_sizes;
-    kept.probs = probs;
-    if (scales_bias) kept.fc2_bias = *fc2_bias;
-    kept.rows = mlp.rows;
-    ctx->save_for_backward(kept.pack());
-    save_matrices(ctx, "fc1_matrices", fc1_weight.size(), kept.fc1_matrices.size());
-    save_matrices(ctx, "fc2_matrices", fc2_weight.size(), kept.fc2_matrices.size());
-    if (wanted.fc1_weight)
-      save_wgrad_destination(ctx, kFc1MainGrad, mlp.fc1_main_grad, fc1_weight, mlp.shard);
-    if (wanted.fc2_weight)
-      save_wgrad_destination(ctx, kFc2MainGrad, mlp.fc2_main_grad, fc2_weight, mlp.shard);
-    save_weight_shard(ctx, mlp.shard);
-    if (wanted.input) save_dgrad_out(ctx, mlp.buffers);
-    ctx->saved_data["input_format"] = std::string(formats.input_key);
-    ctx->saved_data["weight_format"] = std::string(formats.weight_key);
-    ctx->saved_data["grad_format"] = std::string(formats.grad_key);
-    if (mlp.interleave != 0) ctx->saved_data["interleave"] = mlp.interleave;
-    save_options(ctx, mlp.options);
-    ctx->saved_data["fc1_columns"] = kept.fc1.transposed;
-    ctx->saved_data["fc2_columns"] = kept.fc2.transposed;
-    if (mlp.quantized_fc1) ctx->saved_data["fc1_given"] = true;
-    if (mlp.quantized_fc2) ctx->saved_data["fc2_given"] = true;
-    ctx->saved_data["has_fc1_bias"] = fc1_bias.has_value();
-    ctx->saved_data["has_fc2_bias"] = fc2_bias.has_value();
-    SavedTensorRelease::prepare(ctx);
-    return output;
-  }
+// How many tensors a weight is, and how many of them were saved; one and none is the common case.
+void save_matrices(AutogradContext* ctx, const std::string& name, size_t count, size_t saved) {
+  if (count > 1) ctx->saved_data[name] = static_cast<int64_t>(count);
+  if (saved > 0) ctx->saved_data[name + "_saved"] = true;
+}
 
-  // How many tensors a weight is, and how many of them were saved; one and none is the common case.
-  static void save_matrices(AutogradContext* ctx, const std::string& name, size_t count, size_t saved) {
-    if (count > 1) ctx->saved_data[name] = static_cast<int64_t>(count);
-    if (saved > 0) ctx->saved_data[name + "_saved"] = true;
-  }
-  static size_t saved_matrices(AutogradContext* ctx, const char* name) {
-    const auto count = ctx->saved_data.find(name);
-    return count == ctx->saved_data.end() ? 1 : static_cast<size_t>(count->second.toInt());
-  }
-  static int64_t saved_interleave(AutogradContext* ctx) {
-    const auto interleave = ctx->saved_data.find("interleave");
-    return interleave == ctx->saved_data.end() ? 0 : interleave->second.toInt();
-  }
+size_t matrix_count(AutogradContext* ctx, const char* name) {
+  const auto count = ctx->saved_data.find(name);
+  return count == ctx->saved_data.end() ? 1 : static_cast<size_t>(count->second.toInt());
+}
 
-  // With the formats and layouts of the operands.
-  static SavedTensors unpack(AutogradContext* ctx, const OperandFormats& formats) {
-    const auto count = [&](const std::string& name) {
-      const bool is_saved = ctx->saved_data.find(name + "_saved") != ctx->saved_data.end();
-      return is_saved ? saved_matrices(ctx, name.c_str()) : 0;
-    };
-    SavedTensors saved =
-        SavedTensors::unpack(ctx->get_saved_variables(), count("fc1_matrices"), count("fc2_matrices"));
-    for (Quantized* operand : {&saved.input, &saved.activation}) {
-      operand->format = formats.input;
-      operand->key = formats.input_key;
-      // Values without scales are not transposed.
-      operand->transposed = operand->scale.defined();
-    }
-    for (Quantized* weight : {&saved.fc1, &saved.fc2}) {
-      weight->format = formats.weight;
-      weight->key = formats.weight_key;
-    }
-    saved.fc1.transposed = ctx->saved_data["fc1_columns"].toBool();
-    saved.fc2.transposed = ctx->saved_data["fc2_columns"].toBool();
-    if (reads_tokens(formats.input, formats.input_key)) saved.input.row_index = saved.rows.source;
-    return saved;
+// With the formats and layouts of the operands.
+SavedTensors unpack(AutogradContext* ctx, const OperandFormats& formats) {
+  const auto count = [&](const std::string& name) {
+    const bool is_saved = ctx->saved_data.find(name + "_saved") != ctx->saved_data.end();
+    return is_saved ? matrix_count(ctx, name.c_str()) : 0;
+  };
+  SavedTensors saved =
+      SavedTensors::unpack(ctx->get_saved_variables(), count("fc1_matrices"), count("fc2_matrices"));
+  for (Quantized* operand : {&saved.input, &saved.activation}) {
+    operand->format = formats.input;
+    operand->key = formats.input_key;
+    // Values without scales are not transposed.
+    operand->transposed = operand->scale.defined();
   }
+  for (Quantized* weight : {&saved.fc1, &saved.fc2}) {
+    weight->format = formats.weight;
+    weight->key = formats.weight_key;
+  }
+  saved.fc1.transposed = ctx->saved_data["fc1_columns"].toBool();
+  saved.fc2.transposed = ctx->saved_data["fc2_columns"].toBool();
+  if (reads_tokens(formats.input, formats.input_key)) saved.input.row_index = saved.rows.source;
+  return saved;
+}
 
-  // The gradient of a weight that is sharded over ranks is computed first: while it travels, the data gradient is computed.
-  // Otherwise lowers the peak of memory: a weight gradient that is larger than the tensors freed after it is computed late. That
-  // of fc2 then follows the activation's backward, and that of fc1 follows the data gradient.
-  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
-    const std::string input_key = ctx->saved_data["input_format"].toStringRef();
-    const std::string weight_key = ctx->saved_data["weight_format"].toStringRef();
-    const std::string grad_key = ctx->saved_data["grad_format"].toStringRef();
-    const OperandFormats formats = operand_formats(kOp, input_key, weight_key, grad_key);
-    const SavedTensors kept = unpack(ctx, formats);
-    const LaunchOptions options = saved_options(ctx);
-    const Tensor &grad = grads[0], &group_sizes = kept.group_sizes, &probs = kept.probs;
-    const TokenRows& rows = kept.rows;
-    const bool zero_tail = !rows.given();
-    const SharedOffsets shared(group_sizes, zero_tail);
-    const at::ScalarType dtype = grad.scalar_type();
-    const size_t fc1_count = saved_matrices(ctx, "fc1_matrices"),
-                 fc2_count = saved_matrices(ctx, "fc2_matrices"), weights = fc1_count + fc2_count;
-    const sharded::WeightShard shard = saved_weight_shard(ctx);
-    const auto fc1_destination = wgrad_destination({ctx, 1, fc1_count}, kFc1MainGrad, shard);
-    const auto fc2_destination = wgrad_destination({ctx, 1 + fc1_count, fc2_count}, kFc2MainGrad, shard);
-    const bool wants_fc1 = fc1_destination != nullptr, wants_fc2 = fc2_destination != nullptr,
-               wants_input = ctx->needs_input_grad(0), wants_probs = ctx->needs_input_grad(weights + 1),
-               wants_fc1_bias =
-                   ctx->saved_data["has_fc1_bias"].toBool() && ctx->needs_input_grad(weights + 2);
-    const bool wants_fc1_out = wants_input || wants_fc1 || wants_fc1_bias || wants_probs;
-    auto [grad_fc2_bias, grad_probs] =
-        fc2_bias_gradients(ctx, grad, rows, group_sizes, probs, kept.fc2_bias, weights);
-    Tensor grad_input, grad_fc1_bias;
-    variable_list grad_fc1(fc1_count), grad_fc2(fc2_count);
-    QuantizedOperand g;
-    if (wants_fc1_out || wants_fc2) {
-      // A deferred weight gradient keeps rows of its own, because the caller may write to the gradient.
-      const bool copies = wants_fc2 && (fc2_destination->is_deferred() ||
-                                        !reads_gradient(grad, kept.activation.data, formats.grad, grad_key));
-      g = rows_operand(rows.given() && !copies ? grad.contiguous() : grad, rows, group_sizes, formats.grad,
-                       grad_key, wants_fc1_out, wants_fc2, copies);
-    }
-    const SavedTensorRelease release(ctx);
-    QuantizedOperand fc1_grad;  // the gradient of the output of fc1
-    const auto compute_fc2_wgrad = [&] {
-      if (wants_fc2) {
-        grad_fc2 = fc2_destination->compute({g.columnwise, kept.activation, group_sizes, dtype, options});
-      }
-      g.columnwise = {};
-      release(kept.activation.data);
-    };
-    const auto compute_fc1_wgrad = [&] {
-      if (wants_fc1) {
-        Quantized input = kept.input;
-        if (input.row_index.defined() && !fc1_destination->is_deferred()) {
-          input.data = rows.gather(input.data, group_sizes);
-          input.row_index = Tensor();
-        }
-        grad_fc1 = fc1_destination->compute({fc1_grad.columnwise, input, group_sizes, dtype, options});
-      }
-      fc1_grad.columnwise = {};
-      if (kept.input.scale.defined()) release(kept.input.data);
-    };
-    const bool fc2_is_late =
-        wants_fc2 && fc2_destination->allocates() && grows(g.columnwise, kept.activation, group_sizes, dtype);
-    if (!fc2_is_late) compute_fc2_wgrad();
-    if (wants_fc1_out) {
-      WeightForBackward fc2 = WeightSource{kept.fc2_matrices, {}, shard}.for_backward(kept.fc2, formats);
-      HiddenGradient hidden = fc2_dgrad_activation_backward(
-          std::move(g.rowwise), fc2,
-          {kept.fc1_out, group_sizes, probs, saved_interleave(ctx), options, zero_tail}, formats,
-          {wants_input, wants_fc1, wants_fc1_bias});
-      fc2 = {};
-      release(kept.fc1_out);
-      if (quantized_in_forward(ctx, kept.fc2, "fc2_given")) release(kept.fc2.data);
-      fc1_grad = std::move(hidden.fc1_out.values);
-      grad_fc1_bias = hidden.fc1_out.bias;
-      if (wants_probs) {
-        grad_probs = grad_probs.defined() ? at::add(grad_probs, hidden.probs) : hidden.probs;
-      }
-    }
-    if (fc2_is_late) compute_fc2_wgrad();
-    const bool fc1_is_late = wants_fc1 && fc1_destination->allocates() &&
-                             quantized_in_forward(ctx, kept.fc1, "fc1_given") &&
-                             grows(fc1_grad.columnwise, kept.input, group_sizes, dtype);
-    if (!fc1_is_late) compute_fc1_wgrad();
-    if (wants_input) {
-      const OptionalTensor out = saved_dgrad_out(ctx, kOp, grad);
-      const WeightForBackward fc1 =
-          WeightSource{kept.fc1_matrices, {}, shard}.for_backward(kept.fc1, formats);
-      grad_input = gemm_of(fc1_grad.rowwise, fc1.values, group_sizes, std::nullopt, std::nullopt,
-                           fc1.values.transposed, dtype, options, fc1.matrices(),
-                           rows.given() ? std::nullopt : out, zero_tail);
-      fc1_grad.rowwise = {};
-      if (rows.given()) grad_input = rows.sum(grad_input, out);
-    }
-    fc1_grad.rowwise = {};
-    if (quantized_in_forward(ctx, kept.fc1, "fc1_given")) release(kept.fc1.data);
-    if (fc1_is_late) compute_fc1_wgrad();
-    if (wants_fc2) fc2_destination->finish(grad_fc2, grad_input);
-    if (wants_fc1) fc1_destination->finish(grad_fc1, grad_input);
-    return in_order_of_inputs(grad_input, grad_fc1, grad_fc2,
-                              {grad_probs, grad_fc1_bias, grad_fc2_bias, Tensor(), Tensor()});
-  }
+// The gradients of the input, of the tensors of both weights and of the arguments after them.
+variable_list in_order_of_inputs(const Tensor& input, const variable_list& fc1, const variable_list& fc2,
+                                 std::initializer_list<Tensor> others) {
+  variable_list result{input};
+  result.insert(result.end(), fc1.begin(), fc1.end());
+  result.insert(result.end(), fc2.begin(), fc2.end());
+  result.insert(result.end(), others);
+  return result;
+}
 
-  // The gradients of the input, of the tensors of both weights and of the arguments after them.
-  static variable_list in_order_of_inputs(const Tensor& input, const variable_list& fc1,
-                                          const variable_list& fc2, std::initializer_list<Tensor> others) {
-    variable_list result{input};
-    result.insert(result.end(), fc1.begin(), fc1.end());
-    result.insert(result.end(), fc2.begin(), fc2.end());
-    result.insert(result.end(), others);
-    return result;
-  }
+// Whether a weight gradient is larger than the operands that are freed after it, as it is where experts have fewer rows than
+// their weights are wide. False where a tracer does not know the sizes.
+bool grows(const Quantized& grad, const Quantized& activation, const Tensor& group_sizes,
+           at::ScalarType dtype) {
+  const auto elements = [](const Quantized& matrix) { return matrix.data.sym_numel().maybe_as_int(); };
+  const auto freed = elements(grad), kept = elements(activation);
+  const auto rows = grad.columns().maybe_as_int(), columns = activation.columns().maybe_as_int(),
+             groups = group_sizes.sym_size(0).maybe_as_int();
+  if (!freed || !kept || !rows || !columns || !groups) return false;
+  const int64_t own = *groups * *rows * *columns * static_cast<int64_t>(c10::elementSize(dtype));
+  const int64_t of_grad = grad.scale.defined()
+                              ? *freed
+                              : 0;  // without a scale it is the caller's tensor, or still needed rowwise
+  return own > of_grad * grad.data.element_size() + *kept * activation.data.element_size();
+}
 
-  // Whether a weight gradient is larger than the operands that are freed after it, as it is where experts have fewer rows than
-  // their weights are wide. False where a tracer does not know the sizes.
-  static bool grows(const Quantized& grad, const Quantized& activation, const Tensor& group_sizes,
-                    at::ScalarType dtype) {
-    const auto elements = [](const Quantized& matrix) { return matrix.data.sym_numel().maybe_as_int(); };
-    const auto freed = elements(grad), kept = elements(activation);
-    const auto rows = grad.columns().maybe_as_int(), columns = activation.columns().maybe_as_int(),
-               groups = group_sizes.sym_size(0).maybe_as_int();
-    if (!freed || !kept || !rows || !columns || !groups) return false;
-    const int64_t own = *groups * *rows * *columns * static_cast<int64_t>(c10::elementSize(dtype));
-    const int64_t of_grad = grad.scale.defined()
-                                ? *freed
-                                : 0;  // without a scale it is the caller's tensor, or still needed rowwise
-    return own > of_grad * grad.data.element_size() + *kept * activation.data.element_size();
-  }
+// Whether the forward made the quantized weight: without a scale it is the parameter, and with `given` the caller's.
+bool quantized_in_forward(const AutogradContext* ctx, const Quantized& weight, const char* given) {
+  return weight.scale.defined() && ctx->saved_data.find(given) == ctx->saved_data.end();
+}
 
-  // Whether the forward made the quantized weight: without a scale it is the parameter, and with `given` the caller's.
-  static bool quantized_in_forward(const AutogradContext* ctx, const Quantized& weight, const char* given) {
-    return weight.scale.defined() && ctx->saved_data.find(given) == ctx->saved_data.end();
-  }
-
-  // The gradient of fc2's bias, and its contribution to that of the probabilities, which scale it; both from the gradient before
-  // quantization. `bias` is saved if the latter is needed.
-  static std::pair<Tensor, Tensor> fc2_bias_gradients(AutogradContext* ctx, const Tensor& grad,
-                                                      const TokenRows& rows, const Tensor& group_sizes,
-                                                      const Tensor& probs, const Tensor& bias,
-                                                      size_t weights) {
-    if (!ctx->saved_data["has_fc2_bias"].toBool()) return {};
-    const bool has_fc1_bias = ctx->saved_data["has_fc1_bias"].toBool();
-    const bool wants_bias = ctx->needs_input_grad(weights + (has_fc1_bias ? 3 : 2));
-    const bool wants_probs = ctx->needs_input_grad(weights + 1);
-    if (!wants_bias && !wants_probs) return {};
-    const Tensor grad_rows = rows.given() ? rows.gather(grad, group_sizes) : grad;
-    const auto [grad_bias, grad_probs] = ops::grouped_bias_backward(
-        grad_rows, group_sizes, wants_probs ? as_optional(bias) : std::nullopt, probs);
-    return {wants_bias ? grad_bias : Tensor(), wants_probs ? grad_probs : Tensor()};
-  }
-};
+// The gradient of fc2's bias, and its contribution to that of the probabilities, which scale it; both from the gradient before
+// quantization. `bias` is saved if the latter is needed.
+std::pair<Tensor, Tensor> fc2_bias_gradients(AutogradContext* ctx, const Tensor& grad, const TokenRows& rows,
+                                             const Tensor& group_sizes, const Tensor& probs,
+                                             const Tensor& bias, size_t weights) {
+  if (!ctx->saved_data["has_fc2_bias"].toBool()) return {};
+  const bool has_fc1_bias = ctx->saved_data["has_fc1_bias"].toBool();
+  const bool wants_bias = ctx->needs_input_grad(weights + (has_fc1_bias ? 3 : 2));
+  const bool wants_probs = ctx->needs_input_grad(weights + 1);
+  if (!wants_bias && !wants_probs) return {};
+  const Tensor grad_rows = rows.given() ? rows.gather(grad, group_sizes) : grad;
+  const auto [grad_bias, grad_probs] = ops::grouped_bias_backward(
+      grad_rows, group_sizes, wants_probs ? as_optional(bias) : std::nullopt, probs);
+  return {wants_bias ? grad_bias : Tensor(), wants_probs ? grad_probs : Tensor()};
+}
 
 }  // namespace
+
+Tensor GroupedMlpFunction::forward(AutogradContext* ctx, const Tensor& input, at::TensorList fc1_weight,
+                                   at::TensorList fc2_weight, const Tensor& probs,
+                                   const OptionalTensor& fc1_bias, const OptionalTensor& fc2_bias,
+                                   const MlpArguments& mlp, const OperandFormats& formats) {
+  NeedsGrad wanted{input.requires_grad(), wants_grad(fc1_weight), wants_grad(fc2_weight)};
+  wanted.fc1_out = wanted.input || wanted.fc1_weight || wants_grad(fc1_bias) || probs.requires_grad();
+  const bool scales_bias = fc2_bias && probs.requires_grad();
+  SavedTensors kept;
+  const Tensor output = forward_of(mlp, formats, wanted, kept);
+  kept.group_sizes = mlp.group_sizes;
+  kept.probs = probs;
+  if (scales_bias) kept.fc2_bias = *fc2_bias;
+  kept.rows = mlp.rows;
+  ctx->save_for_backward(kept.pack());
+  save_matrices(ctx, "fc1_matrices", fc1_weight.size(), kept.fc1_matrices.size());
+  save_matrices(ctx, "fc2_matrices", fc2_weight.size(), kept.fc2_matrices.size());
+  if (wanted.fc1_weight) save_wgrad_destination(ctx, kFc1MainGrad, mlp.fc1_main_grad, fc1_weight, mlp.shard);
+  if (wanted.fc2_weight) save_wgrad_destination(ctx, kFc2MainGrad, mlp.fc2_main_grad, fc2_weight, mlp.shard);
+  save_weight_shard(ctx, mlp.shard);
+  if (wanted.input) save_dgrad_out(ctx, mlp.buffers);
+  ctx->saved_data["input_format"] = std::string(formats.input_key);
+  ctx->saved_data["weight_format"] = std::string(formats.weight_key);
+  ctx->saved_data["grad_format"] = std::string(formats.grad_key);
+  activation::save_key(ctx, mlp.activation.key);
+  save_options(ctx, mlp.options);
+  ctx->saved_data["fc1_columns"] = kept.fc1.transposed;
+  ctx->saved_data["fc2_columns"] = kept.fc2.transposed;
+  if (mlp.quantized_fc1) ctx->saved_data["fc1_given"] = true;
+  if (mlp.quantized_fc2) ctx->saved_data["fc2_given"] = true;
+  ctx->saved_data["has_fc1_bias"] = fc1_bias.has_value();
+  ctx->saved_data["has_fc2_bias"] = fc2_bias.has_value();
+  SavedTensorRelease::prepare(ctx);
+  return output;
+}
+
+// The gradient of a weight that is sharded over ranks is computed first: while it travels, the data gradient is computed.
+// Otherwise lowers the peak of memory: a weight gradient that is larger than the tensors freed after it is computed late. That
+// of fc2 then follows the activation's backward, and that of fc1 follows the data gradient.
+variable_list GroupedMlpFunction::gradients(AutogradContext* ctx, const variable_list& grads) {
+  const std::string input_key = ctx->saved_data["input_format"].toStringRef();
+  const std::string weight_key = ctx->saved_data["weight_format"].toStringRef();
+  const std::string grad_key = ctx->saved_data["grad_format"].toStringRef();
+  const OperandFormats formats = operand_formats(kOp, input_key, weight_key, grad_key);
+  const SavedTensors kept = unpack(ctx, formats);
+  const LaunchOptions options = saved_options(ctx);
+  const Tensor &grad = grads[0], &group_sizes = kept.group_sizes, &probs = kept.probs;
+  const TokenRows& rows = kept.rows;
+  const bool zero_tail = !rows.given();
+  const SharedOffsets shared(group_sizes, zero_tail);
+  const at::ScalarType dtype = grad.scalar_type();
+  const size_t fc1_count = matrix_count(ctx, "fc1_matrices"), fc2_count = matrix_count(ctx, "fc2_matrices"),
+               weights = fc1_count + fc2_count;
+  const sharded::WeightShard shard = saved_weight_shard(ctx);
+  const auto fc1_destination = wgrad_destination({ctx, 1, fc1_count}, kFc1MainGrad, shard);
+  const auto fc2_destination = wgrad_destination({ctx, 1 + fc1_count, fc2_count}, kFc2MainGrad, shard);
+  const bool wants_fc1 = fc1_destination != nullptr, wants_fc2 = fc2_destination != nullptr,
+             wants_input = ctx->needs_input_grad(0), wants_probs = ctx->needs_input_grad(weights + 1),
+             wants_fc1_bias = ctx->saved_data["has_fc1_bias"].toBool() && ctx->needs_input_grad(weights + 2);
+  const bool wants_fc1_out = wants_input || wants_fc1 || wants_fc1_bias || wants_probs;
+  auto [grad_fc2_bias, grad_probs] =
+      fc2_bias_gradients(ctx, grad, rows, group_sizes, probs, kept.fc2_bias, weights);
+  Tensor grad_input, grad_fc1_bias;
+  variable_list grad_fc1(fc1_count), grad_fc2(fc2_count);
+  QuantizedOperand g;
+  if (wants_fc1_out || wants_fc2) {
+    // A deferred weight gradient keeps rows of its own, because the caller may write to the gradient.
+    const bool copies = wants_fc2 && (fc2_destination->is_deferred() ||
+                                      !reads_gradient(grad, kept.activation.data, formats.grad, grad_key));
+    g = rows_operand(rows.given() && !copies ? grad.contiguous() : grad, rows, group_sizes, formats.grad,
+                     grad_key, wants_fc1_out, wants_fc2, copies);
+  }
+  const SavedTensorRelease release(ctx);
+  QuantizedOperand fc1_grad;  // the gradient of the output of fc1
+  const auto compute_fc2_wgrad = [&] {
+    if (wants_fc2) {
+      grad_fc2 = fc2_destination->compute({g.columnwise, kept.activation, group_sizes, dtype, options});
+    }
+    g.columnwise = {};
+    release(kept.activation.data);
+  };
+  const auto compute_fc1_wgrad = [&] {
+    if (wants_fc1) {
+      Quantized input = kept.input;
+      if (input.row_index.defined() && !fc1_destination->is_deferred()) {
+        input.data = rows.gather(input.data, group_sizes);
+        input.row_index = Tensor();
+      }
+      grad_fc1 = fc1_destination->compute({fc1_grad.columnwise, input, group_sizes, dtype, options});
+    }
+    fc1_grad.columnwise = {};
+    if (kept.input.scale.defined()) release(kept.input.data);
+  };
+  const bool fc2_is_late =
+      wants_fc2 && fc2_destination->allocates() && grows(g.columnwise, kept.activation, group_sizes, dtype);
+  if (!fc2_is_late) compute_fc2_wgrad();
+  if (wants_fc1_out) {
+    WeightForBackward fc2 = WeightSource{kept.fc2_matrices, {}, shard}.for_backward(kept.fc2, formats);
+    const auto activation = activation::parse_activation(kOp, activation::saved_key(ctx));
+    HiddenGradient hidden = fc2_dgrad_activation_backward(
+        std::move(g.rowwise), fc2, {kept.fc1_out, group_sizes, probs, activation, options, zero_tail},
+        formats, {wants_input, wants_fc1, wants_fc1_bias});
+    fc2 = {};
+    release(kept.fc1_out);
+    if (quantized_in_forward(ctx, kept.fc2, "fc2_given")) release(kept.fc2.data);
+    fc1_grad = std::move(hidden.fc1_out.values);
+    grad_fc1_bias = hidden.fc1_out.bias;
+    if (wants_probs) {
+      grad_probs = grad_probs.defined() ? at::add(grad_probs, hidden.probs) : hidden.probs;
+    }
+  }
+  if (fc2_is_late) compute_fc2_wgrad();
+  const bool fc1_is_late = wants_fc1 && fc1_destination->allocates() &&
+                           quantized_in_forward(ctx, kept.fc1, "fc1_given") &&
+                           grows(fc1_grad.columnwise, kept.input, group_sizes, dtype);
+  if (!fc1_is_late) compute_fc1_wgrad();
+  if (wants_input) {
+    const OptionalTensor out = saved_dgrad_out(ctx, kOp, grad);
+    const WeightForBackward fc1 = WeightSource{kept.fc1_matrices, {}, shard}.for_backward(kept.fc1, formats);
+    grad_input =
+        gemm_of(fc1_grad.rowwise, fc1.values, group_sizes, std::nullopt, std::nullopt, fc1.values.transposed,
+                dtype, options, fc1.matrices(), rows.given() ? std::nullopt : out, zero_tail);
+    fc1_grad.rowwise = {};
+    if (rows.given()) grad_input = rows.sum(grad_input, out);
+  }
+  fc1_grad.rowwise = {};
+  if (quantized_in_forward(ctx, kept.fc1, "fc1_given")) release(kept.fc1.data);
+  if (fc1_is_late) compute_fc1_wgrad();
+  if (wants_fc2) fc2_destination->finish(grad_fc2, grad_input);
+  if (wants_fc1) fc1_destination->finish(grad_fc1, grad_input);
+  return in_order_of_inputs(grad_input, grad_fc1, grad_fc2,
+                            {grad_probs, grad_fc1_bias, grad_fc2_bias, Tensor(), Tensor()});
+}
 
 Tensor grouped_mlp_forward(const MlpArguments& mlp, const OperandFormats& formats) {
   SavedTensors nothing;
   return forward_of(mlp, formats, {}, nothing);
-}
-
-Tensor grouped_mlp_autograd(const MlpArguments& mlp, const OperandFormats& formats) {
-  return GroupedMlpFunction::apply(mlp.input, mlp.fc1_weight, mlp.fc2_weight, mlp.probs, mlp.fc1_bias,
-                                   mlp.fc2_bias, mlp, formats);
 }
 
 }  // namespace transformer_plugin::linear

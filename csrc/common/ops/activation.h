@@ -6,9 +6,9 @@
 
 namespace transformer_plugin::ops {
 
-inline constexpr Op<"swiglu", Tensor(const Tensor& input, OptionalTensorArg probs, OptionalTensorArg group_sizes,
-    int64_t interleave)> swiglu;
-inline constexpr Op<"swiglu_backward", std::tuple<Tensor, Tensor>(const Tensor& grad, const Tensor& input,
-    OptionalTensorArg probs, OptionalTensorArg group_sizes, int64_t interleave)> swiglu_backward;
+inline constexpr Op<"activation", Tensor(const Tensor& input, OptionalTensorArg probs, OptionalTensorArg group_sizes,
+    std::string_view activation)> activation;
+inline constexpr Op<"activation_backward", std::tuple<Tensor, Tensor>(const Tensor& grad, const Tensor& input,
+    OptionalTensorArg probs, OptionalTensorArg group_sizes, std::string_view activation)> activation_backward;
 
 }  // namespace transformer_plugin::ops

@@ -30,12 +30,12 @@ inline constexpr Op<"grouped_gemm_wgrad_out", void(const Tensor& grad, const Ten
     TensorList out, bool accumulate, OptionalTensorArg alpha, OptionalTensorArg beta, OptionalTensorArg input_rows,
     OptionalTensorArg grad_rows, int64_t max_sms, int64_t expected_rows, std::optional<TensorList> grad_scale,
     std::optional<TensorList> input_scale, std::string_view grad_format, std::string_view input_format)> grouped_gemm_wgrad_out;
-inline constexpr Op<"grouped_gemm_swiglu", std::tuple<Tensor, Tensor>(const Tensor& a, const Tensor& b, const Tensor& group_sizes,
-    OptionalTensorArg probs, OptionalTensorArg bias, int64_t interleave, bool keep_input, int64_t max_sms, int64_t expected_rows,
-    OptionalTensorArg rows, bool zero_tail)> grouped_gemm_swiglu;
-inline constexpr Op<"grouped_gemm_swiglu_quantize", std::tuple<Tensor, Tensor, Tensor>(const Tensor& a, const Tensor& b,
-    const Tensor& group_sizes, std::string_view format, OptionalTensorArg probs, OptionalTensorArg bias, int64_t interleave,
-    bool keep_input, int64_t max_sms, int64_t expected_rows)> grouped_gemm_swiglu_quantize;
+inline constexpr Op<"grouped_gemm_activation", std::tuple<Tensor, Tensor>(const Tensor& a, const Tensor& b,
+    const Tensor& group_sizes, OptionalTensorArg probs, OptionalTensorArg bias, std::string_view activation, bool keep_input,
+    int64_t max_sms, int64_t expected_rows, OptionalTensorArg rows, bool zero_tail)> grouped_gemm_activation;
+inline constexpr Op<"grouped_gemm_activation_quantize", std::tuple<Tensor, Tensor, Tensor>(const Tensor& a, const Tensor& b,
+    const Tensor& group_sizes, std::string_view format, OptionalTensorArg probs, OptionalTensorArg bias,
+    std::string_view activation, bool keep_input, int64_t max_sms, int64_t expected_rows)> grouped_gemm_activation_quantize;
 inline constexpr Op<"grouped_gemm_plan", std::tuple<std::string, std::string, std::vector<int64_t>>(std::string_view product,
     std::string_view a_format, std::string_view b_format, ScalarType dtype, ScalarType out_dtype, int64_t rows, int64_t groups,
     int64_t n, int64_t k, int64_t multiprocessors, int64_t capability, bool accumulate, int64_t max_sms,

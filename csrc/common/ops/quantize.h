@@ -31,12 +31,12 @@ inline constexpr Op<"update_delayed_scale_", Tensor(const Tensor& history, const
     std::string_view group)> update_delayed_scale_;
 inline constexpr Op<"delayed_scale", Tensor(const Tensor& history, const Tensor& scale, const Tensor& amax,
     const std::vector<std::string>& formats, int64_t margin, std::string_view algorithm)> delayed_scale;
-inline constexpr Op<"swiglu_quantize", std::vector<Tensor>(const Tensor& input, std::string_view format, OptionalTensorArg probs,
-    OptionalTensorArg group_sizes, OptionalTensorArg amax, OptionalTensorArg amax_t, OptionalTensorArg seed, bool rowwise,
-    bool columnwise, bool zero_tail)> swiglu_quantize;
-inline constexpr Op<"swiglu_backward_quantize", std::vector<Tensor>(const Tensor& grad, const Tensor& input,
+inline constexpr Op<"activation_quantize", std::vector<Tensor>(const Tensor& input, std::string_view format,
+    OptionalTensorArg probs, OptionalTensorArg group_sizes, OptionalTensorArg amax, OptionalTensorArg amax_t,
+    OptionalTensorArg seed, bool rowwise, bool columnwise, bool zero_tail, std::string_view activation)> activation_quantize;
+inline constexpr Op<"activation_backward_quantize", std::vector<Tensor>(const Tensor& grad, const Tensor& input,
     std::string_view format, OptionalTensorArg probs, OptionalTensorArg group_sizes, OptionalTensorArg amax,
-    OptionalTensorArg amax_t, OptionalTensorArg seed, bool zero_tail)> swiglu_backward_quantize;
+    OptionalTensorArg amax_t, OptionalTensorArg seed, bool zero_tail, std::string_view activation)> activation_backward_quantize;
 inline constexpr Op<"bias_backward_quantize", std::vector<Tensor>(const Tensor& grad, std::string_view format,
     OptionalTensorArg group_sizes, OptionalTensorArg amax, OptionalTensorArg amax_t, OptionalTensorArg seed, bool rowwise,
     bool columnwise, bool zero_tail)> bias_backward_quantize;

@@ -2,12 +2,13 @@
 // choice can be tested and printed where there is no GPU.
 #pragma once
 
+#include "activation/description.h"
 #include "common/format.h"
 #include "gemm/args/kernel_args.h"
 
 namespace transformer_plugin::gemm {
 
-enum class Epilogue : int32_t { kStore, kSwiglu };
+enum class Epilogue : int32_t { kStore, kActivation };
 
 // Sizes, strides and dtypes are those of GroupedGemmArgs. Alignment is that of the operands once they are
 // contiguous: a copy begins at a multiple of 16 bytes.
@@ -27,9 +28,9 @@ struct GemmDesc {
   // kWgrad of one.
   bool is_dense = false, has_bias = false;
   Epilogue epilogue = Epilogue::kStore;
-  bool interleaved = false;           // kSwiglu: 32 columns of gate and linear part in turn
-  bool index = false;                 // rows of `a` (kWgrad: of the gradient) are named by an index
-  bool can_gather = false;            // the rows of the matrix that it names have inner stride 1
+  activation::Activation activation = {};  // kActivation
+  bool index = false;                      // rows of `a` (kWgrad: of the gradient) are named by an index
+  bool can_gather = false;                 // the rows of the matrix that it names have inner stride 1
   bool index_fits_wgrad = false;      // it is int32, and the matrix's rows are less than 2^31 bytes apart
   bool index_matrix_aligned = false;  // the rows of the matrix that it names begin at multiples of 16 bytes
   // No bias, factor, list or given output: at::_grouped_mm has the same meaning.

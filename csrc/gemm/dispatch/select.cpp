@@ -47,15 +47,17 @@ Selection on_sm90(Backend backend, GemmCopy copy, const GemmDesc& desc, const Gp
 // A copy of the rows that an index names is needed unless the kernel gathers them.
 GemmCopy copy_of_rows(const GemmDesc& desc) { return desc.index ? GemmCopy::kTakeRows : GemmCopy::kNone; }
 
-Selection select_swiglu(const GemmDesc& desc, const GpuDesc& gpu) {
-  const int64_t features = desc.n / 2;
-  const char* reason = why_not_sm90(desc, gpu);
+Selection select_activation(const GemmDesc& desc, const GpuDesc& gpu) {
+  const activation::Activation& activation = desc.activation;
+  const int64_t features = desc.n / activation.columns_per_feature();
+  const char* reason =
+      activation.traits().has_gemm_epilogue ? why_not_sm90(desc, gpu) : "no epilogue has this activation";
   if (!reason && !desc.rows_aligned) reason = kNotAligned;
-  if (!reason && features % (desc.interleaved ? 32 : 8) != 0) {
+  if (!reason && features % (activation.interleave != 0 ? 32 : 8) != 0) {
     reason = "the features are not a multiple of 8 (32 when interleaved)";
   }
   if (reason) return {Backend::kSteps, reason, copy_of_rows(desc), desc.direction};
-  return on_sm90(Backend::kSm90Swiglu, gathers(desc) ? GemmCopy::kNone : copy_of_rows(desc), desc, gpu);
+  return on_sm90(Backend::kSm90Activation, gathers(desc) ? GemmCopy::kNone : copy_of_rows(desc), desc, gpu);
 }
 
 // What the kernel for these scales needs copied, if it can read the operands then; else kDequantize.
@@ -89,7 +91,7 @@ Selection select_quantized(const GemmDesc& desc, const GpuDesc& gpu) {
 }  // namespace
 
 Selection select_gemm(const GemmDesc& desc, const GpuDesc& gpu) {
-  if (desc.epilogue != Epilogue::kStore) return select_swiglu(desc, gpu);
+  if (desc.epilogue != Epilogue::kStore) return select_activation(desc, gpu);
   if (desc.is_quantized()) {
     const Selection selection = select_quantized(desc, gpu);
     const bool tries_wgrad = desc.is_dense && !desc.has_bias && desc.direction == GemmDirection::kFprop;
@@ -122,7 +124,7 @@ const char* backend_name(Backend backend) {
     case Backend::kTorch: return "torch";
     case Backend::kSm90: return "sm90";
     case Backend::kSm90Gather: return "sm90_gather";
-    case Backend::kSm90Swiglu: return "sm90_swiglu";
+    case Backend::kSm90Activation: return "sm90_activation";
     case Backend::kGeneric: return "generic";
     case Backend::kSteps: return "steps";
   }

@@ -10,12 +10,12 @@
 namespace transformer_plugin::gemm {
 
 enum class Backend : int32_t {
-  kTorch,       // at::_grouped_mm
-  kSm90,        // gemm/sm90: TMA and WGMMA
-  kSm90Gather,  // the same, rows of `a` loaded through an index
-  kSm90Swiglu,  // the same, SwiGLU in the epilogue; with an index and no copy, rows loaded through it
-  kGeneric,     // gemm/generic: mma.sync or FMA; any shape, FP32, BF16 and FP16
-  kSteps,  // no kernel computes it as a whole: operands are dequantized first, or SwiGLU follows the product
+  kTorch,           // at::_grouped_mm
+  kSm90,            // gemm/sm90: TMA and WGMMA
+  kSm90Gather,      // the same, rows of `a` loaded through an index
+  kSm90Activation,  // the same, an activation in the epilogue; with an index and no copy, rows loaded through it
+  kGeneric,         // gemm/generic: mma.sync or FMA; any shape, FP32, BF16 and FP16
+  kSteps,  // no kernel computes it as a whole: operands are dequantized first, or the activation follows the product
 };
 
 // What is copied before the kernel runs, besides what is not contiguous.

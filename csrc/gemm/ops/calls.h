@@ -75,14 +75,6 @@ inline void call_grouped_gemm_wgrad_out(const at::Tensor& grad, const at::Tensor
                               keys.b_scale, keys.a, keys.b);
 }
 
-inline std::tuple<at::Tensor, at::Tensor> call_grouped_gemm_swiglu(
-    const at::Tensor& a, const at::Tensor& b, const at::Tensor& group_sizes, OptionalTensorArg probs,
-    OptionalTensorArg bias, int64_t interleave, bool keep_input, LaunchOptions options = {},
-    OptionalTensorArg rows = std::nullopt, bool zero_tail = true) {
-  return ops::grouped_gemm_swiglu(a, b, group_sizes, probs, bias, interleave, keep_input, options.max_sms,
-                                  options.expected_rows, rows, zero_tail);
-}
-
 // A gradient and an operand in one dtype: unchanged, or both converted without loss if they differ.
 inline std::pair<at::Tensor, at::Tensor> same_dtype(const at::Tensor& grad, const at::Tensor& operand) {
   if (grad.scalar_type() == operand.scalar_type()) return {grad, operand};

@@ -86,23 +86,6 @@ CUtensorMap scale_map(const Scales& scales, int box_rows, int box_columns) {
                             CU_TENSOR_MAP_SWIZZLE_NONE});
 }
 
-CUtensorMap gate_linear_map(const GateLinearMatrix& matrix, int box_rows) {
-  constexpr int64_t kColumns = 32;  // gate columns of a box
-  const int64_t bytes = bytes_of(matrix.dtype), row = 2 * matrix.features * bytes;
-  TensorMapDesc desc{matrix.data,
-                     matrix.dtype,
-                     {matrix.features, 2, matrix.rows},
-                     {matrix.features * bytes, row},
-                     {kColumns, 2, static_cast<cuuint32_t>(box_rows)},
-                     CU_TENSOR_MAP_SWIZZLE_64B};
-  if (matrix.interleaved) {
-    desc.sizes[0] = kColumns;
-    desc.sizes[1] = 2 * matrix.features / kColumns;
-    desc.strides[0] = kColumns * bytes;
-  }
-  return encode_tensor_map(desc);
-}
-
 Launcher sm90_launcher(GemmDirection direction, const GroupedGemmArgs& args) {
   const bool quantized = bytes_of(args.dtype) == 1;
   if (direction == GemmDirection::kDgrad) return dgrad_16bit(args.dtype);

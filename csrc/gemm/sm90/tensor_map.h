@@ -33,18 +33,6 @@ struct Scales {
 };
 CUtensorMap scale_map(const Scales& scales, int box_rows, int box_columns);
 
-// A 16-bit matrix [rows, 2 features] of gate and linear values (SwiGLU): the gate's `features` columns first,
-// or 32 of each in turn if `interleaved`. A box has 32 gate columns and the matching 32 linear columns of
-// `box_rows` rows, 64 bytes each, with the 64-byte swizzle. Its coordinates are (column, 0, row), or (0,
-// column / 16, row) if interleaved.
-struct GateLinearMatrix {
-  const void* data;
-  DType dtype;
-  int64_t rows, features;
-  bool interleaved;
-};
-CUtensorMap gate_linear_map(const GateLinearMatrix& matrix, int box_rows);
-
 // For a list of matrices: launches a kernel that writes the list's addresses to `list.workspace` and, if
 // `map` is not null, a copy of `map` with the address of each matrix. Returns these tensor maps; the next
 // kernel calls fence_tensormap_acquire before it uses one. For a stack: launches nothing and returns null.

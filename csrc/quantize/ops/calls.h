@@ -100,26 +100,27 @@ inline Outputs call_quantize_scaled(const at::Tensor& x, const at::Tensor& scale
 
 // The calls below are for formats with block scales: they pass no amax and no seed.
 
-inline Outputs call_swiglu_quantize(const at::Tensor& input, std::string_view key, OptionalTensorArg probs,
-                                    OptionalTensorArg group_sizes, const Directions& directions,
-                                    bool zero_tail = true) {
-  return outputs_of(ops::swiglu_quantize(input, key, probs, group_sizes, std::nullopt, std::nullopt,
-                                         std::nullopt, directions.rowwise, directions.columnwise, zero_tail),
-                    directions);
+inline Outputs call_activation_quantize(const at::Tensor& input, std::string_view key,
+                                        OptionalTensorArg probs, OptionalTensorArg group_sizes,
+                                        const Directions& directions, std::string_view activation,
+                                        bool zero_tail = true) {
+  return outputs_of(
+      ops::activation_quantize(input, key, probs, group_sizes, std::nullopt, std::nullopt, std::nullopt,
+                               directions.rowwise, directions.columnwise, zero_tail, activation),
+      directions);
 }
 
 // The quantized gradient of the input in both directions, and the gradient of the probabilities.
-struct SwigluBackwardQuantized {
+struct ActivationBackwardQuantized {
   Outputs values;
   at::Tensor probs;
 };
 
-inline SwigluBackwardQuantized call_swiglu_backward_quantize(const at::Tensor& grad, const at::Tensor& input,
-                                                             std::string_view key, OptionalTensorArg probs,
-                                                             OptionalTensorArg group_sizes,
-                                                             bool zero_tail = true) {
-  const Tensors list = ops::swiglu_backward_quantize(grad, input, key, probs, group_sizes, std::nullopt,
-                                                     std::nullopt, std::nullopt, zero_tail);
+inline ActivationBackwardQuantized call_activation_backward_quantize(
+    const at::Tensor& grad, const at::Tensor& input, std::string_view key, OptionalTensorArg probs,
+    OptionalTensorArg group_sizes, std::string_view activation, bool zero_tail = true) {
+  const Tensors list = ops::activation_backward_quantize(grad, input, key, probs, group_sizes, std::nullopt,
+                                                         std::nullopt, std::nullopt, zero_tail, activation);
   return {outputs_of(list, {true, true}), list.back()};
 }
 

@@ -86,7 +86,7 @@ inline CUtensorMap out_map(const GroupedGemmArgs& args) {
 }
 
 // An epilogue maps the columns of a tile to rows of B and brings accumulators to memory. This one is the
-// default; the others are in swiglu.cuh and swiglu_quantize.cuh. All of them have these members.
+// default; the others are in activation.cuh and activation_quantize.cuh. All of them have these members.
 template <typename Out>
 struct StoreEpilogue {
   static constexpr bool kAllowsHalfN = true;  // half-N tiles (tile_scheduler.cuh)

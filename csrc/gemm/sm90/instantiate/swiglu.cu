@@ -1,13 +1,14 @@
 // Forward with SwiGLU, gate columns first.
-#include "gemm/sm90/epilogue/swiglu.cuh"
+#include "gemm/sm90/epilogue/activation.cuh"
 
 namespace transformer_plugin::gemm {
 
-SwigluLauncher swiglu(DType dtype) {
-  return dtype == DType::kBFloat16 ? sm90::launch_grouped_gemm<sm90::Mainloop16Bit<__nv_bfloat16, false>,
-                                                               sm90::SwigluEpilogue<__nv_bfloat16, false>>
-                                   : sm90::launch_grouped_gemm<sm90::Mainloop16Bit<__half, false>,
-                                                               sm90::SwigluEpilogue<__half, false>>;
+ActivationLauncher swiglu(DType dtype) {
+  return dtype == DType::kBFloat16
+             ? sm90::launch_grouped_gemm<sm90::Mainloop16Bit<__nv_bfloat16, false>,
+                                         sm90::ActivationEpilogue<__nv_bfloat16, activation::Swiglu, false>>
+             : sm90::launch_grouped_gemm<sm90::Mainloop16Bit<__half, false>,
+                                         sm90::ActivationEpilogue<__half, activation::Swiglu, false>>;
 }
 
 }  // namespace transformer_plugin::gemm

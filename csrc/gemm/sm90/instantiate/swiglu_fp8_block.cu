@@ -1,16 +1,16 @@
 // Forward with SwiGLU quantized to FP8, 1x128 blocks, gate columns first.
-#include "gemm/sm90/epilogue/swiglu_quantize.cuh"
+#include "gemm/sm90/epilogue/activation_quantize.cuh"
 
 namespace transformer_plugin::gemm {
 
-SwigluQuantizeLauncher swiglu_fp8_block(DType dtype) {
+ActivationQuantizeLauncher swiglu_fp8_block(DType dtype) {
   return dtype == DType::kBFloat16
-             ? sm90::launch_grouped_gemm<
-                   sm90::Mainloop16Bit<__nv_bfloat16, false>,
-                   sm90::SwigluQuantizeEpilogue<__nv_bfloat16, false, sm90::Fp8BlockRowScales>>
-             : sm90::launch_grouped_gemm<
-                   sm90::Mainloop16Bit<__half, false>,
-                   sm90::SwigluQuantizeEpilogue<__half, false, sm90::Fp8BlockRowScales>>;
+             ? sm90::launch_grouped_gemm<sm90::Mainloop16Bit<__nv_bfloat16, false>,
+                                         sm90::ActivationQuantizeEpilogue<__nv_bfloat16, activation::Swiglu,
+                                                                          false, sm90::Fp8BlockRowScales>>
+             : sm90::launch_grouped_gemm<sm90::Mainloop16Bit<__half, false>,
+                                         sm90::ActivationQuantizeEpilogue<__half, activation::Swiglu, false,
+                                                                          sm90::Fp8BlockRowScales>>;
 }
 
 }  // namespace transformer_plugin::gemm

@@ -1,15 +1,16 @@
 // Forward with SwiGLU and gathered rows, 32 columns of gate and linear part in turn.
-#include "gemm/sm90/epilogue/swiglu.cuh"
+#include "gemm/sm90/epilogue/activation.cuh"
 #include "gemm/sm90/gather/grouped_gemm_gather.cuh"
 
 namespace transformer_plugin::gemm {
 
-SwigluGatherLauncher swiglu_gather_interleaved(DType dtype) {
+ActivationGatherLauncher swiglu_gather_interleaved(DType dtype) {
   return dtype == DType::kBFloat16
-             ? sm90::launch_grouped_gemm_gather<sm90::GatherMainloop16Bit<__nv_bfloat16, false>,
-                                                sm90::SwigluEpilogue<__nv_bfloat16, true>>
+             ? sm90::launch_grouped_gemm_gather<
+                   sm90::GatherMainloop16Bit<__nv_bfloat16, false>,
+                   sm90::ActivationEpilogue<__nv_bfloat16, activation::Swiglu, true>>
              : sm90::launch_grouped_gemm_gather<sm90::GatherMainloop16Bit<__half, false>,
-                                                sm90::SwigluEpilogue<__half, true>>;
+                                                sm90::ActivationEpilogue<__half, activation::Swiglu, true>>;
 }
 
 }  // namespace transformer_plugin::gemm

@@ -1,7 +1,7 @@
-// swiglu_quantize: SwiGLU whose result is quantized in the same pass.
-#include "quantize/args/swiglu_quantize.h"
+// activation_quantize: an activation with a gate whose result is quantized in the same pass.
+#include "quantize/args/activation_quantize.h"
 
-#include "activation/swiglu_checks.h"
+#include "activation/activation_checks.h"
 #include "common/ops/quantize.h"
 #include "common/register.h"
 #include "common/tensor.h"
@@ -12,9 +12,9 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* kOp = "swiglu_quantize";
+constexpr const char* kOp = "activation_quantize";
 
-struct SwigluQuantizeCall {
+struct ActivationQuantizeCall {
   const Tensor& input;
   std::string_view key;
   const OptionalTensor& probs;
@@ -22,6 +22,7 @@ struct SwigluQuantizeCall {
   QuantizeParams params;
   Directions directions;
   bool zero_tail;
+  std::string_view activation_key;
 
   Argument argument() const { return {kOp, "input", input}; }
   const Tensor* groups() const { return pointer_to(group_sizes); }
@@ -30,13 +31,15 @@ struct SwigluQuantizeCall {
 };
 
 constexpr const char* kIntermediate =
-    "what swiglu gave in earlier steps, or use swiglu, and quantize its result";
+    "what activation gave in earlier steps, or use activation, and quantize its result";
 
-Format check_arguments(const SwigluQuantizeCall& call) {
+Format check_arguments(const ActivationQuantizeCall& call) {
   const Tensor& input = call.input;
+  const activation::NamedActivation activation = activation::parse_activation(kOp, call.activation_key);
+  activation::check_fused_quantize(kOp, activation);
   check_directions(kOp, call.directions);
   const Format format = fused_format(kOp, "format", call.key, !call.group_sizes);
-  activation::check_swiglu(kOp, input, call.probs);
+  activation::check_activation(kOp, input, call.probs, activation);
   if (call.group_sizes) check_group_sizes({kOp, "group_sizes", *call.group_sizes}, call.argument());
   const int64_t block = format.block_size();
   TP_CHECK_VALUE(input.sym_size(1) % (2 * block) == 0, kOp, "input",
@@ -51,19 +54,19 @@ Format check_arguments(const SwigluQuantizeCall& call) {
   return format;
 }
 
-Outputs make(const SwigluQuantizeCall& call, const Format& format) {
+Outputs make(const ActivationQuantizeCall& call, const Format& format) {
   return make_outputs(call.input, call.shape(), format, call.directions);
 }
 
-void launch(const QuantizeArgs& args, const float* probs, void* stream) {
+void launch(const QuantizeArgs& args, const Activation& activation, const float* probs, void* stream) {
   const bool mx = args.layout.granularity == ScaleGranularity::k1x32;
-  (mx ? launch_swiglu_quantize_mx : launch_swiglu_quantize)(args, probs, stream);
+  (mx ? launch_activation_quantize_mx : launch_activation_quantize)(args, activation, probs, stream);
 }
-void launch(const NvArgs& args, const float* probs, void* stream) {
-  launch_swiglu_quantize_nv(args, probs, stream);
+void launch(const NvArgs& args, const Activation& activation, const float* probs, void* stream) {
+  launch_activation_quantize_nv(args, activation, probs, stream);
 }
 
-Outputs run(const SwigluQuantizeCall& call) {
+Outputs run(const ActivationQuantizeCall& call) {
   const Format format = check_arguments(call);
   const bool columnwise = call.directions.columnwise;
   const GroupTables tables =
@@ -73,12 +76,13 @@ Outputs run(const SwigluQuantizeCall& call) {
   const Tensor x = call.input.contiguous();
   const Tensor p = call.probs ? call.probs->contiguous() : Tensor();
   const float* prob = call.probs ? p.const_data_ptr<float>() : nullptr;
+  const Activation activation = activation::parse_activation(kOp, call.activation_key);
   visit_quantize_args(x, outputs, make_layout(call.shape(), format, tables), format, call.params,
                       [&](const auto& args) {
-                        if (x.is_cpu()) return swiglu_quantize_cpu(args, prob);
+                        if (x.is_cpu()) return activation_quantize_cpu(args, activation, prob);
 #ifdef TRANSFORMER_PLUGIN_CUDA
                         const CudaScope scope(x);
-                        launch(args, prob, scope.stream());
+                        launch(args, activation, prob, scope.stream());
 #endif
                       });
   return outputs;
@@ -86,24 +90,26 @@ Outputs run(const SwigluQuantizeCall& call) {
 
 using Key = std::string_view;
 
-Tensors swiglu_quantize(const Tensor& input, Key key, OptionalTensorArg probs, OptionalTensorArg group_sizes,
-                        OptionalTensorArg amax, OptionalTensorArg amax_t, OptionalTensorArg seed,
-                        bool rowwise, bool columnwise, bool zero_tail) {
-  return as_list(
-      run({input, key, probs, group_sizes, {amax, amax_t, seed}, {rowwise, columnwise}, zero_tail}));
+Tensors activation_quantize(const Tensor& input, Key key, OptionalTensorArg probs,
+                            OptionalTensorArg group_sizes, OptionalTensorArg amax, OptionalTensorArg amax_t,
+                            OptionalTensorArg seed, bool rowwise, bool columnwise, bool zero_tail,
+                            Key activation) {
+  return as_list(run(
+      {input, key, probs, group_sizes, {amax, amax_t, seed}, {rowwise, columnwise}, zero_tail, activation}));
 }
 
-Tensors swiglu_quantize_meta(const Tensor& input, Key key, OptionalTensorArg probs,
-                             OptionalTensorArg group_sizes, OptionalTensorArg amax, OptionalTensorArg amax_t,
-                             OptionalTensorArg seed, bool rowwise, bool columnwise, bool zero_tail) {
-  const SwigluQuantizeCall call{
-      input, key, probs, group_sizes, {amax, amax_t, seed}, {rowwise, columnwise}, zero_tail};
+Tensors activation_quantize_meta(const Tensor& input, Key key, OptionalTensorArg probs,
+                                 OptionalTensorArg group_sizes, OptionalTensorArg amax,
+                                 OptionalTensorArg amax_t, OptionalTensorArg seed, bool rowwise,
+                                 bool columnwise, bool zero_tail, Key activation) {
+  const ActivationQuantizeCall call{
+      input, key, probs, group_sizes, {amax, amax_t, seed}, {rowwise, columnwise}, zero_tail, activation};
   return as_list(make(call, check_arguments(call)));
 }
 
 }  // namespace
 
 // Rounding has no gradient.
-TP_IMPL_NO_GRADIENT(swiglu_quantize, swiglu_quantize, swiglu_quantize_meta);
+TP_IMPL_NO_GRADIENT(activation_quantize, activation_quantize, activation_quantize_meta);
 
 }  // namespace transformer_plugin::quantize

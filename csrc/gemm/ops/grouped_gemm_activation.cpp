@@ -1,7 +1,8 @@
-// grouped_gemm_swiglu: the rows of each group times the group's matrix, then SwiGLU times a probability; with
+// grouped_gemm_activation: the rows of each group times the group's matrix, then an activation times a probability; with
 // its gradient.
 #include <ATen/ops/arange.h>
 
+#include "activation/saved_key.h"
 #include "common/autograd.h"
 #include "common/group_offsets.h"
 #include "common/ops/activation.h"
@@ -10,8 +11,8 @@
 #include "common/row_index.h"
 #include "common/shared_offsets.h"
 #include "common/tensor.h"
+#include "gemm/dispatch/activation_gemm.h"
 #include "gemm/dispatch/checks.h"
-#include "gemm/dispatch/swiglu_gemm.h"
 #include "gemm/ops/calls.h"
 
 namespace transformer_plugin::gemm {
@@ -22,24 +23,26 @@ using OptionalTensor = std::optional<Tensor>;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-constexpr const char* kOp = "grouped_gemm_swiglu";
+constexpr const char* kOp = "grouped_gemm_activation";
 
-TwoTensors grouped_gemm_swiglu_meta(const Tensor& a, const Tensor& b, const Tensor& group_sizes,
-                                    const OptionalTensor& probs, const OptionalTensor& bias,
-                                    int64_t interleave, bool keep_input, int64_t max_sms,
-                                    int64_t expected_rows, const OptionalTensor& rows, bool) {
-  check_swiglu_product(kOp, a, b, group_sizes, probs, bias, interleave, rows, {max_sms, expected_rows});
+TwoTensors grouped_gemm_activation_meta(const Tensor& a, const Tensor& b, const Tensor& group_sizes,
+                                        const OptionalTensor& probs, const OptionalTensor& bias,
+                                        std::string_view key, bool keep_input, int64_t max_sms,
+                                        int64_t expected_rows, const OptionalTensor& rows, bool) {
+  const activation::NamedActivation activation =
+      check_activation_product(kOp, a, b, group_sizes, probs, bias, key, rows, {max_sms, expected_rows});
   const c10::SymInt capacity = (rows ? *rows : a).sym_size(0), columns = b.sym_size(1);
-  return {empty(a, {capacity, columns / 2}, a.scalar_type()),
+  return {empty(a, {capacity, columns / activation.columns_per_feature()}, a.scalar_type()),
           empty(a, {keep_input ? capacity : c10::SymInt(0), columns}, a.scalar_type())};
 }
 
-TwoTensors grouped_gemm_swiglu(const Tensor& a, const Tensor& b, const Tensor& group_sizes,
-                               const OptionalTensor& probs, const OptionalTensor& bias, int64_t interleave,
-                               bool keep_input, int64_t max_sms, int64_t expected_rows,
-                               const OptionalTensor& rows, bool zero_tail) {
+TwoTensors grouped_gemm_activation(const Tensor& a, const Tensor& b, const Tensor& group_sizes,
+                                   const OptionalTensor& probs, const OptionalTensor& bias,
+                                   std::string_view key, bool keep_input, int64_t max_sms,
+                                   int64_t expected_rows, const OptionalTensor& rows, bool zero_tail) {
   const LaunchOptions options{max_sms, expected_rows};
-  check_swiglu_product(kOp, a, b, group_sizes, probs, bias, interleave, rows, options);
+  const activation::NamedActivation activation =
+      check_activation_product(kOp, a, b, group_sizes, probs, bias, key, rows, options);
   const BelowAutograd guard;
   const Argument a_argument{kOp, "a", a}, buffer = rows ? Argument{kOp, "rows", *rows} : a_argument;
   const Tensor offsets = group_offsets({kOp, "group_sizes", group_sizes}, buffer, buffer.tensor.size(0));
@@ -53,7 +56,11 @@ TwoTensors grouped_gemm_swiglu(const Tensor& a, const Tensor& b, const Tensor& g
                       .options = options,
                       .group_sizes = group_sizes};
   if (rows) problem.a.row_index = *rows;
-  return run_gemm_swiglu({std::move(problem), probs, interleave, keep_input});
+  const GroupedGemmActivation product{std::move(problem), probs, activation, keep_input};
+#ifdef TRANSFORMER_PLUGIN_CUDA
+  if (const auto kernel = epilogue_kernel(product)) return gemm_activation_cuda(product, *kernel);
+#endif
+  return gemm_activation_steps(product);
 }
 
 // One result of the kernel, which its node returns. No edge leads to it.
@@ -98,19 +105,19 @@ Tensor before_tail(const Tensor& rows, const Tensor& group_sizes) {
 }
 
 // Of h and of probs, the latter undefined if not wanted.
-std::pair<Tensor, Tensor> gradients_of_swiglu(const Tensor& grad, const Tensor& h, const Tensor& sizes,
-                                              const OptionalTensor& probs, int64_t interleave,
-                                              bool wants_probs) {
-  const auto [grad_h, grad_probs] = ops::swiglu_backward(grad, h, probs, std::nullopt, interleave);
+std::pair<Tensor, Tensor> gradients_of_activation(const Tensor& grad, const Tensor& h, const Tensor& sizes,
+                                                  const OptionalTensor& probs, std::string_view key,
+                                                  bool wants_probs) {
+  const auto [grad_h, grad_probs] = ops::activation_backward(grad, h, probs, std::nullopt, key);
   return {grad_h, wants_probs ? before_tail(grad_probs, sizes) : Tensor()};
 }
 
-// Three nodes have the name of the op. With h as a result, the product and SwiGLU have one each: torch's
+// Three nodes have the name of the op. With h as a result, the product and the activation have one each: torch's
 // schedules that delay the gradients of weights add up the gradients of all outputs of a node that has a
 // weight, so this one must have one output.
 class ProductFunction : public DifferentiableOnce<ProductFunction> {
  public:
-  static constexpr const char* kName = "grouped_gemm_swiglu";
+  static constexpr const char* kName = "grouped_gemm_activation";
   static constexpr bool is_traceable = true;
 
   static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b, const Tensor& group_sizes,
@@ -131,14 +138,14 @@ class ProductFunction : public DifferentiableOnce<ProductFunction> {
   }
 };
 
-class SwigluOfProductFunction : public DifferentiableOnce<SwigluOfProductFunction> {
+class ActivationOfProductFunction : public DifferentiableOnce<ActivationOfProductFunction> {
  public:
-  static constexpr const char* kName = "grouped_gemm_swiglu";
+  static constexpr const char* kName = "grouped_gemm_activation";
   static constexpr bool is_traceable = true;
 
   static Tensor forward(AutogradContext* ctx, const Tensor& h, const OptionalTensor& probs,
-                        const Tensor& group_sizes, int64_t interleave, const Computed& act) {
-    ctx->saved_data["interleave"] = interleave;
+                        const Tensor& group_sizes, std::string_view key, const Computed& act) {
+    activation::save_key(ctx, key);
     ctx->save_for_backward({h, or_undefined(probs), group_sizes});
     return act.result;
   }
@@ -146,24 +153,23 @@ class SwigluOfProductFunction : public DifferentiableOnce<SwigluOfProductFunctio
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
     const OptionalTensor probs = as_optional(saved[1]);
-    const auto [grad_h, grad_probs] =
-        gradients_of_swiglu(grads[0], saved[0], saved[2], probs, ctx->saved_data["interleave"].toInt(),
-                            probs && ctx->needs_input_grad(1));
+    const auto [grad_h, grad_probs] = gradients_of_activation(
+        grads[0], saved[0], saved[2], probs, activation::saved_key(ctx), probs && ctx->needs_input_grad(1));
     return {grad_h, grad_probs, Tensor(), Tensor(), Tensor()};
   }
 };
 
 // Without h, which the backward computes again.
-class GroupedGemmSwigluFunction : public DifferentiableOnce<GroupedGemmSwigluFunction> {
+class GroupedGemmActivationFunction : public DifferentiableOnce<GroupedGemmActivationFunction> {
  public:
-  static constexpr const char* kName = "grouped_gemm_swiglu";
+  static constexpr const char* kName = "grouped_gemm_activation";
   static constexpr bool is_traceable = true;
 
   static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b, const Tensor& group_sizes,
-                        const OptionalTensor& probs, const OptionalTensor& bias, int64_t interleave,
+                        const OptionalTensor& probs, const OptionalTensor& bias, std::string_view key,
                         const LaunchOptions& options, const OptionalTensor& rows, const Computed& act) {
     save_product(ctx, a, bias, rows, options);
-    ctx->saved_data["interleave"] = interleave;
+    activation::save_key(ctx, key);
     ctx->save_for_backward({a, b, group_sizes, or_undefined(probs), or_undefined(bias), or_undefined(rows)});
     return act.result;
   }
@@ -177,36 +183,38 @@ class GroupedGemmSwigluFunction : public DifferentiableOnce<GroupedGemmSwigluFun
     const LaunchOptions options{ctx->saved_data["max_sms"].toInt(), ctx->saved_data["expected_rows"].toInt()};
     const Tensor h = call_grouped_gemm(saved[0], saved[1], sizes, bias, std::nullopt, true, std::nullopt,
                                        std::nullopt, rows, options);
-    const auto [grad_h, grad_probs] = gradients_of_swiglu(
-        grads[0], h, sizes, probs, ctx->saved_data["interleave"].toInt(), probs && ctx->needs_input_grad(3));
+    const auto [grad_h, grad_probs] = gradients_of_activation(
+        grads[0], h, sizes, probs, activation::saved_key(ctx), probs && ctx->needs_input_grad(3));
     // needs_input_grad does not count tensors that are not given.
     const ProductGradients of(ctx, grad_h, saved[0], saved[1], sizes, rows, bias ? (probs ? 4 : 3) : 0);
     return {of.a, of.b, Tensor(), grad_probs, of.bias, Tensor(), Tensor(), Tensor(), Tensor()};
   }
 };
 
-TwoTensors grouped_gemm_swiglu_autograd(const Tensor& a, const Tensor& b, const Tensor& group_sizes,
-                                        const OptionalTensor& probs, const OptionalTensor& bias,
-                                        int64_t interleave, bool keep_input, int64_t max_sms,
-                                        int64_t expected_rows, const OptionalTensor& rows, bool zero_tail) {
+TwoTensors grouped_gemm_activation_autograd(const Tensor& a, const Tensor& b, const Tensor& group_sizes,
+                                            const OptionalTensor& probs, const OptionalTensor& bias,
+                                            std::string_view key, bool keep_input, int64_t max_sms,
+                                            int64_t expected_rows, const OptionalTensor& rows,
+                                            bool zero_tail) {
   const LaunchOptions options{max_sms, expected_rows};
   const auto [act, h] = [&] {
     const BelowAutograd guard;
-    return call_grouped_gemm_swiglu(a, b, group_sizes, probs, bias, interleave, keep_input, options, rows,
-                                    zero_tail);
+    return ops::grouped_gemm_activation(a, b, group_sizes, probs, bias, key, keep_input, max_sms,
+                                        expected_rows, rows, zero_tail);
   }();
   if (!any_wants_grad(a, b, probs, bias)) return {act, h};
   if (!keep_input) {
-    return {GroupedGemmSwigluFunction::apply(a, b, group_sizes, probs, bias, interleave, options, rows,
-                                             Computed{act}),
+    return {GroupedGemmActivationFunction::apply(a, b, group_sizes, probs, bias, key, options, rows,
+                                                 Computed{act}),
             h};
   }
   const Tensor product = ProductFunction::apply(a, b, group_sizes, bias, options, rows, Computed{h});
-  return {SwigluOfProductFunction::apply(product, probs, group_sizes, interleave, Computed{act}), product};
+  return {ActivationOfProductFunction::apply(product, probs, group_sizes, key, Computed{act}), product};
 }
 
 }  // namespace
 
-TP_IMPL(grouped_gemm_swiglu, grouped_gemm_swiglu, grouped_gemm_swiglu_meta, grouped_gemm_swiglu_autograd);
+TP_IMPL(grouped_gemm_activation, grouped_gemm_activation, grouped_gemm_activation_meta,
+        grouped_gemm_activation_autograd);
 
 }  // namespace transformer_plugin::gemm

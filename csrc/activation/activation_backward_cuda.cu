@@ -1,6 +1,7 @@
-// CUDA kernels of the backward of SwiGLU.
+// CUDA kernels of the backward of activations.
+#include "activation/activation.h"
+#include "activation/functions.h"
 #include "activation/row_sums.cuh"
-#include "activation/swiglu.h"
 #include "common/math.h"
 #include "common/vectors.cuh"
 
@@ -37,14 +38,15 @@ __device__ __forceinline__ void write_vector(T* at, int64_t count, uint4 vector)
   }
 }
 
-// The gradients of gate, linear part and probability (swiglu.h): grad [rows, F], input [rows, 2F].
+// The gradients of gate, linear part and probability (activation.h): grad [rows, F], input [rows, 2F].
 //
 // Grid: one-dimensional, 256 threads per block. A group of kLanes neighbouring lanes processes 4 rows of one
 // tile of 128 columns, 16 bytes per lane and row; `tiles` of those groups cover 4 rows. Row sums of a tile
 // are reduced by shuffles and go to `partial`. No shared memory.
-template <typename T, bool aligned>
+template <typename T, typename Function, bool aligned>
 __global__ void __launch_bounds__(kThreads)
-    swiglu_backward_kernel(const __grid_constant__ SwigluBackwardArgs args, uint32_t tiles) {
+    activation_backward_kernel(const __grid_constant__ ActivationBackwardArgs args, Function function,
+                               uint32_t tiles) {
   constexpr int kColumns = kVectorSize<T>, kLanes = kSumTile / kColumns;
   pdl_wait();
   const uint32_t part = blockIdx.x * (kThreads / kLanes) + threadIdx.x / kLanes;
@@ -53,22 +55,23 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t f = args.features, first_row = static_cast<int64_t>(band) * kRowsPerThread;
   const int64_t column = static_cast<int64_t>(tile) * kSumTile + lane * kColumns;
   const T* grad = static_cast<const T*>(args.grad) + first_row * f + column;
-  const GluColumns columns = args.columns();
-  const int64_t first = first_row * 2 * f + columns.gate(column), linear = columns.linear_offset();
+  const auto columns = args.columns<kIsGated<Function>>();
+  const int64_t width = columns.width(), linear = columns.linear_offset();
+  const int64_t first = first_row * width + columns.gate(column);
   const T* gate = static_cast<const T*>(args.input) + first;
   T* target = static_cast<T*>(args.grad_input) + first;
   // The rows of the last threads may be after the last row.
   const int64_t used = args.used_rows();
   const auto is_row = [&](int r) { return first_row + r < used; };
   if (__all_sync(0xffffffffu, !is_row(0))) return;
-  uint4 grads[kRowsPerThread], gates[kRowsPerThread], linears[kRowsPerThread];
+  uint4 grads[kRowsPerThread], gates[kRowsPerThread], linears[kRowsPerThread] = {};
   float probs[kRowsPerThread];
 #pragma unroll
   for (int r = 0; r < kRowsPerThread; ++r) {  // all loads are issued before the first use
     const int64_t count = is_row(r) ? f - column : 0;
     grads[r] = read_vector<T, aligned>(grad + r * f, count);
-    gates[r] = read_vector<T, aligned>(gate + r * 2 * f, count);
-    linears[r] = read_vector<T, aligned>(gate + r * 2 * f + linear, count);
+    gates[r] = read_vector<T, aligned>(gate + r * width, count);
+    if constexpr (kIsGated<Function>) linears[r] = read_vector<T, aligned>(gate + r * width + linear, count);
     probs[r] = args.probs && is_row(r) ? args.probs[first_row + r] : 1.0f;
   }
   RowSums<kRowsPerThread, kLanes> sums;
@@ -79,15 +82,17 @@ __global__ void __launch_bounds__(kThreads)
     float terms[kColumns];
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
-      const SwigluGradient d = swiglu_gradient(g.at[i], a.at[i], b.at[i], probs[r]);
+      const ActivationGradient d = function.gradient(g.at[i], a.at[i], b.at[i], probs[r]);
       of_gate.at[i] = d.gate;
       of_linear.at[i] = d.linear;
       terms[i] = g.at[i] * d.activation;
     }
     sums.at[r] = sum_of_tile<kColumns>(terms);
     const int64_t count = is_row(r) ? f - column : 0;
-    write_vector<T, aligned>(target + r * 2 * f, count, of_gate.rounded());
-    write_vector<T, aligned>(target + r * 2 * f + linear, count, of_linear.rounded());
+    write_vector<T, aligned>(target + r * width, count, of_gate.rounded());
+    if constexpr (kIsGated<Function>) {
+      write_vector<T, aligned>(target + r * width + linear, count, of_linear.rounded());
+    }
   }
   if (!args.partial) return;
   sums.fold(lane);
@@ -118,7 +123,7 @@ __global__ void add_row_sums_kernel(const float* partial, int64_t tiles, int64_t
 
 }  // namespace
 
-void launch_add_row_sums(const SwigluBackwardArgs& args, void* stream) {
+void launch_add_row_sums(const ActivationBackwardArgs& args, void* stream) {
   if (args.rows == 0 || args.partial == args.grad_probs) return;
   launch_pdl(add_row_sums_kernel, grid_size(args.rows, kSumThreads), kSumThreads, 0,
              static_cast<cudaStream_t>(stream), args.partial, ceil_div(args.features, kSumTile), args.rows,
@@ -126,19 +131,23 @@ void launch_add_row_sums(const SwigluBackwardArgs& args, void* stream) {
   check_launch("add_row_sums_kernel");
 }
 
-void launch_swiglu_backward(const SwigluBackwardArgs& args, void* stream) {
+void launch_activation_backward(const ActivationBackwardArgs& args, void* stream) {
   const int64_t tiles = ceil_div(args.features, kSumTile), bands = ceil_div(args.rows, kRowsPerThread);
   if (tiles > 0 && bands > 0) {
     visit_device_float(args.dtype, [&](auto element) {
-      using T = decltype(element);
-      constexpr int kOfBlock = kThreads / (kSumTile / kVectorSize<T>);
-      const bool aligned = args.features % kVectorSize<T> == 0 && is_vector_aligned(args.grad) &&
-                           is_vector_aligned(args.input);
-      launch_pdl(aligned ? swiglu_backward_kernel<T, true> : swiglu_backward_kernel<T, false>,
-                 grid_size(tiles * bands, kOfBlock), kThreads, 0, static_cast<cudaStream_t>(stream), args,
-                 static_cast<uint32_t>(tiles));
+      visit_function(args.activation, [&](auto function) {
+        using T = decltype(element);
+        using Function = decltype(function);
+        constexpr int kOfBlock = kThreads / (kSumTile / kVectorSize<T>);
+        const bool aligned = args.features % kVectorSize<T> == 0 && is_vector_aligned(args.grad) &&
+                             is_vector_aligned(args.input);
+        launch_pdl(aligned ? activation_backward_kernel<T, Function, true>
+                           : activation_backward_kernel<T, Function, false>,
+                   grid_size(tiles * bands, kOfBlock), kThreads, 0, static_cast<cudaStream_t>(stream), args,
+                   function, static_cast<uint32_t>(tiles));
+      });
     });
-    check_launch("swiglu_backward_kernel");
+    check_launch("activation_backward_kernel");
   }
   if (args.grad_probs) launch_add_row_sums(args, stream);
 }

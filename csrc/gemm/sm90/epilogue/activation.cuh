@@ -1,6 +1,6 @@
-// SwiGLU epilogues of grouped_gemm.cuh. The accumulators are h = [gate, linear], the input of SwiGLU:
+// Epilogues of grouped_gemm.cuh with an activation that has a gate. The accumulators are h = [gate, linear], its input:
 //
-//   act[i, f] = silu(gate[i, f]) * linear[i, f] * probs[i]     (activation/swiglu.h)
+//   act[i, f] = function.value(gate[i, f], linear[i, f], probs[i])     (activation/functions.h)
 //
 // h is rounded to T before the activation, as if it had been stored and read. It is stored too if h_data is
 // not null.
@@ -11,9 +11,9 @@
 // from those of the linear part.
 #pragma once
 
-#include "activation/swiglu.h"
+#include "activation/functions.h"
 #include "common/ptx/tma.cuh"
-#include "gemm/sm90/epilogue/swiglu.h"
+#include "gemm/sm90/epilogue/activation.h"
 #include "gemm/sm90/grouped_gemm.cuh"
 
 namespace transformer_plugin::gemm::sm90 {
@@ -50,16 +50,18 @@ inline CUtensorMap rows_map(const GroupedGemmArgs& gemm, const void* data, int64
                     kBoxRows);
 }
 
-// What the SwiGLU epilogues share.
-template <typename T, bool interleaved>
-struct SwigluEpilogueBase {
+// What the epilogues of activations share.
+template <typename T, typename Function, bool interleaved>
+struct ActivationEpilogueBase {
+  static_assert(activation::kIsGated<Function>, "a tile is half gate, half linear part");
   static constexpr bool kAllowsHalfN = false;
   CUtensorMap h, linear;  // interleaved: all columns of h. Otherwise `h` has the gate's, `linear` the others
-  T* h_data;              // [T, 2 features], or null if h is not stored
+  [[no_unique_address]] Function function;
+  T* h_data;  // [T, 2 features], or null if h is not stored
   const float* probs;
   int features;
 
-  void set_swiglu(const SwigluKernelArgs& args) {
+  void set_activation(const ActivationKernelArgs& args) {
     const GroupedGemmArgs& gemm = args.product;
     const int64_t half = gemm.n / 2;
     h_data = static_cast<T*>(gemm.out);
@@ -131,7 +133,7 @@ struct SwigluEpilogueBase {
   }
 
   // Replaces the first half of the accumulators by the activation, in the order of features.
-  static __device__ __forceinline__ void activate(const ThreadProbs& prob, float (&acc)[kAccumulators]) {
+  __device__ __forceinline__ void activate(const ThreadProbs& prob, float (&acc)[kAccumulators]) const {
     constexpr int kRun = interleaved ? 4 : kHalfTileColumns / 8;  // consecutive blocks of 8 gate columns
 #pragma unroll
     for (int j = 0; j < kHalfTileColumns / 8; ++j) {
@@ -141,8 +143,8 @@ struct SwigluEpilogueBase {
         const float2 x = round_to<T>(acc[gate + i], acc[gate + i + 1]);
         const float2 y = round_to<T>(acc[linear + i], acc[linear + i + 1]);
         const float row_prob = i == 0 ? prob.low : prob.high;
-        acc[j * 4 + i] = activation::swiglu_value(x.x, y.x, row_prob);
-        acc[j * 4 + i + 1] = activation::swiglu_value(x.y, y.y, row_prob);
+        acc[j * 4 + i] = function.value(x.x, y.x, row_prob);
+        acc[j * 4 + i + 1] = function.value(x.y, y.y, row_prob);
       }
     }
   }
@@ -153,16 +155,16 @@ struct SwigluEpilogueBase {
 };
 
 // Stores act [T, features] in T.
-template <typename T, bool interleaved>
-struct SwigluEpilogue : SwigluEpilogueBase<T, interleaved> {
+template <typename T, typename Function, bool interleaved>
+struct ActivationEpilogue : ActivationEpilogueBase<T, Function, interleaved> {
   CUtensorMap act;
   T* act_data;
 
-  using Args = SwigluKernelArgs;
+  using Args = ActivationKernelArgs;
   static const GroupedGemmArgs& gemm_args(const Args& args) { return args.product; }
-  static SwigluEpilogue make(const Args& args) {
-    SwigluEpilogue epilogue{};
-    epilogue.set_swiglu(args);
+  static ActivationEpilogue make(const Args& args) {
+    ActivationEpilogue epilogue{};
+    epilogue.set_activation(args);
     epilogue.act_data = static_cast<T*>(args.act);
     epilogue.act = rows_map(args.product, args.act, args.product.n / 2, args.product.n / 2);
     return epilogue;
@@ -170,10 +172,10 @@ struct SwigluEpilogue : SwigluEpilogueBase<T, interleaved> {
 
   __device__ __forceinline__ void prefetch_tensormaps() const {
     prefetch_tensormap(act);
-    SwigluEpilogueBase<T, interleaved>::prefetch_tensormaps();
+    ActivationEpilogueBase<T, Function, interleaved>::prefetch_tensormaps();
   }
   __device__ __forceinline__ void zero_tail_rows(const GroupedGemmParams& args, int warps, int warp) const {
-    SwigluEpilogueBase<T, interleaved>::zero_tail_rows(args, warps, warp);
+    ActivationEpilogueBase<T, Function, interleaved>::zero_tail_rows(args, warps, warp);
     if (args.zero_tail) sm90::zero_tail_rows(args, act_data, this->features, this->features, warps, warp);
   }
 

@@ -1,15 +1,15 @@
-// SwiGLU, quantized, for 16-bit values, in the row-streaming form (tile/streaming_rows.cuh); also the parts
-// that its backward shares.
+// An activation with a gate, quantized, for 16-bit values, in the row-streaming form (tile/streaming_rows.cuh); also the
+// parts that its backward shares.
 //
-//   y = silu(gate) * linear * prob, rounded to the input's dtype, then quantized
+//   y = function.value(gate, linear, prob), rounded to the input's dtype, then quantized
 // Input: [rows, 2F], y: [rows, F].
-// swiglu_quantize_rows_kernel: row-wise data only, one block of 256 threads per tile of 128x128, no shared
+// activation_quantize_rows_kernel: row-wise data only, one block of 256 threads per tile of 128x128, no shared
 // memory.
-// swiglu_quantize_columns_kernel: with transposed data, block_grid(layout) blocks; the tile of values is
+// activation_quantize_columns_kernel: with transposed data, block_grid(layout) blocks; the tile of values is
 // staged in shared memory between its rows and its columns. In both a warp processes two rows per step.
 #pragma once
 
-#include "activation/swiglu.h"
+#include "activation/functions.h"
 #include "quantize/cuda/tile/streaming_rows.cuh"
 
 namespace transformer_plugin::quantize {
@@ -56,8 +56,10 @@ __device__ __forceinline__ Packed2<T> rotate(Packed8<T>& eight, Packed2<T> last)
   return first;
 }
 
+// Eight values of a function. Each function that quantizing kernels take has an overload of this and of gradients_of.
 template <typename T>
-__device__ __forceinline__ Packed8<T> swiglu_of(Packed8<T> gates, Packed8<T> linears, float prob) {
+__device__ __forceinline__ Packed8<T> values_of(const activation::Swiglu& swiglu, Packed8<T> gates,
+                                                Packed8<T> linears, float prob) {
   if (are_in_range(gates)) {
 #pragma unroll
     for (int i = 0; i < kStreamCols / 2; ++i) {
@@ -71,8 +73,8 @@ __device__ __forceinline__ Packed8<T> swiglu_of(Packed8<T> gates, Packed8<T> lin
 #pragma unroll 1
   for (int i = 0; i < kStreamCols / 2; ++i) {
     const float2 gate = to_floats(gates.at[0]), linear = to_floats(rotate(linears, zeros<T>()));
-    rotate(gates, two_from_floats<T>(activation::swiglu_value(gate.x, linear.x, prob),
-                                     activation::swiglu_value(gate.y, linear.y, prob)));
+    rotate(gates,
+           two_from_floats<T>(swiglu.value(gate.x, linear.x, prob), swiglu.value(gate.y, linear.y, prob)));
   }
   return gates;
 }
@@ -88,14 +90,14 @@ __device__ __forceinline__ float read_own_prob(const float* probs, const Tile& t
 // Loads gates, linear parts and probabilities, two rows of the warp per step. The loads of a step are issued
 // while the previous one is computed.
 template <typename T>
-struct SwigluStream {
+struct ActivationStream {
   const T* gate;
   int64_t linear;  // offset from the gate
   float own_prob;
   Packed8<T> gates, linears;  // for the next step
 
-  __device__ __forceinline__ SwigluStream(const void* input, int64_t features, const float* probs,
-                                          const Tile& tile, const StreamPosition& pos)
+  __device__ __forceinline__ ActivationStream(const void* input, int64_t features, const float* probs,
+                                              const Tile& tile, const StreamPosition& pos)
       : gate(static_cast<const T*>(input) + pos.row * 2 * features + pos.col),
         linear(features),
         own_prob(read_own_prob(probs, tile, pos)) {
@@ -115,11 +117,12 @@ struct SwigluStream {
     prefetch(r + kStreamRows < pos.loads);
     return __shfl_sync(0xffffffffu, own_prob, r + pos.lane / kStreamLanes);
   }
-  // The result of swiglu_value.
-  __device__ __forceinline__ Packed8<T> next(int r, const StreamPosition& pos) {
+  // The values of the function.
+  template <typename Function>
+  __device__ __forceinline__ Packed8<T> next(Function function, int r, const StreamPosition& pos) {
     Packed8<T> own_gates, own_linears;
     const float prob = take(r, pos, own_gates, own_linears);
-    return swiglu_of(own_gates, own_linears, prob);
+    return values_of(function, own_gates, own_linears, prob);
   }
 };
 
@@ -127,24 +130,28 @@ struct SwigluStream {
 inline constexpr int kRowBlocks = 5;
 inline constexpr int kColumnBlocks = 4;
 
-template <typename T, typename Stream, DType element>
+template <typename T, typename Function, typename Stream, DType element>
 __global__ void __launch_bounds__(kThreads, kRowBlocks)
-    swiglu_quantize_rows_kernel(const __grid_constant__ QuantizeArgs kernel_args, const float* probs) {
+    activation_quantize_rows_kernel(const __grid_constant__ QuantizeArgs kernel_args, Function function,
+                                    const float* probs) {
   pdl_wait();
   const QuantizeArgs args = assume_streamable(kernel_args, Stream::kGranularity);
   const Tile tile = block_tile(args.layout);
   if (is_left_out(args.layout, tile) || !Stream::begin(args, tile)) return;
   const StreamPosition pos(tile);
-  SwigluStream<T> source(args.input, args.layout.cols, probs, tile, pos);
+  ActivationStream<T> source(args.input, args.layout.cols, probs, tile, pos);
   RowWriter<typename Stream::template Rows<element>> rows(args, tile, pos, 0);
 #pragma unroll 1
-  for (int r = 0; r < kRowsPerThread; r += kStreamRows) rows.add(args, source.next(r, pos), r, pos);
+  for (int r = 0; r < kRowsPerThread; r += kStreamRows) {
+    rows.add(args, source.next(function, r, pos), r, pos);
+  }
   rows.scales.finish(args, tile, pos);
 }
 
-template <typename T, typename Stream, DType element>
+template <typename T, typename Function, typename Stream, DType element>
 __global__ void __launch_bounds__(kThreads, kColumnBlocks)
-    swiglu_quantize_columns_kernel(const __grid_constant__ QuantizeArgs kernel_args, const float* probs) {
+    activation_quantize_columns_kernel(const __grid_constant__ QuantizeArgs kernel_args, Function function,
+                                       const float* probs) {
   pdl_wait();
   __shared__ typename Stream::Columns columns;
   __shared__ StreamTile<T> staged;
@@ -152,11 +159,11 @@ __global__ void __launch_bounds__(kThreads, kColumnBlocks)
   for_each_tile(args.layout, [&](const Tile& tile) {
     if (!Stream::begin(args, tile)) return;
     const StreamPosition pos(tile);
-    SwigluStream<T> source(args.input, args.layout.cols, probs, tile, pos);
+    ActivationStream<T> source(args.input, args.layout.cols, probs, tile, pos);
     RowWriter<typename Stream::template Rows<element>> rows(args, tile, pos, 0);
 #pragma unroll 1
     for (int r = 0; r < kRowsPerThread; r += kStreamRows) {
-      const Packed8<T> values = source.next(r, pos);
+      const Packed8<T> values = source.next(function, r, pos);
       staged.put(values, r, pos);
       if (args.rowwise) rows.add(args, values, r, pos);
     }
@@ -165,23 +172,24 @@ __global__ void __launch_bounds__(kThreads, kColumnBlocks)
   });
 }
 
-template <typename Stream>
-void launch_swiglu_stream(const QuantizeArgs& args, const float* probs, cudaStream_t stream) {
+template <typename Stream, typename Function>
+void launch_activation_stream(const QuantizeArgs& args, Function function, const float* probs,
+                              cudaStream_t stream) {
   visit_fp8(args.element, [&](auto element) {
     const auto launch = [&](auto type) {
       using T = decltype(type);
       constexpr DType e = decltype(element)::value;
       if (args.transposed) {
-        launch_pdl(swiglu_quantize_columns_kernel<T, Stream, e>, block_grid(args.layout), kThreads, 0, stream,
-                   args, probs);
+        launch_pdl(activation_quantize_columns_kernel<T, Function, Stream, e>, block_grid(args.layout),
+                   kThreads, 0, stream, args, function, probs);
       } else {
-        launch_pdl(swiglu_quantize_rows_kernel<T, Stream, e>, tile_grid(args.layout), kThreads, 0, stream,
-                   args, probs);
+        launch_pdl(activation_quantize_rows_kernel<T, Function, Stream, e>, tile_grid(args.layout), kThreads,
+                   0, stream, args, function, probs);
       }
     };
     args.dtype == DType::kFloat16 ? launch(__half{}) : launch(__nv_bfloat16{});
   });
-  check_launch("swiglu_quantize_kernel");
+  check_launch("activation_quantize_kernel");
 }
 
 }  // namespace transformer_plugin::quantize

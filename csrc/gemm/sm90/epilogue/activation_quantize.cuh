@@ -1,4 +1,4 @@
-// SwiGLU epilogues of grouped_gemm.cuh that quantize the activation. act [T, F] (epilogue/swiglu.cuh) is
+// Epilogues of grouped_gemm.cuh that quantize the activation. act [T, F] (epilogue/activation.cuh) is
 // stored as FP8 data and scales along rows, of 1x128 blocks (FP32) or of 1x32 blocks (E8M0, MXFP8), with the
 // bits that quantizing act would have.
 //
@@ -11,7 +11,7 @@
 #include "common/ptx/barrier.cuh"
 #include "common/ptx/stmatrix.cuh"
 #include "common/ptx/tma.cuh"
-#include "gemm/sm90/epilogue/swiglu.cuh"
+#include "gemm/sm90/epilogue/activation.cuh"
 #include "quantize/cuda/mxfp8/tile.cuh"
 
 namespace transformer_plugin::gemm::sm90 {
@@ -177,15 +177,15 @@ __device__ __forceinline__ void store_quantized(const quantize::QuantizeArgs& ar
   }
 }
 
-template <typename T, bool interleaved, typename Scales>
-struct SwigluQuantizeEpilogue : SwigluEpilogueBase<T, interleaved> {
+template <typename T, typename Function, bool interleaved, typename Scales>
+struct ActivationQuantizeEpilogue : ActivationEpilogueBase<T, Function, interleaved> {
   quantize::QuantizeArgs quantize_args;  // of act [T, F] as one matrix; `input` is not read
 
-  using Args = SwigluQuantizeKernelArgs;
-  static const GroupedGemmArgs& gemm_args(const Args& args) { return args.swiglu.product; }
-  static SwigluQuantizeEpilogue make(const Args& args) {
-    SwigluQuantizeEpilogue epilogue{};
-    epilogue.set_swiglu(args.swiglu);
+  using Args = ActivationQuantizeKernelArgs;
+  static const GroupedGemmArgs& gemm_args(const Args& args) { return args.activation.product; }
+  static ActivationQuantizeEpilogue make(const Args& args) {
+    ActivationQuantizeEpilogue epilogue{};
+    epilogue.set_activation(args.activation);
     epilogue.quantize_args = args.quantized_act;
     return epilogue;
   }

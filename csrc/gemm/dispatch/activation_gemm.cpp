@@ -1,6 +1,6 @@
-#include "gemm/dispatch/swiglu_gemm.h"
+#include "gemm/dispatch/activation_gemm.h"
 
-#include "activation/swiglu_checks.h"
+#include "activation/activation_checks.h"
 #include "common/ops/activation.h"
 #include "common/row_index.h"
 #include "common/tensor.h"
@@ -9,7 +9,6 @@
 
 #ifdef TRANSFORMER_PLUGIN_CUDA
 #include "gemm/dispatch/cuda_args.h"
-#include "gemm/dispatch/describe_gemm.h"
 #endif
 
 namespace transformer_plugin::gemm {
@@ -30,20 +29,11 @@ void clear_tail(const Tensor& tensor, const Tensor& offsets) {
   tensor.narrow(0, end, tensor.size(0) - end).zero_();
 }
 
-#ifdef TRANSFORMER_PLUGIN_CUDA
-GemmDesc described(const GroupedGemmSwiglu& product) {
-  GemmDesc desc = describe_gemm(product.problem, product.problem.b.data.scalar_type(), {});
-  desc.epilogue = Epilogue::kSwiglu;
-  desc.interleaved = product.interleave != 0;
-  return desc;
-}
-#endif
-
-Tensor product_of(const GroupedGemmSwiglu& product) {
+Tensor product_of(const GroupedGemmActivation& product) {
   return run_gemm(product.problem, product.problem.a.data.scalar_type());
 }
 
-Tensor kept(const GroupedGemmSwiglu& product, const Tensor& h) {
+Tensor kept(const GroupedGemmActivation& product, const Tensor& h) {
   return product.keep_input ? h : empty(h, {0, h.size(1)}, h.scalar_type());
 }
 
@@ -57,58 +47,48 @@ void check_probs(const Argument& probs, const Argument& rows) {
   check_same_device(probs, rows);
 }
 
-void check_swiglu_product(const char* op, const Tensor& a, const Tensor& b, const Tensor& group_sizes,
-                          const OptionalTensor& probs, const OptionalTensor& bias, int64_t interleave,
-                          const OptionalTensor& rows, const LaunchOptions& options) {
+activation::NamedActivation check_activation_product(const char* op, const Tensor& a, const Tensor& b,
+                                                     const Tensor& group_sizes, const OptionalTensor& probs,
+                                                     const OptionalTensor& bias, std::string_view key,
+                                                     const OptionalTensor& rows,
+                                                     const LaunchOptions& options) {
+  const activation::NamedActivation activation = activation::parse_activation(op, key);
   const Argument a_argument{op, "a", a}, b_argument{op, "b", b};
   check_dtype(a_argument, kFloatTypes);
   check_dim(a_argument, 2);
   check_pair(b_argument, a_argument, 3);
   check_size(b_argument, 2, a.sym_size(1), "the columns of 'a', summed over");
-  TP_CHECK_VALUE(b.sym_size(1) % 2 == 0, op, "b",
+  TP_CHECK_VALUE(!activation.traits().gated || b.sym_size(1) % 2 == 0, op, "b",
                  "an even number of rows in each matrix (gate and linear part)", describe(b),
                  "Concatenate the weights of both");
-  activation::check_interleave(b_argument, b.sym_size(1) / 2, interleave);
+  activation::check_interleave(b_argument, b.sym_size(1) / 2, activation);
   check_groups({op, "group_sizes", group_sizes}, a_argument, b_argument);
   if (rows) check_row_index({op, "rows", *rows}, a_argument);
   if (probs) check_probs({op, "probs", *probs}, rows ? Argument{op, "rows", *rows} : a_argument);
   if (bias) check_bias({op, "bias", *bias}, a_argument, b.sym_size(0), b.sym_size(1));
   check_launch_options(op, options);
+  return activation;
 }
 
-TwoTensors run_gemm_swiglu(const GroupedGemmSwiglu& product) {
-#ifdef TRANSFORMER_PLUGIN_CUDA
-  if (product.problem.a.data.is_cuda()) {
-    const GemmDesc desc = described(product);
-    const Selection selection = select_gemm(desc, gpu_of(product.problem.a.data));
-    if (selection.backend == Backend::kSm90Swiglu) return gemm_swiglu_cuda(product, desc, selection);
-  }
-#endif
+TwoTensors gemm_activation_steps(const GroupedGemmActivation& product) {
   const bool zero_tail = product.problem.zero_tail;
   const Tensor h = product_of(product);
   const auto sizes = zero_tail ? std::nullopt : OptionalTensor(product.problem.group_sizes);
-  const Tensor act = ops::swiglu(h, product.probs, sizes, product.interleave);
+  const Tensor act = ops::activation(h, product.probs, sizes, product.activation.key);
   if (zero_tail) clear_tail(act, product.problem.offsets);
   return {act, kept(product, h)};
 }
 
-ThreeTensors run_gemm_swiglu_quantize(const GroupedGemmSwiglu& product, const SwigluQuantize& result) {
-#ifdef TRANSFORMER_PLUGIN_CUDA
-  if (product.problem.a.data.is_cuda()) {
-    const GemmDesc desc = described(product);
-    const Selection selection = select_gemm(desc, gpu_of(product.problem.a.data));
-    if (selection.backend == Backend::kSm90Swiglu) {
-      return gemm_swiglu_quantize_cuda(product, desc, selection, result.format);
-    }
-  }
-#endif
+ThreeTensors gemm_activation_quantize_steps(const GroupedGemmActivation& product,
+                                            const ActivationQuantize& result) {
   const Tensor h = product_of(product);
   const Tensor& group_sizes = product.problem.group_sizes;
   constexpr quantize::Directions directions{true, false};
   const quantize::Outputs act =
-      product.interleave == 0
-          ? quantize::call_swiglu_quantize(h, result.key, product.probs, group_sizes, directions)
-          : quantize::call_quantize(ops::swiglu(h, product.probs, std::nullopt, product.interleave),
+      product.activation.traits().has_fused_quantize && product.activation.interleave == 0
+          ? quantize::call_activation_quantize(h, result.key, product.probs, group_sizes, directions,
+                                               product.activation.key)
+          : quantize::call_quantize(ops::activation(h, product.probs, std::nullopt, product.activation.key),
                                     result.key, group_sizes, directions);
   return {act.data, act.scale, kept(product, h)};
 }

@@ -1,8 +1,9 @@
-// The backward of SwiGLU on a tile of 128x128, for the kernels that quantize its results.
+// The backward of an activation with a gate on a tile of 128x128, for the kernels that quantize its results.
 #pragma once
 
+#include "activation/activation.h"
+#include "activation/functions.h"
 #include "activation/row_sums.cuh"
-#include "activation/swiglu.h"
 #include "quantize/cuda/tile/tile_fragment.cuh"
 
 namespace transformer_plugin::activation {
@@ -16,9 +17,9 @@ static_assert(kSumTile == quantize::kTile, "a tile holds whole trees of the row 
 
 // Computes the gradients of a thread's rows and calls `use(row, gradients of the gate, gradients of the
 // linear part)`. `args` has no outputs. The loads of kBatch rows are issued together.
-template <typename T, int kBatch, typename Use>
-__device__ __forceinline__ void for_each_gradient(const SwigluBackwardArgs& args, const Tile& tile, int warp,
-                                                  int lane, Use&& use) {
+template <typename T, int kBatch, typename Function, typename Use>
+__device__ __forceinline__ void for_each_gradient(Function function, const ActivationBackwardArgs& args,
+                                                  const Tile& tile, int warp, int lane, Use&& use) {
   const int64_t features = args.features;
   const quantize::FragmentReader<T> grad(args.grad, features, tile, warp, lane);
   const quantize::FragmentReader<T> input(args.input, 2 * features, tile, warp, lane);
@@ -37,7 +38,7 @@ __device__ __forceinline__ void for_each_gradient(const SwigluBackwardArgs& args
       float of_gate[kColsPerThread], of_linear[kColsPerThread], terms[kColsPerThread];
 #pragma unroll
       for (int c = 0; c < kColsPerThread; ++c) {
-        const SwigluGradient d = swiglu_gradient(g.at[c], gate.at[c], linear.at[c], prob);
+        const ActivationGradient d = function.gradient(g.at[c], gate.at[c], linear.at[c], prob);
         of_gate[c] = d.gate;
         of_linear[c] = d.linear;
         terms[c] = g.at[c] * d.activation;

@@ -1,16 +1,17 @@
-// The source of the SwiGLU tile kernels: silu(gate) * linear * prob, rounded to the input's dtype.
+// The source of the tile kernels that quantize an activation with a gate: its value, rounded to the input's dtype.
 #pragma once
 
-#include "activation/swiglu.h"
+#include "activation/functions.h"
 #include "quantize/cuda/tile/tile_fragment.cuh"
 
 namespace transformer_plugin::quantize {
 
-template <typename T>
-struct SwigluSource {
+template <typename T, typename Function>
+struct ActivationSource {
   using Value = T;
   static constexpr int kBlocks = sizeof(T) == 2 ? 3 : 1;
 
+  [[no_unique_address]] Function function;
   const float* probs;  // [rows], or null for 1
 
   template <typename Args>
@@ -32,7 +33,7 @@ struct SwigluSource {
         float out[kColsPerThread];
 #pragma unroll
         for (int c = 0; c < kColsPerThread; ++c) {
-          out[c] = activation::swiglu_value(gate.at[c], linear.at[c], prob);
+          out[c] = function.value(gate.at[c], linear.at[c], prob);
         }
         values.at[start + i][0] = two_from_floats<T>(out[0], out[1]);
         values.at[start + i][1] = two_from_floats<T>(out[2], out[3]);

@@ -1,0 +1,22 @@
+// The checks that activation shares with the ops that fuse it.
+#pragma once
+
+#include <optional>
+
+#include "activation/description.h"
+#include "common/check.h"
+
+namespace transformer_plugin::activation {
+
+// Whether F, which `argument` determines, has whole blocks of an interleaved input.
+void check_interleave(const Argument& argument, const c10::SymInt& features, const Activation& activation);
+// input [rows, 2F], without a gate [rows, F], and probs [rows].
+void check_activation(const char* op, const at::Tensor& input, const std::optional<at::Tensor>& probs,
+                      const Activation& activation);
+// grad [rows, F], for such an input.
+void check_activation_grad(const char* op, const at::Tensor& grad, const at::Tensor& input,
+                           const Activation& activation);
+// Whether the ops that quantize the result take the activation.
+void check_fused_quantize(const char* op, const NamedActivation& activation);
+
+}  // namespace transformer_plugin::activation

@@ -1,0 +1,55 @@
+// What an activation is, parsed from its key. Whatever depends on it reads this description: schemas have the key, kernels are
+// instantiated for the functor of the function (activation/functions.h). The Python counterpart is
+// transformer_plugin/activations.py.
+//
+// A key is a function, then options after a colon, separated by commas:
+//   swiglu                silu(gate) * linear
+//   relu2                 relu(x)^2, without a gate
+// Options:
+//   interleave=32         functions with a gate: 32 columns of the gate and 32 of the linear part in turn, instead of all
+//                         columns of the gate first
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+
+#include "common/math.h"
+
+namespace transformer_plugin::activation {
+
+enum class ActivationFunction : int32_t { kSwiglu, kRelu2 };
+
+// What there is for a function. Ops ask for a trait, not for a function by name.
+struct ActivationTraits {
+  std::string_view name;
+  bool gated;                       // the input is [rows, 2F], a gate and a linear part; else [rows, F]
+  bool has_gemm_epilogue = false;   // grouped_gemm_activation is one kernel on Hopper
+  bool has_fused_quantize = false;  // activation_quantize and activation_backward_quantize take it
+};
+
+// In the order of ActivationFunction.
+inline constexpr ActivationTraits kActivations[] = {
+    {"swiglu", true, true, true},
+    {"relu2", false},
+};
+
+inline constexpr int kInterleave = 32;
+
+struct Activation {
+  ActivationFunction function = ActivationFunction::kSwiglu;
+  int32_t interleave = 0;  // 0 or kInterleave
+
+  const ActivationTraits& traits() const { return kActivations[static_cast<int32_t>(function)]; }
+  // Columns of the input per feature of the output.
+  int64_t columns_per_feature() const { return traits().gated ? 2 : 1; }
+};
+
+// With the key that says it, for host code that calls ops.
+struct NamedActivation : Activation {
+  std::string_view key = "swiglu";
+};
+
+// Parses `key`; raises a four-part ValueError that names `op` and its argument 'activation'.
+NamedActivation parse_activation(const char* op, std::string_view key);
+
+}  // namespace transformer_plugin::activation
