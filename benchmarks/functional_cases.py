@@ -139,21 +139,21 @@ def _grouped_gemm(d: Data) -> Iterator[Pair]:
 
 
 def _activation(d: Data) -> Iterator[Pair]:
-    yield Pair("swiglu", lambda: tp.swiglu(d.rows, d.probs), lambda: ops.swiglu(d.x, d.probs))
+    yield Pair("swiglu", lambda: tp.activation(d.rows, d.probs), lambda: ops.activation(d.x, d.probs))
     yield Pair(
         "swiglu, quantized",
-        lambda: tp.swiglu(d.wide_rows, d.probs, format=BLOCKS),
-        lambda: ops.swiglu_quantize(d.wide, BLOCKS, d.probs, d.sizes),
+        lambda: tp.activation(d.wide_rows, d.probs, format=BLOCKS),
+        lambda: ops.activation_quantize(d.wide, BLOCKS, d.probs, d.sizes),
     )
     yield Pair(
         "swiglu_backward",
-        lambda: tp.swiglu_backward(d.act_grad, d.wide_rows, d.probs),
-        lambda: ops.swiglu_backward(d.act_grad, d.wide, d.probs),
+        lambda: tp.activation_backward(d.act_grad, d.wide_rows, d.probs),
+        lambda: ops.activation_backward(d.act_grad, d.wide, d.probs),
     )
     yield Pair(
         "swiglu_backward, quantized",
-        lambda: tp.swiglu_backward(d.act_grad, d.wide_rows, d.probs, format=BLOCKS),
-        lambda: ops.swiglu_backward_quantize(d.act_grad, d.wide, BLOCKS, d.probs, d.sizes),
+        lambda: tp.activation_backward(d.act_grad, d.wide_rows, d.probs, format=BLOCKS),
+        lambda: ops.activation_backward_quantize(d.act_grad, d.wide, BLOCKS, d.probs, d.sizes),
     )
     yield Pair(
         "bias_backward", lambda: tp.bias_backward(d.grads), lambda: ops.grouped_bias_backward(d.grad, d.sizes)
@@ -197,14 +197,14 @@ def _layers(d: Data) -> Iterator[Pair]:
         lambda: ops.grouped_mlp(d.x, d.stack, d.down, d.sizes, d.probs),
     )
     yield Pair(
-        "grouped_gemm_swiglu",
-        lambda: tp.grouped_gemm_swiglu(d.rows, d.weights, probs=d.probs),
-        lambda: ops.grouped_gemm_swiglu(d.x, d.stack, d.sizes, d.probs),
+        "grouped_gemm_activation",
+        lambda: tp.grouped_gemm_activation(d.rows, d.weights, probs=d.probs),
+        lambda: ops.grouped_gemm_activation(d.x, d.stack, d.sizes, d.probs),
     )
     yield Pair(
-        "grouped_gemm_swiglu, quantized",
-        lambda: tp.grouped_gemm_swiglu(d.rows, d.weights, probs=d.probs, format=BLOCKS),
-        lambda: ops.grouped_gemm_swiglu_quantize(d.x, d.stack, d.sizes, BLOCKS, d.probs),
+        "grouped_gemm_activation, quantized",
+        lambda: tp.grouped_gemm_activation(d.rows, d.weights, probs=d.probs, format=BLOCKS),
+        lambda: ops.grouped_gemm_activation_quantize(d.x, d.stack, d.sizes, BLOCKS, d.probs),
     )
 
 
@@ -225,7 +225,7 @@ def _with_gradients(d: Data) -> Iterator[Pair]:
     """Forwards that record a graph through a ragged value."""
     leaf, weight = d.x.clone().requires_grad_(), d.stack.clone().requires_grad_()
     rows = tp.GroupedTensor(d.x.clone(), d.sizes, requires_grad=True)
-    yield Pair("swiglu, gradient", lambda: tp.swiglu(rows), lambda: ops.swiglu(leaf))
+    yield Pair("swiglu, gradient", lambda: tp.activation(rows), lambda: ops.activation(leaf))
     yield Pair(
         "grouped_linear, gradient",
         lambda: tp.grouped_linear(rows, weight),

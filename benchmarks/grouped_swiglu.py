@@ -46,14 +46,14 @@ Call = Callable[[], tuple[Tensor, ...]]
 
 def forward_steps(x: Tensor, w1: Tensor, sizes: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
     h = ops.grouped_gemm(x, w1, sizes)
-    return ops.swiglu(h, probs), h
+    return ops.activation(h, probs), h
 
 
 def quantized_steps(
     x: Tensor, w1: Tensor, sizes: Tensor, format: str, probs: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     h = ops.grouped_gemm(x, w1, sizes)
-    return *ops.swiglu_quantize(h, format, probs, sizes), h
+    return *ops.activation_quantize(h, format, probs, sizes), h
 
 
 def calls_of(shape: Experts, device: torch.device) -> dict[str, dict[str, Call]]:
@@ -71,20 +71,20 @@ def calls_of(shape: Experts, device: torch.device) -> dict[str, dict[str, Call]]
     forward = x, w1, sizes, probs
     return {
         "forward": {
-            "fused": partial(ops.grouped_gemm_swiglu, *forward),
-            "interleaved": partial(ops.grouped_gemm_swiglu, *forward, interleave=32),
-            "without h": partial(ops.grouped_gemm_swiglu, *forward, keep_input=False),
+            "fused": partial(ops.grouped_gemm_activation, *forward),
+            "interleaved": partial(ops.grouped_gemm_activation, *forward, interleave=32),
+            "without h": partial(ops.grouped_gemm_activation, *forward, keep_input=False),
             "steps": partial(forward_steps, *forward),
             "product": lambda: (ops.grouped_gemm(x, w1, sizes),),
         },
         **{
             f"into {format} rows": {
-                "fused": partial(ops.grouped_gemm_swiglu_quantize, x, w1, sizes, format, probs),
+                "fused": partial(ops.grouped_gemm_activation_quantize, x, w1, sizes, format, probs),
                 "interleaved": partial(
-                    ops.grouped_gemm_swiglu_quantize, x, w1, sizes, format, probs, interleave=32
+                    ops.grouped_gemm_activation_quantize, x, w1, sizes, format, probs, interleave=32
                 ),
                 "without h": partial(
-                    ops.grouped_gemm_swiglu_quantize, x, w1, sizes, format, probs, keep_input=False
+                    ops.grouped_gemm_activation_quantize, x, w1, sizes, format, probs, keep_input=False
                 ),
                 "steps": partial(quantized_steps, x, w1, sizes, format, probs),
                 "product": lambda: (ops.grouped_gemm(x, w1, sizes),),

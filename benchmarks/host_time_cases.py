@@ -54,19 +54,19 @@ def _activation(device: torch.device) -> Iterator[Pair]:
     def torch_backward(grad: Tensor) -> tuple[Tensor, ...]:
         return *_torch_quantize_both(torch.cat([grad * wide[:, :128], grad * wide[:, 128:]], 1)), grad.sum(1)
 
-    yield Pair("swiglu", "chunk, silu, mul, mul", lambda x: ops.swiglu(x, probs), torch_swiglu, x)
+    yield Pair("swiglu", "chunk, silu, mul, mul", lambda x: ops.activation(x, probs), torch_swiglu, x)
     yield Pair(
-        "swiglu_quantize",
+        "activation_quantize",
         "the same, " + QUANTIZE,
-        lambda x: ops.swiglu_quantize(x, BLOCKS, probs),
+        lambda x: ops.activation_quantize(x, BLOCKS, probs),
         lambda x: _torch_quantize(torch_swiglu(x)),
         x,
         differentiable=False,
     )
     yield Pair(
-        "swiglu_backward_quantize",
+        "activation_backward_quantize",
         "mul, mul, cat, sum, two times " + QUANTIZE,
-        lambda grad: ops.swiglu_backward_quantize(grad, wide, BLOCKS, one),
+        lambda grad: ops.activation_backward_quantize(grad, wide, BLOCKS, one),
         torch_backward,
         grad,
         differentiable=False,

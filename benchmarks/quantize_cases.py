@@ -88,7 +88,7 @@ def _swiglu_arguments(x: Tensor) -> Tensors:
 def _swiglu(label: str, key: str, direction: str) -> Case:
     """SwiGLU times a probability, quantized in the same pass; the bytes are those of the two separate ops."""
     fmt = Format.parse(key)
-    op, meaning = (partial(module.swiglu_quantize, **DIRECTIONS[direction]) for module in (ops, reference))
+    op, meaning = (partial(module.activation_quantize, **DIRECTIONS[direction]) for module in (ops, reference))
     step = partial(ops.quantize, **DIRECTIONS[direction])
     peer = peers.quantizer(fmt, direction)
     return Case(
@@ -97,7 +97,7 @@ def _swiglu(label: str, key: str, direction: str) -> Case:
         prepare=lambda x: _swiglu_arguments(x)[1:],
         op=lambda x, probs: op(x, fmt.key, probs),
         reference=lambda x, probs: meaning(x, fmt, probs),
-        steps=lambda x, probs: step(ops.swiglu(x, probs), fmt.key),
+        steps=lambda x, probs: step(ops.activation(x, probs), fmt.key),
         compiled=lambda x, probs: peer(peers.swiglu(x, probs)),
     )
 
@@ -107,7 +107,7 @@ def _swiglu_backward(label: str, key: str) -> Case:
     peer, width = peers.quantizer(fmt, "both"), _width(fmt)
 
     def steps(grad: Tensor, x: Tensor, probs: Tensor) -> Tensors:
-        grad_input, grad_probs = ops.swiglu_backward(grad, x, probs)
+        grad_input, grad_probs = ops.activation_backward(grad, x, probs)
         return *ops.quantize(grad_input, fmt.key, columnwise=True), grad_probs
 
     def plain(grad: Tensor, x: Tensor, probs: Tensor) -> Tensors:
@@ -118,8 +118,8 @@ def _swiglu_backward(label: str, key: str) -> Case:
         f"swiglu backward into {label} both",
         fmt,
         prepare=_swiglu_arguments,
-        op=lambda grad, x, probs: ops.swiglu_backward_quantize(grad, x, fmt.key, probs),
-        reference=lambda grad, x, probs: reference.swiglu_backward_quantize(grad, x, fmt, probs),
+        op=lambda grad, x, probs: ops.activation_backward_quantize(grad, x, fmt.key, probs),
+        reference=lambda grad, x, probs: reference.activation_backward_quantize(grad, x, fmt, probs),
         steps=steps,
         compiled=plain,
     )
@@ -241,8 +241,8 @@ def _fused_cases_with_amax() -> Iterator[Case]:
                 key,
                 direction,
                 lambda x: _swiglu_arguments(x)[1:],
-                lambda *own: (ops.swiglu(*own),),
-                lambda module, x, probs, format, given, flags=flags: module.swiglu_quantize(
+                lambda *own: (ops.activation(*own),),
+                lambda module, x, probs, format, given, flags=flags: module.activation_quantize(
                     x, format, probs, **given, **flags
                 ),
                 True,
@@ -253,8 +253,8 @@ def _fused_cases_with_amax() -> Iterator[Case]:
             key,
             "both",
             _swiglu_arguments,
-            ops.swiglu_backward,
-            lambda module, grad, x, probs, format, given: module.swiglu_backward_quantize(
+            ops.activation_backward,
+            lambda module, grad, x, probs, format, given: module.activation_backward_quantize(
                 grad, x, format, probs, **given
             ),
             False,

@@ -44,7 +44,7 @@ class Dense(torch.nn.Module):
         self.down = tnn.Linear(ffn, hidden, **options)
 
     def forward(self, input: Tensor) -> Tensor:
-        return input + self.down(functional.swiglu(self.up(input)))
+        return input + self.down(functional.activation(self.up(input)))
 
 
 class Experts(torch.nn.Module):

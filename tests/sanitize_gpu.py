@@ -27,7 +27,7 @@ from tests.sanitize_products import product_calls
 from tests.sanitize_routing import routing_calls
 from transformer_plugin import ops
 from transformer_plugin.formats import MX_BLOCK, NV_BLOCK, Format
-from transformer_plugin.testing.cases import swiglu_cases
+from transformer_plugin.testing.cases import activation_cases
 from transformer_plugin.testing.delayed_scaling_cases import (
     grouped_quantize_scaled_cases,
     quantize_scaled_cases,
@@ -35,7 +35,7 @@ from transformer_plugin.testing.delayed_scaling_cases import (
 from transformer_plugin.testing.fused_cases import (
     bias_backward_quantize_cases,
     given,
-    swiglu_quantize_cases,
+    activation_quantize_cases,
 )
 from transformer_plugin.testing.gemm_cases import (
     apart,
@@ -46,9 +46,9 @@ from transformer_plugin.testing.gemm_cases import (
     quantized_arguments,
     wgrad_arguments,
 )
-from transformer_plugin.testing.gemm_swiglu_cases import (
-    grouped_gemm_swiglu_cases,
-    grouped_gemm_swiglu_quantize_cases,
+from transformer_plugin.testing.gemm_activation_cases import (
+    grouped_gemm_activation_cases,
+    grouped_gemm_activation_quantize_cases,
 )
 from transformer_plugin.testing.norm_cases import norm_cases, norm_quantize_cases, without_bias
 from transformer_plugin.testing.quantize_cases import (
@@ -99,19 +99,19 @@ def _grouped(input: torch.Tensor, sizes: torch.Tensor, format: str) -> None:
 
 
 def _swiglu(input: torch.Tensor, probs: Any) -> None:
-    ops.swiglu_backward(ops.swiglu(input, probs), input, probs)
+    ops.activation_backward(ops.activation(input, probs), input, probs)
 
 
 def _fused(input: torch.Tensor, format: str, probs: Any, sizes: Any) -> None:
-    more = given(ops.swiglu(input, probs), format, sizes)
-    ops.swiglu_quantize(input, format, probs, sizes, **rows_of(more))
-    ops.swiglu_quantize(input, format, probs, sizes, **more, columnwise=True)
+    more = given(ops.activation(input, probs), format, sizes)
+    ops.activation_quantize(input, format, probs, sizes, **rows_of(more))
+    ops.activation_quantize(input, format, probs, sizes, **more, columnwise=True)
 
 
 def _fused_backward(input: torch.Tensor, format: str, probs: Any, sizes: Any) -> None:
     grad = torch.ones(input.shape[0], input.shape[1] // 2, dtype=input.dtype, device=input.device)
-    grad_input, _ = ops.swiglu_backward(grad, input, probs)
-    ops.swiglu_backward_quantize(grad, input, format, probs, sizes, **given(grad_input, format, sizes))
+    grad_input, _ = ops.activation_backward(grad, input, probs)
+    ops.activation_backward_quantize(grad, input, format, probs, sizes, **given(grad_input, format, sizes))
 
 
 def _bias_backward(grad: torch.Tensor, format: str, sizes: Any) -> None:
@@ -232,7 +232,7 @@ def _swiglu_product_quantized(
     a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, format: str, probs: Any, bias: Any, interleave: int
 ) -> None:
     for keep_input in (True, False):
-        ops.grouped_gemm_swiglu_quantize(a, b, sizes, format, probs, bias, interleave, keep_input)
+        ops.grouped_gemm_activation_quantize(a, b, sizes, format, probs, bias, interleave, keep_input)
 
 
 def _losses(device: torch.device) -> Iterator[tuple[str, Call]]:
@@ -263,9 +263,9 @@ def calls(device: torch.device) -> Iterator[tuple[str, Call]]:
         ("grouped quantize", grouped_quantize_cases(), _grouped),
         ("quantize_scaled", [*quantize_scaled_cases(), *grouped_quantize_scaled_cases()], scaled),
         ("quantize_list", quantize_cases(), _list),
-        ("swiglu", swiglu_cases(), _swiglu),
-        ("swiglu_quantize", swiglu_quantize_cases(), _fused),
-        ("swiglu_backward_quantize", swiglu_quantize_cases(widths=(128, 384)), _fused_backward),
+        ("swiglu", activation_cases(), _swiglu),
+        ("activation_quantize", activation_quantize_cases(), _fused),
+        ("activation_backward_quantize", activation_quantize_cases(widths=(128, 384)), _fused_backward),
         ("bias_backward_quantize", bias_backward_quantize_cases(), _bias_backward),
         ("norm", norm_cases(), _norm),
         ("norm_quantize", norm_quantize_cases(), _norm_quantize),
@@ -275,8 +275,8 @@ def calls(device: torch.device) -> Iterator[tuple[str, Call]]:
         ("fp8_row", [*per_row_cases(), *grouped_per_row_cases()], _rows),
         ("grouped_gemm of rows", grouped_gemm_rowwise_cases(), _grouped_gemm_rowwise),
         ("grouped_gemm_wgrad_out of lists", grouped_wgrad_list_cases(), _grouped_wgrad_list),
-        ("grouped_gemm_swiglu", grouped_gemm_swiglu_cases(), ops.grouped_gemm_swiglu),
-        ("grouped_gemm_swiglu_quantize", grouped_gemm_swiglu_quantize_cases(), _swiglu_product_quantized),
+        ("grouped_gemm_activation", grouped_gemm_activation_cases(), ops.grouped_gemm_activation),
+        ("grouped_gemm_activation_quantize", grouped_gemm_activation_quantize_cases(), _swiglu_product_quantized),
     ):
         for case in cases:
             yield f"{name} {case.name}", partial(_call_with_arguments, call, case, device)

@@ -59,8 +59,8 @@ def _in_turn(max_sms: int, device: torch.device) -> None:
     operands = ops.quantize(input[:, :256], "fp8_row"), ops.quantize(weight[..., :256], "fp8_row")
     given = quantized_arguments(*operands, "fp8_row", "fp8_row")
     ops.grouped_gemm(**given, group_sizes=sizes, **plan)
-    ops.grouped_gemm_swiglu(input, weight[:, :768], sizes, **plan)
-    ops.grouped_gemm_swiglu_quantize(input, weight[:, :768], sizes, "fp8_block", **plan)
+    ops.grouped_gemm_activation(input, weight[:, :768], sizes, **plan)
+    ops.grouped_gemm_activation_quantize(input, weight[:, :768], sizes, "fp8_block", **plan)
 
 
 def _overlapped_dequantize(format: str, device: torch.device) -> None:

@@ -119,9 +119,9 @@ TABLE: dict[str, tuple[Callable[[], object], int]] = {
         lambda: weight_gradient_quantized(True, FP8 + ",aligned"),
         PRODUCT,
     ),
-    "grouped_gemm_swiglu": (lambda: ops.grouped_gemm_swiglu(of(T, K), of(G, N, K), SIZES), PRODUCT),
-    "grouped_gemm_swiglu_quantize": (
-        lambda: ops.grouped_gemm_swiglu_quantize(of(T, K).bfloat16(), of(G, N, K).bfloat16(), SIZES, FP8),
+    "grouped_gemm_activation": (lambda: ops.grouped_gemm_activation(of(T, K), of(G, N, K), SIZES), PRODUCT),
+    "grouped_gemm_activation_quantize": (
+        lambda: ops.grouped_gemm_activation_quantize(of(T, K).bfloat16(), of(G, N, K).bfloat16(), SIZES, FP8),
         PRODUCT,
     ),
     "linear": (lambda: ops.linear(of(2, T // 2, K), of(N, K), of(N)), PRODUCT),

@@ -33,6 +33,6 @@ def test_traits_are_those_of_the_ops(family: Family) -> None:
     assert accepts(lambda: ops.quantize(x, family, **one)) == traits.has_scales
     assert accepts(lambda: ops.quantize(x, family, sizes, **of_columns)) == traits.has_group_columns
     assert accepts(lambda: ops.rms_norm_quantize(x, None, 1e-5, family, **one)) == traits.has_fused_ops
-    assert accepts(lambda: ops.swiglu_quantize(torch.ones(32, 64), family, **one)) == traits.has_fused_ops
+    assert accepts(lambda: ops.activation_quantize(torch.ones(32, 64), family, **one)) == traits.has_fused_ops
     if traits.has_scales:
         assert (ops.quantize(x, family, **one)[1].shape == (32,)) == traits.has_row_scales

@@ -78,6 +78,7 @@ KINDS: dict[str, Kind] = {
     "LaunchOptions": Kind("LaunchOptions", lambda value: not isinstance(value, torch.Tensor)),
     # Which strings are allowed is checked, and said, where they are used.
     "Family": Kind("the name of a family", lambda value: isinstance(value, str)),
+    "Function": Kind("the name of a function", lambda value: isinstance(value, str)),
     "Element": Kind("the name of an element", lambda value: isinstance(value, str)),
     "ScoreFunction": Kind("a name", lambda value: isinstance(value, str)),
     "FourOverSix": Kind("'', 'mae' or 'mse'", lambda value: isinstance(value, str)),

@@ -68,7 +68,7 @@ def _weight_gradient(position: int) -> Callable[..., int]:
     return formula
 
 
-def _swiglu(a: Shape, b: Shape, *_: Any, **__: Any) -> int:
+def _activation_product(a: Shape, b: Shape, *_: Any, **__: Any) -> int:
     return 2 * a[0] * a[1] * b[1]
 
 
@@ -106,8 +106,8 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "grouped_gemm_out": _product_out(3, 14),
     "grouped_gemm_wgrad": _weight_gradient(11),
     "grouped_gemm_wgrad_out": _weight_gradient(13),
-    "grouped_gemm_swiglu": _swiglu,
-    "grouped_gemm_swiglu_quantize": _swiglu,
+    "grouped_gemm_activation": _activation_product,
+    "grouped_gemm_activation_quantize": _activation_product,
     "linear": _linear,
     "router_logits": _linear,
     "router_logits_with_tokens": _linear,

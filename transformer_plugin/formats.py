@@ -41,7 +41,7 @@ class FamilyTraits(NamedTuple):
     has_row_scales: bool = False
     #: ``quantize_list`` takes many matrices in one launch.
     has_list_kernel: bool = False
-    #: ``swiglu_quantize``, ``rms_norm_quantize``, ``requantize_transposed`` and the like.
+    #: ``activation_quantize``, ``rms_norm_quantize``, ``requantize_transposed`` and the like.
     has_fused_ops: bool = False
     #: The columns of a ragged matrix can be quantized. If not, weight gradients take unquantized operands.
     has_group_columns: bool = False

@@ -24,7 +24,7 @@ c10::TypedOperatorHandle<Signature> find(const char* name) {
 inline at::Tensor swiglu(const at::Tensor& input, const std::optional<at::Tensor>& probs) {
   using Optional = std::optional<at::Tensor>;
   using Signature = at::Tensor(const at::Tensor&, const Optional&, const Optional&, int64_t);
-  static const auto op = find<Signature>("transformer_plugin::swiglu");
+  static const auto op = find<Signature>("transformer_plugin::activation");
   return op.call(input, probs, /*group_sizes=*/std::nullopt, /*interleave=*/0);
 }
 

@@ -16,7 +16,7 @@ import torch
 from torch._dynamo.utils import counters
 from transformer_plugin import ops
 torch.compiler.config.cache_key_tag += {tag!r}
-compiled = torch.compile(lambda x: ops.swiglu(x), backend="inductor", fullgraph=True)
+compiled = torch.compile(lambda x: ops.activation(x), backend="inductor", fullgraph=True)
 compiled(torch.ones(4, 64))
 print(counters["aot_autograd"]["autograd_cache_hit"], counters["aot_autograd"]["autograd_cache_miss"])
 """

@@ -124,7 +124,7 @@ def test_modules_are_not_scripted(make: Callable[[], torch.nn.Module], within: b
 
 def half_mlp(x: Tensor, weight: Tensor, sizes: Tensor, probs: Tensor, rows: str, square: str) -> Tensor:
     hidden = torch.ops.transformer_plugin.grouped_linear(x, [weight], sizes, None, None, rows, square, rows)
-    return torch.ops.transformer_plugin.swiglu(hidden, probs)
+    return torch.ops.transformer_plugin.activation(hidden, probs)
 
 
 @by_recipe

@@ -85,7 +85,7 @@ class Experts(torch.nn.Module):
         hidden = torch.ops.transformer_plugin.grouped_linear(
             input, [self.fc1], group_sizes, None, None, rows, square, rows
         )
-        hidden = torch.ops.transformer_plugin.swiglu(hidden, probs)
+        hidden = torch.ops.transformer_plugin.activation(hidden, probs)
         return torch.ops.transformer_plugin.grouped_linear(
             hidden, [self.fc2], group_sizes, None, None, rows, square, rows
         )

@@ -46,9 +46,9 @@ def arguments(device: torch.device, grouped: bool, width: int = 2 * F) -> tuple[
 def test_swiglu_of_plain_and_ragged(device: torch.device) -> None:
     x, probs, sizes = arguments(device, grouped=True)
     for given in (None, probs):
-        expected = ops.swiglu(x, given)
-        assert_same_bits(tp.swiglu(x, given), expected)
-        assert_ragged(tp.swiglu(tp.GroupedTensor(x, sizes), given), expected, sizes)
+        expected = ops.activation(x, given)
+        assert_same_bits(tp.activation(x, given), expected)
+        assert_ragged(tp.activation(tp.GroupedTensor(x, sizes), given), expected, sizes)
 
 
 @by_case
@@ -56,12 +56,12 @@ def test_swiglu_quantized(key: str, grouped: bool, directions: Any, device: torc
     x, probs, sizes = arguments(device, grouped)
     seed = seed_of(key, device)
     for given in (probs, None):
-        act = ops.swiglu(x, given)
+        act = ops.activation(x, given)
         expected = buffers(act, key, sizes, **directions)
-        value = tp.swiglu(x, given, format=key, group_sizes=sizes, seed=seed, **directions)
+        value = tp.activation(x, given, format=key, group_sizes=sizes, seed=seed, **directions)
         assert_value(value, expected, act, key)
         if grouped:
-            value = tp.swiglu(tp.GroupedTensor(x, sizes), given, format=key, seed=seed, **directions)
+            value = tp.activation(tp.GroupedTensor(x, sizes), given, format=key, seed=seed, **directions)
             assert_value(value, expected, act, key)
 
 
@@ -70,7 +70,7 @@ def test_swiglu_quantized(key: str, grouped: bool, directions: Any, device: torc
 def test_swiglu_backward(key: str, grouped: bool, width: int, device: torch.device) -> None:
     x, probs, sizes = arguments(device, grouped, width)
     grad = draw(ROWS, width // 2, seed=2, device=device, dtype=torch.bfloat16)
-    grad_x, grad_probs = ops.swiglu_backward(grad, x, probs)
+    grad_x, grad_probs = ops.activation_backward(grad, x, probs)
     options = {"format": key, "seed": seed_of(key, device)}
     calls: list[Any] = [(grad, x, sizes)]
     rows = sum(SIZES) if grouped else ROWS
@@ -78,7 +78,7 @@ def test_swiglu_backward(key: str, grouped: bool, width: int, device: torch.devi
         input, own = tp.GroupedTensor(x, sizes), tp.GroupedTensor(grad, sizes)
         calls += [(grad, input, None), (own, input, None), (own, x, None)]
     for given, input, group_sizes in calls:
-        value, of_probs = tp.swiglu_backward(given, input, probs, group_sizes=group_sizes, **options)
+        value, of_probs = tp.activation_backward(given, input, probs, group_sizes=group_sizes, **options)
         assert_value(value, buffers(grad_x, key, sizes, columnwise=True), grad_x, key)
         assert_same_bits(of_probs[:rows], grad_probs[:rows])
 
@@ -86,16 +86,16 @@ def test_swiglu_backward(key: str, grouped: bool, width: int, device: torch.devi
 def test_swiglu_backward_without_a_format(device: torch.device) -> None:
     x, probs, sizes = arguments(device, grouped=True)
     grad = draw(ROWS, F, seed=2, device=device, dtype=torch.bfloat16)
-    expected = ops.swiglu_backward(grad, x, probs)
+    expected = ops.activation_backward(grad, x, probs)
     for given, input in ((grad, x), (grad, tp.GroupedTensor(x, sizes)), (tp.GroupedTensor(grad, sizes), x)):
-        got = tp.swiglu_backward(given, input, probs.clone().requires_grad_())
+        got = tp.activation_backward(given, input, probs.clone().requires_grad_())
         assert_same_bits(got[1], expected[1])
         assert not got[0].requires_grad and not got[1].requires_grad
         if type(given) is Tensor and type(input) is Tensor:
             assert_same_bits(got[0], expected[0])
         else:
             assert_ragged(got[0], expected[0], sizes)
-    assert tp.swiglu_backward(grad, x)[1].shape == (0,)
+    assert tp.activation_backward(grad, x)[1].shape == (0,)
 
 
 @by_case
@@ -129,6 +129,6 @@ def test_quantized_results_have_no_gradient(device: torch.device) -> None:
     x, probs, sizes = arguments(device, grouped=True)
     rows = tp.GroupedTensor(x, sizes, requires_grad=True)
     for key in ("fp8_block", "fp8_tensor"):
-        assert not tp.swiglu(rows, probs.clone().requires_grad_(), format=key).requires_grad
+        assert not tp.activation(rows, probs.clone().requires_grad_(), format=key).requires_grad
         value, sums = tp.bias_backward(rows, format=key)
         assert not value.requires_grad and not sums.requires_grad

@@ -67,7 +67,7 @@ def step_by_hand(key: str) -> Function:
         rows = tp.quantize(x, key, columnwise=has_columns)
         weights = tp.quantize(weight, key, columnwise=has_columns)
         output = tp.grouped_gemm(rows, weights)
-        act = tp.swiglu(output, format=key)
+        act = tp.activation(output, format=key)
         if not has_columns:
             return rows, output, act
         gradient, sums = tp.bias_backward(grad, format=key)
@@ -128,7 +128,7 @@ def layer(recipe: Recipe | None) -> Function:
         )
         normed = tp.rms_norm(rows, gamma, 1e-5)
         h = tp.grouped_linear(normed, fc1, recipe=recipe)
-        back = tp.grouped_linear(tp.swiglu(h), fc2, recipe=recipe)
+        back = tp.grouped_linear(tp.activation(h), fc2, recipe=recipe)
         mixed = tp.grouped_mlp(back, fc1, fc2, recipe=recipe)
         return tp.unpermute(mixed, where, weights)
 
@@ -179,7 +179,7 @@ def test_ragged_value_with_a_gradient_goes_in(device: torch.device) -> None:
     """What leaves the graph is packed(): torch expects the gradient of a returned value to be a value."""
 
     def function(rows: Any) -> Any:
-        return tp.rms_norm(tp.swiglu(rows), None, 1e-5).packed()
+        return tp.rms_norm(tp.activation(rows), None, 1e-5).packed()
 
     fast, counter = compiled(function)
     for total in (96, 160, 224, 288):
@@ -191,8 +191,8 @@ def test_ragged_value_with_a_gradient_goes_in(device: torch.device) -> None:
             grads.append([packed, *torch.autograd.grad(packed.square().sum(), value)])
         assert_equal(*grads)
         with torch.no_grad():
-            got = compiled(tp.swiglu)[0](value)
-        assert_equal(got, tp.swiglu(value.detach()))
+            got = compiled(tp.activation)[0](value)
+        assert_equal(got, tp.activation(value.detach()))
     assert counter.frame_count <= 2
 
 
@@ -201,8 +201,8 @@ def test_norms_and_epilogues_with_formats(device: torch.device) -> None:
         rows = tp.GroupedTensor(x, sizes)
         normed = tp.rms_norm(rows, None, 1e-5, format="fp8_block")
         both = tp.layer_norm(rows, None, None, 1e-5, format="mxfp8", columnwise=True)
-        act, h = tp.grouped_gemm_swiglu(rows, weight, format="fp8_block")
-        grad, of_probs = tp.swiglu_backward(rows, h, format="fp8_block")
+        act, h = tp.grouped_gemm_activation(rows, weight, format="fp8_block")
+        grad, of_probs = tp.activation_backward(rows, h, format="fp8_block")
         return normed, both, act, h, grad, of_probs, tp.with_columnwise(columns), tp.with_columnwise(act)
 
     weight = draw(G, 2 * K, K, device=device)
@@ -245,7 +245,7 @@ def test_inductor(device: torch.device) -> None:
     def function(x: Tensor, sizes: Tensor, weight: Tensor) -> tuple[Any, Any]:
         rows = tp.quantize(tp.GroupedTensor(x * 2, sizes), "fp8_block")
         output = tp.grouped_gemm(rows, tp.quantize(weight, "fp8_block"))
-        return output, tp.swiglu(output, format="fp8_block")
+        return output, tp.activation(output, format="fp8_block")
 
     weight = draw(G, N, K, device=device)
     fast, counter = compiled(function, "inductor")

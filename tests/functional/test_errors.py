@@ -66,7 +66,7 @@ CASES: dict[str, tuple[Callable[[Given], Any], Kind, Parts]] = {
         ("quantize", "group_sizes", TWICE.format("input"), "Tensor [3] of int64", "Leave it out"),
     ),
     "sizes twice, gradient": (
-        lambda g: tp.swiglu_backward(g.grads, g.x, format=B, group_sizes=g.sizes),
+        lambda g: tp.activation_backward(g.grads, g.x, format=B, group_sizes=g.sizes),
         ValueError,
         ("swiglu_backward", "group_sizes", TWICE.format("grad"), "Tensor [3] of int64", "Leave it out"),
     ),
@@ -92,7 +92,7 @@ CASES: dict[str, tuple[Callable[[Given], Any], Kind, Parts]] = {
             ("grouped_gemm_wgrad", "grad", lambda g: tp.grouped_gemm_wgrad(g.grad, g.x)),
             ("grouped_linear", "input", lambda g: tp.grouped_linear(g.x, g.weight)),
             ("grouped_mlp", "input", lambda g: tp.grouped_mlp(g.x, g.weight, g.weight)),
-            ("grouped_gemm_swiglu", "a", lambda g: tp.grouped_gemm_swiglu(g.x, g.weight)),
+            ("grouped_gemm_activation", "a", lambda g: tp.grouped_gemm_activation(g.x, g.weight)),
         )
     },
     "nothing to write over": (
@@ -106,9 +106,9 @@ CASES: dict[str, tuple[Callable[[Given], Any], Kind, Parts]] = {
         ("grouped_gemm_wgrad", "accumulate", "True without 'out'", "False", "Pass the tensor to write"),
     ),
     "a seed of a format that rounds to nearest": (
-        lambda g: tp.swiglu_backward(g.wide[:, :128], g.wide, format=B, seed=g.seed),
+        lambda g: tp.activation_backward(g.wide[:, :128], g.wide, format=B, seed=g.seed),
         ValueError,
-        ("swiglu_backward_quantize", "seed", "", "", ""),
+        ("activation_backward_quantize", "seed", "", "", ""),
     ),
     "no rows": (
         lambda g: tp.grouped_gemm(g.columns, g.weight),
@@ -133,15 +133,15 @@ CASES: dict[str, tuple[Callable[[Given], Any], Kind, Parts]] = {
         )
         for name, argument, call in (
             ("quantize", "input", lambda g: tp.quantize(g.quantized, B)),
-            ("swiglu", "input", lambda g: tp.swiglu(g.ragged)),
-            ("swiglu_backward", "grad", lambda g: tp.swiglu_backward(g.quantized, g.x)),
+            ("swiglu", "input", lambda g: tp.activation(g.ragged)),
+            ("swiglu_backward", "grad", lambda g: tp.activation_backward(g.quantized, g.x)),
             ("bias_backward", "grad", lambda g: tp.bias_backward(g.quantized, format=B)),
             ("rms_norm", "input", lambda g: tp.rms_norm(g.ragged, None, 1e-5)),
             ("layer_norm", "input", lambda g: tp.layer_norm(g.ragged, None, None, 1e-5, format=B)),
             ("linear", "weight", lambda g: tp.linear(g.x, g.quantized)),
             ("grouped_linear", "weight", lambda g: tp.grouped_linear(g.rows, g.stack)),
             ("grouped_mlp", "fc2_weight", lambda g: tp.grouped_mlp(g.rows, g.weight, g.stack)),
-            ("grouped_gemm_swiglu", "a", lambda g: tp.grouped_gemm_swiglu(g.ragged, g.weight)),
+            ("grouped_gemm_activation", "a", lambda g: tp.grouped_gemm_activation(g.ragged, g.weight)),
             ("unpermute", "rows", lambda g: tp.unpermute(g.ragged, tp.Permutation(*[g.sizes] * 3))),
         )
     },
@@ -175,12 +175,12 @@ CASES: dict[str, tuple[Callable[[Given], Any], Kind, Parts]] = {
         ("quantize", "seed", "None with a list", "Tensor [1] of int64", "Quantize each matrix on its own"),
     ),
     "columns without a format": (
-        lambda g: tp.swiglu(g.x, columnwise=True),
+        lambda g: tp.activation(g.x, columnwise=True),
         ValueError,
         ("swiglu", "columnwise", "False without a format", "True", NO_FORMAT),
     ),
     "sizes without a format": (
-        lambda g: tp.swiglu(g.x, group_sizes=g.sizes),
+        lambda g: tp.activation(g.x, group_sizes=g.sizes),
         ValueError,
         ("swiglu", "group_sizes", "None without a format", "Tensor [3] of int64", NO_FORMAT),
     ),
@@ -200,14 +200,14 @@ CASES: dict[str, tuple[Callable[[Given], Any], Kind, Parts]] = {
         ("bias_backward", "rowwise", "True without a format", "False", NO_FORMAT),
     ),
     "columns without a format, epilogue": (
-        lambda g: tp.grouped_gemm_swiglu(g.rows, g.weight, columnwise=True),
+        lambda g: tp.grouped_gemm_activation(g.rows, g.weight, columnwise=True),
         ValueError,
-        ("grouped_gemm_swiglu", "columnwise", "False without a format", "True", NO_FORMAT),
+        ("grouped_gemm_activation", "columnwise", "False without a format", "True", NO_FORMAT),
     ),
     "seed of a format that rounds to nearest": (
-        lambda g: tp.grouped_gemm_swiglu(g.rows, g.weight, format=B, seed=g.seed),
+        lambda g: tp.grouped_gemm_activation(g.rows, g.weight, format=B, seed=g.seed),
         ValueError,
-        ("grouped_gemm_swiglu", "seed", "None for 'fp8_block:e4m3,pow2', which", "Tensor [1]", "Leave it"),
+        ("grouped_gemm_activation", "seed", "None for 'fp8_block:e4m3,pow2', which", "Tensor [1]", "Leave it"),
     ),
     "delayed scaling": (
         lambda g: tp.grouped_linear(g.rows, g.weight, recipe=DelayedScaling()),
@@ -225,7 +225,7 @@ CASES: dict[str, tuple[Callable[[Given], Any], Kind, Parts]] = {
         ("quantize", "format", "a format key or a ", "int", "Pass for"),
     ),
     "format of a wrong type, fused": (
-        lambda g: tp.swiglu(g.x, format=torch.bfloat16),
+        lambda g: tp.activation(g.x, format=torch.bfloat16),
         TypeError,
         ("swiglu", "format", "a format key or a ", "dtype", "Pass for"),
     ),

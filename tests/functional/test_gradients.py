@@ -23,8 +23,8 @@ G = len(SIZES)
 #: What is called by the function on a value and by the op on a plain tensor, each with what has a gradient.
 STEPS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
     "packed": (lambda x, s: x.packed(), lambda x, s: x, ()),
-    "swiglu": (lambda x, s: tp.swiglu(x), lambda x, s: ops.swiglu(x), ()),
-    "swiglu of probs": (lambda x, s, p: tp.swiglu(x, p), lambda x, s, p: ops.swiglu(x, p), ((ROWS,),)),
+    "swiglu": (lambda x, s: tp.activation(x), lambda x, s: ops.activation(x), ()),
+    "swiglu of probs": (lambda x, s, p: tp.activation(x, p), lambda x, s, p: ops.activation(x, p), ((ROWS,),)),
     "rms_norm": (
         lambda x, s, w: tp.rms_norm(x, w, 1e-5),
         lambda x, s, w: ops.rms_norm(x, w, 1e-5),
@@ -101,13 +101,13 @@ def test_gradient_of_a_whole_layer(recipe: Recipe | None, device: torch.device) 
     rows, sizes, slot, source, _ = ops.permute(tokens, indices, E, capacity, 16)
     normed = ops.rms_norm(rows, gamma, 1e-5)
     h = ops.grouped_linear(normed, fc1, sizes, None, None, *keys)
-    out = ops.grouped_linear(ops.swiglu(h), fc2, sizes, None, None, *keys)
+    out = ops.grouped_linear(ops.activation(h), fc2, sizes, None, None, *keys)
     by_hand = ops.unpermute(out, slot, source, weights)
     expected = torch.autograd.grad(by_hand.square().sum(), leaves)
 
     value, where = tp.permute(tokens, indices, E, capacity, alignment=16)
     h = tp.grouped_linear(tp.rms_norm(value, gamma, 1e-5), fc1, recipe=recipe)
-    output = tp.unpermute(tp.grouped_linear(tp.swiglu(h), fc2, recipe=recipe), where, weights)
+    output = tp.unpermute(tp.grouped_linear(tp.activation(h), fc2, recipe=recipe), where, weights)
     assert_same_bits(output, by_hand)
     for one, other in zip(torch.autograd.grad(output.square().sum(), leaves), expected, strict=True):
         assert_same_bits(one, other)
@@ -124,19 +124,19 @@ def test_value_of_a_tensor_with_a_gradient_passes_it_on(device: torch.device) ->
 
 def test_detached_result_has_no_gradient(device: torch.device) -> None:
     x = draw(ROWS, WIDTH, device=device).requires_grad_()
-    result = tp.swiglu(tp.GroupedTensor(x, sizes_on(device)))
+    result = tp.activation(tp.GroupedTensor(x, sizes_on(device)))
     assert result.requires_grad and not result.rowwise_data.requires_grad
-    assert not tp.swiglu(result.detach()).requires_grad
+    assert not tp.activation(result.detach()).requires_grad
     assert not tp.rms_norm(result, None, 1e-5, format="fp8_tensor").requires_grad
 
 
 def test_two_uses_of_a_value_add_their_gradients(device: torch.device) -> None:
     x, sizes = draw(ROWS, WIDTH, device=device).requires_grad_(), sizes_on(device)
-    expected = torch.autograd.grad(loss(ops.swiglu(x)) + loss(ops.rms_norm(x, None, 1e-5)), x)[0]
+    expected = torch.autograd.grad(loss(ops.activation(x)) + loss(ops.rms_norm(x, None, 1e-5)), x)[0]
     value = tp.GroupedTensor(x.detach(), sizes, requires_grad=True)
-    got = torch.autograd.grad(loss(tp.swiglu(value)) + loss(tp.rms_norm(value, None, 1e-5)), value)[0]
+    got = torch.autograd.grad(loss(tp.activation(value)) + loss(tp.rms_norm(value, None, 1e-5)), value)[0]
     assert_same_bits(got, expected)
-    twice = tp.swiglu(value)  # a value in the middle of the graph
-    expected = torch.autograd.grad(loss(ops.swiglu(x)) + 2 * loss(ops.swiglu(x)), x)[0]
+    twice = tp.activation(value)  # a value in the middle of the graph
+    expected = torch.autograd.grad(loss(ops.activation(x)) + 2 * loss(ops.activation(x)), x)[0]
     got = torch.autograd.grad(loss(twice) + 2 * loss(twice), value)[0]
     torch.testing.assert_close(got, expected)

@@ -1,4 +1,4 @@
-"""linear, grouped_linear, grouped_mlp and grouped_gemm_swiglu against the ops with formats by hand."""
+"""linear, grouped_linear, grouped_mlp and grouped_gemm_activation against the ops with formats by hand."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_grouped_mlp_without_probabilities(device: torch.device) -> None:
 
 @pytest.mark.parametrize("interleave", (0, 32))
 @pytest.mark.parametrize("key, columnwise", GROUPED_COLUMNWISE)
-def test_grouped_gemm_swiglu_quantized(
+def test_grouped_gemm_activation_quantized(
     key: str, columnwise: bool, interleave: int, device: torch.device
 ) -> None:
     a, b = draw(ROWS, K, device=device), draw(G, 2 * F, K, seed=1, device=device)
@@ -131,31 +131,31 @@ def test_grouped_gemm_swiglu_quantized(
         draw(G, 2 * F, seed=3, device=device),
         sizes_on(device),
     )
-    act, h = ops.grouped_gemm_swiglu(a, b, sizes, probs, bias, interleave)
+    act, h = ops.grouped_gemm_activation(a, b, sizes, probs, bias, interleave)
     expected = buffers(act, key, sizes, columnwise=columnwise)
     options: dict[str, Any] = {"bias": bias, "format": key, "interleave": interleave}
     options |= {"columnwise": columnwise, "seed": seed_of(key, device)}
-    got = tp.grouped_gemm_swiglu(a, b, sizes, probs, **options)
+    got = tp.grouped_gemm_activation(a, b, sizes, probs, **options)
     assert_value(got[0], expected, act, key)
     assert_same_bits(got[1], h)
     rows = tp.GroupedTensor(a, sizes, requires_grad=True)
-    got = tp.grouped_gemm_swiglu(rows, tp.GroupedTensor(b), probs=probs, **options)
+    got = tp.grouped_gemm_activation(rows, tp.GroupedTensor(b), probs=probs, **options)
     assert_value(got[0], expected, act, key)
     assert_ragged(got[1], h, sizes)
     assert not got[1].requires_grad
 
 
-def test_grouped_gemm_swiglu(device: torch.device) -> None:
+def test_grouped_gemm_activation(device: torch.device) -> None:
     a, b, sizes = draw(ROWS, K, device=device), draw(G, 2 * F, K, seed=1, device=device), sizes_on(device)
     leaves = [a.requires_grad_(), b.requires_grad_()]
-    expected = ops.grouped_gemm_swiglu(*leaves, sizes)
+    expected = ops.grouped_gemm_activation(*leaves, sizes)
     grads = results(expected[0], leaves)
-    got = tp.grouped_gemm_swiglu(*leaves, sizes)
+    got = tp.grouped_gemm_activation(*leaves, sizes)
     assert_same_bits(got[1], expected[1])
     assert_all_same(results(got[0], leaves), grads)
     values = [tp.GroupedTensor(a.detach(), sizes, requires_grad=True)]
     values += [tp.GroupedTensor(b.detach(), requires_grad=True)]
-    got = tp.grouped_gemm_swiglu(*values)
+    got = tp.grouped_gemm_activation(*values)
     assert got[0].group_sizes is sizes and got[1].group_sizes is sizes
     assert_same_bits(got[1].packed(), expected[1])
     assert_all_same(results(got[0], values), grads)

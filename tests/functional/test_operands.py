@@ -25,7 +25,7 @@ def packed(value: Any) -> torch.Tensor:
 BIASED: dict[str, Callable[..., Any]] = {
     "grouped_gemm": lambda x, w, b: tp.grouped_gemm(x, w, bias=b),
     "grouped_linear": lambda x, w, b: tp.grouped_linear(x, w, bias=b),
-    "grouped_gemm_swiglu": lambda x, w, b: tp.grouped_gemm_swiglu(x, w, bias=b)[0],
+    "grouped_gemm_activation": lambda x, w, b: tp.grouped_gemm_activation(x, w, bias=b)[0],
 }
 
 
@@ -50,7 +50,7 @@ def test_quantized_products_with_a_bias_as_a_value(device: torch.device) -> None
     got = tp.grouped_gemm(a, b, bias=tp.GroupedTensor(bias))
     assert_same_bits(got.packed(), tp.grouped_gemm(a, b, bias=bias).packed())
     swiglu = [
-        tp.grouped_gemm_swiglu(rows, weight, bias=c, format="fp8_block")[0]
+        tp.grouped_gemm_activation(rows, weight, bias=c, format="fp8_block")[0]
         for c in (bias, tp.GroupedTensor(bias))
     ]
     sizes = int(rows.group_sizes.sum())

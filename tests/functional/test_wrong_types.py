@@ -32,7 +32,7 @@ def right_calls() -> dict[str, dict[str, Any]]:
         "gemm": {"a": x, "b": w},
         "gemm_wgrad": {"grad": y, "input": x},
         "grouped_gemm": {"a": x, "b": stack, "group_sizes": sizes},
-        "grouped_gemm_swiglu": {"a": x, "b": stack, "group_sizes": sizes},
+        "grouped_gemm_activation": {"a": x, "b": stack, "group_sizes": sizes},
         "grouped_gemm_wgrad": {"grad": y, "input": x, "group_sizes": sizes},
         "grouped_linear": {"input": x, "weight": stack, "group_sizes": sizes},
         "grouped_mlp": {"input": x, **experts, "group_sizes": sizes},

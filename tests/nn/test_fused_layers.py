@@ -51,7 +51,7 @@ def test_adapters(adapted: tuple[str, ...]) -> None:
                 return result
             return result + tp.grouped_linear(tp.grouped_linear(x, own.a, sizes), own.b, sizes)
 
-        return layer("fc2", tp.swiglu(layer("fc1", input), probs), probs)
+        return layer("fc2", tp.activation(layer("fc1", input), probs), probs)
 
     assert_all_same(step(module, NAME), step(module, NAME, by_hand))
     names = dispatched(module)

@@ -56,7 +56,7 @@ def steps(layer: MoE, tokens: Tensor) -> Tensor:
         routing.indices, routing.weights, 0, layer.num_experts, capacity, alignment
     )
     rows = ops.permute_rows(tokens, slot, source)
-    activation = ops.swiglu(experts.fc1(rows, sizes), probs)
+    activation = ops.activation(experts.fc1(rows, sizes), probs)
     return ops.unpermute(experts.fc2(activation, sizes, probs if layer.bias else None), slot, source)
 
 

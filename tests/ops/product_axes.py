@@ -131,8 +131,8 @@ PRODUCTS = {
     "grouped_linear.scaled": Product(
         _GROUPED_SCALED, [("t", "n")], _GROUPED_SCALED_POWERS, [("g b", "")], nan_only=True
     ),
-    "grouped_gemm_swiglu": _SWIGLU,
-    "grouped_gemm_swiglu_quantize": Product(
+    "grouped_gemm_activation": _SWIGLU,
+    "grouped_gemm_activation_quantize": Product(
         _SWIGLU.arguments,
         _SWIGLU.results,
         {**_SWIGLU.powers, "b": ("", "L", "-k"), "bias": ("", "L")},

@@ -187,8 +187,8 @@ def test_fused_ops_align_groups(format: str, device: torch.device) -> None:
     group_sizes, probs = torch.tensor(sizes, device=device), torch.rand(rows, device=device)
     h, grad = matrix(rows, 512, device), matrix(rows, 256, device, seed=1)
     calls: list[Callable[[str], tuple[Tensor, ...]]] = [
-        lambda key: ops.swiglu_quantize(h, key, probs, group_sizes, columnwise=True),
-        lambda key: ops.swiglu_backward_quantize(grad, h, key, probs, group_sizes),
+        lambda key: ops.activation_quantize(h, key, probs, group_sizes, columnwise=True),
+        lambda key: ops.activation_backward_quantize(grad, h, key, probs, group_sizes),
         lambda key: ops.bias_backward_quantize(grad, key, group_sizes, columnwise=True),
     ]
     for call in calls:

@@ -180,12 +180,12 @@ def quantize_scaled(random: Random) -> Call:
     return ops.quantize_scaled, (input, scale, format, collected, sizes, first), flags
 
 
-def swiglu_quantize(random: Random) -> Call:
+def activation_quantize(random: Random) -> Call:
     format = random.choice(FUSED)
     input, sizes = maybe_ragged(random, format, 2 * width_for(size(random), format))
     probs = random.choice([None, matrix(random, 1, input.shape[0], torch.float32)[0].contiguous()])
-    more = fused_amaxes(random, ops.swiglu(input, probs), format, sizes)
-    return ops.swiglu_quantize, (input, format, probs, sizes), direction_of(random, more)
+    more = fused_amaxes(random, ops.activation(input, probs), format, sizes)
+    return ops.activation_quantize, (input, format, probs, sizes), direction_of(random, more)
 
 
 def swiglu_backward(random: Random) -> Call:
@@ -193,8 +193,8 @@ def swiglu_backward(random: Random) -> Call:
     input, sizes = maybe_ragged(random, format, 2 * features)
     grad = matrix(random, input.shape[0], features, input.dtype)
     probs = random.choice([None, matrix(random, 1, input.shape[0], torch.float32)[0].contiguous()])
-    more = fused_amaxes(random, ops.swiglu_backward(grad, input, probs)[0], format, sizes)
-    return ops.swiglu_backward_quantize, (grad, input, format, probs, sizes), more
+    more = fused_amaxes(random, ops.activation_backward(grad, input, probs)[0], format, sizes)
+    return ops.activation_backward_quantize, (grad, input, format, probs, sizes), more
 
 
 def bias_backward(random: Random) -> Call:
@@ -244,8 +244,8 @@ OPS: dict[str, Make] = {
     "grouped dequantize": dequantize_groups,
     "requantize_transposed": requantize_transposed,
     "quantize_scaled": quantize_scaled,
-    "swiglu_quantize": swiglu_quantize,
-    "swiglu_backward_quantize": swiglu_backward,
+    "activation_quantize": activation_quantize,
+    "activation_backward_quantize": swiglu_backward,
     "bias_backward_quantize": bias_backward,
     "rms_norm_quantize": norm("rms_norm_quantize", 1),
     "layer_norm_quantize": norm("layer_norm_quantize", 2),

@@ -64,8 +64,8 @@ def test_activations_are_quantized_by_the_op_that_computes_them(name: str) -> No
     weight = "quantize both" if name == "mx" else "quantize"  # on a CPU square blocks serve both directions
     product, gradient = "grouped_gemm", "grouped_gemm_wgrad"
     assert calls_of(formats, (False, False)) == [
-        *("grouped quantize both", weight, product, "swiglu_quantize both", weight, product),
-        *("grouped quantize both", product, "swiglu_backward_quantize", gradient, product, gradient),
+        *("grouped quantize both", weight, product, "activation_quantize both", weight, product),
+        *("grouped quantize both", product, "activation_backward_quantize", gradient, product, gradient),
     ]
     assert calls_of(formats, (True, False))[
         -5:
@@ -73,7 +73,7 @@ def test_activations_are_quantized_by_the_op_that_computes_them(name: str) -> No
         *("swiglu_backward", "bias_backward_quantize both", gradient, product, gradient),
     ]
     assert calls_of(formats, (False, False), ("fc2_weight",)) == [
-        *("grouped quantize", "quantize", product, "swiglu_quantize both", "quantize", product),
+        *("grouped quantize", "quantize", product, "activation_quantize both", "quantize", product),
         *("grouped quantize columns", gradient),
     ]
     assert calls_of(formats, (False, False), ("probs",))[-3:] == [
@@ -128,7 +128,7 @@ def test_weight_gradients_are_computed_when_they_take_least_memory() -> None:
         run(ops.grouped_mlp, arguments, FORMATS["block"])
     product, gradient = "grouped_gemm", "grouped_gemm_wgrad"
     assert calls.names[-6:] == [
-        *("grouped quantize both", gradient, product, "swiglu_backward_quantize", gradient, product)
+        *("grouped quantize both", gradient, product, "activation_backward_quantize", gradient, product)
     ]
 
 
@@ -172,7 +172,7 @@ class FreedTensors(RecordedCalls):
         result = super().__torch_dispatch__(func, types, args, kwargs)
         name = name_of(func, args, kwargs)
         self.there.append((name, there))
-        which = {"swiglu_quantize both": 2, "quantize": 0, "grouped_gemm": None, "swiglu": None}
+        which = {"activation_quantize both": 2, "quantize": 0, "grouped_gemm": None, "swiglu": None}
         if name in which and len(self.kept) < 4:
             index = which[name]
             made = result if index is None else result[index]
@@ -192,13 +192,13 @@ def test_saved_tensors_are_freed_after_their_last_use(retain: bool) -> None:
     assert list(freed.kept) == [
         "quantize 1",
         "grouped_gemm 1",
-        "swiglu_quantize both 1",
+        "activation_quantize both 1",
         "quantize 2",
     ]
     # the last call of each name
     there = {name: saved for name, saved in freed.there if name in freed.names[-5:]}
     first_weight, linear, activation, second_weight = freed.kept
-    assert there["swiglu_backward_quantize"] >= {linear, activation, first_weight}
+    assert there["activation_backward_quantize"] >= {linear, activation, first_weight}
     assert first_weight in there["grouped_gemm"]
     for name in (linear, activation, second_weight):
         assert (name in there["grouped_gemm"]) == retain

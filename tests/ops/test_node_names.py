@@ -59,7 +59,7 @@ def finished(name: str) -> Tensor:
 
 #: For each node: the op that records it, and a call that has the node in its graph.
 CALLS: list[tuple[str, Callable[[], Tensor]]] = [
-    ("swiglu", lambda: ops.swiglu(of(T, K))),
+    ("swiglu", lambda: ops.activation(of(T, K))),
     ("rms_norm", lambda: ops.rms_norm(of(T, K), of(K), 1e-5)),
     ("layer_norm", lambda: ops.layer_norm(of(T, K), of(K), of(K), 1e-5)),
     ("connect_gradient", connected),
@@ -91,7 +91,7 @@ CALLS: list[tuple[str, Callable[[], Tensor]]] = [
     ("grouped_gemm", lambda: ops.grouped_gemm(of(T, K), of(G, N, K), SIZES)),
     ("grouped_gemm", lambda: ops.grouped_linear(of(T, K), of(G, N, K), SIZES)),
     ("grouped_gemm", lambda: ops.grouped_gemm(of(T, K), [of(N, K), of(N, K)], SIZES)),
-    ("grouped_gemm_swiglu", lambda: ops.grouped_gemm_swiglu(of(T, K), of(G, N, K), SIZES)[0]),
+    ("grouped_gemm_activation", lambda: ops.grouped_gemm_activation(of(T, K), of(G, N, K), SIZES)[0]),
     ("grouped_mlp", lambda: ops.grouped_mlp(of(T, K), of(G, 2 * N, K), of(G, K, N), SIZES, torch.rand(T))),
     ("embedding", lambda: ops.embedding(torch.tensor([1, 0]), of(N, K))),
     ("linear", lambda: ops.linear(of(T, K), of(N, K))),

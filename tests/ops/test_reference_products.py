@@ -113,7 +113,7 @@ def results(function: Callable[..., Any], call: Call, arguments: dict[str, Any])
     """Returns the results, then the written buffers; quantized data is dequantized."""
     inputs = copied(arguments)
     found = flat(function(inputs))
-    if call.op == "grouped_gemm_swiglu_quantize":
+    if call.op == "grouped_gemm_activation_quantize":
         found = [reference.dequantize(*found[:2], "mxfp8", group_sizes=inputs["group_sizes"]), found[2]]
     for name in BUFFERS[call.op]:
         value = inputs.get(name)
@@ -150,7 +150,7 @@ def test_powers_of_two_multiply_results_exactly(op: str, dtype: torch.dtype) -> 
 
 
 @dtypes
-@pytest.mark.parametrize("op", [op for op in PRODUCTS if op != "grouped_gemm_swiglu_quantize"])
+@pytest.mark.parametrize("op", [op for op in PRODUCTS if op != "grouped_gemm_activation_quantize"])
 def test_nan_and_inf_affect_exactly_the_results_that_use_them(op: str, dtype: torch.dtype) -> None:
     product = PRODUCTS[op]
     draw, infinities = torch.Generator().manual_seed(3), itertools.cycle([math.inf, -math.inf])
@@ -274,7 +274,7 @@ def near_product(
 
 
 @dtypes
-@pytest.mark.parametrize("op", ["grouped_gemm_swiglu", "grouped_mlp"])
+@pytest.mark.parametrize("op", ["grouped_gemm_activation", "grouped_mlp"])
 def test_swiglu_of_a_product_is_within_its_bound(op: str, dtype: torch.dtype) -> None:
     for name, call, inputs in variants(op, dtype):
         sizes, probs = inputs["group_sizes"], inputs["probs"]

@@ -29,13 +29,13 @@ def leaves(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
 OnceOrTwice = tuple[Callable[[dict[str, Tensor]], Tensor], tuple[str, ...]]
 #: Ops that refuse a second derivative, and the leaves whose gradients refuse it.
 ONCE: dict[str, OnceOrTwice] = {
-    "swiglu": (lambda t: ops.swiglu(t["x"], t["rows"]), ("x", "rows")),
+    "swiglu": (lambda t: ops.activation(t["x"], t["rows"]), ("x", "rows")),
     "rms_norm": (lambda t: ops.rms_norm(t["x"], t["row"], 1e-5), ("x", "row")),
     "layer_norm": (lambda t: ops.layer_norm(t["x"], t["row"], t["row"], 1e-5), ("x", "row")),
     "grouped_gemm": (lambda t: ops.grouped_gemm(t["x"], t["w"], SIZES), ("w",)),
     "grouped_gemm with a list": (lambda t: ops.grouped_gemm(t["x"], [*t["w"]], SIZES), ("w",)),
-    "grouped_gemm_swiglu": (
-        lambda t: ops.grouped_gemm_swiglu(t["x"], t["w"], SIZES, t["rows"])[0],
+    "grouped_gemm_activation": (
+        lambda t: ops.grouped_gemm_activation(t["x"], t["w"], SIZES, t["rows"])[0],
         ("x", "w", "rows"),
     ),
     "grouped_mlp": (

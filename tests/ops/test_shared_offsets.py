@@ -168,7 +168,7 @@ class Between(TorchDispatchMode):
 def test_sizes_that_change_between_the_products_count(device: torch.device) -> None:
     """Nothing in a layer changes them. A mode might, and a table is found by their version and their memory."""
     sizes, others, given = sizes_of(device), sizes_of(device, seed=1), operands(device)
-    act, _ = ops.grouped_gemm_swiglu(given["input"], given["fc1_weight"], sizes, given["probs"])
+    act, _ = ops.grouped_gemm_activation(given["input"], given["fc1_weight"], sizes, given["probs"])
     expected = ops.grouped_gemm(act, given["fc2_weight"], others)
     with torch.no_grad():
         assert not torch.equal(expected, ops.grouped_gemm(act, given["fc2_weight"], sizes))

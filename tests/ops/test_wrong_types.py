@@ -121,9 +121,9 @@ def test_other_values_are_valid_or_named(call: Call) -> None:
             "a tensor, got list of int.",
         ),
         (
-            "grouped_gemm_swiglu_quantize",
+            "grouped_gemm_activation_quantize",
             "format",
-            lambda: ops.grouped_gemm_swiglu_quantize(X, W, SIZES, torch.ones(32), "mxfp8"),
+            lambda: ops.grouped_gemm_activation_quantize(X, W, SIZES, torch.ones(32), "mxfp8"),
             "a format key or a transformer_plugin.formats.Format, got Tensor.",
         ),
         ("linear", "input_format", lambda: ops.linear(X, W[0], input_format=3), "a format key or a"),

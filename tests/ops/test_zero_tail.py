@@ -175,11 +175,11 @@ def test_swiglu_quantize(
     for both in (False, True):
 
         def act(zero: bool, both: bool = both) -> tuple[Tensor, ...]:
-            return ops.swiglu_quantize(h, format, probs, sizes, columnwise=both, zero_tail=zero)
+            return ops.activation_quantize(h, format, probs, sizes, columnwise=both, zero_tail=zero)
 
         assert_same_groups(act, format, sizes, WIDTH, device)
     assert_same_groups(
-        lambda zero: ops.swiglu_backward_quantize(grad, h, format, probs, sizes, zero_tail=zero),
+        lambda zero: ops.activation_backward_quantize(grad, h, format, probs, sizes, zero_tail=zero),
         format,
         sizes,
         2 * WIDTH,
@@ -188,7 +188,7 @@ def test_swiglu_quantize(
     # One tile of features: its row sums are the gradient of the probability.
     narrow, gate = grad[:, :128].contiguous(), h[:, :256].contiguous()
     assert_same_groups(
-        lambda zero: ops.swiglu_backward_quantize(narrow, gate, format, probs, sizes, zero_tail=zero),
+        lambda zero: ops.activation_backward_quantize(narrow, gate, format, probs, sizes, zero_tail=zero),
         format,
         sizes,
         256,
@@ -237,16 +237,16 @@ def test_swiglu(groups: tuple[tuple[int, ...], int], dtype: torch.dtype, device:
         h, sizes = ragged(groups, 2 * columns, dtype, device)
         grad, _ = ragged(groups, columns, dtype, device, seed=1)
         probs, end = torch.rand(h.shape[0], device=device), int(sizes.sum())
-        act, backward = ops.swiglu(h, probs), ops.swiglu_backward(grad, h, probs)
+        act, backward = ops.activation(h, probs), ops.activation_backward(grad, h, probs)
         with garbage_in_new_memory(device):
-            got = ops.swiglu(h, probs, sizes)
-            of_h, of_probs = ops.swiglu_backward(grad, h, probs, sizes)
-            without = ops.swiglu_backward(grad, h, None, sizes)
+            got = ops.activation(h, probs, sizes)
+            of_h, of_probs = ops.activation_backward(grad, h, probs, sizes)
+            without = ops.activation_backward(grad, h, None, sizes)
         assert_same_bits(got[:end], act[:end], "act")
         assert_same_bits(of_h[:end], backward[0][:end], "gradient of h")
         assert_same_bits(of_probs[:end], backward[1][:end], "gradient of probs")
         assert not of_probs[end:].any()
-        assert_same_bits(without[0][:end], ops.swiglu_backward(grad, h)[0][:end])
+        assert_same_bits(without[0][:end], ops.activation_backward(grad, h)[0][:end])
 
 
 @by_groups
@@ -257,8 +257,8 @@ def test_gradients_of_swiglu_are_zero_past_the_groups(
     probs, end = torch.rand(h.shape[0], device=device), int(sizes.sum())
     leaves = (h.requires_grad_(), probs.requires_grad_())
     grad = torch.randn(h.shape[0], 32, device=device)
-    expected = torch.autograd.grad(ops.swiglu(h, probs), leaves, grad)
-    got = torch.autograd.grad(ops.swiglu(h, probs, sizes), leaves, grad)
+    expected = torch.autograd.grad(ops.activation(h, probs), leaves, grad)
+    got = torch.autograd.grad(ops.activation(h, probs, sizes), leaves, grad)
     for a, b in zip(got, expected, strict=True):
         assert_same_bits(a[:end], b[:end])
         assert not a[end:].any()
@@ -323,7 +323,7 @@ def test_grouped_gemm_of_quantized_operands(
 @pytest.mark.parametrize("interleave", [0, 32])
 @by_dtype
 @by_groups
-def test_grouped_gemm_swiglu(
+def test_grouped_gemm_activation(
     groups: tuple[tuple[int, ...], int], dtype: torch.dtype, interleave: int, device: torch.device
 ) -> None:
     a, sizes = ragged(groups, 64, dtype, device)
@@ -333,10 +333,10 @@ def test_grouped_gemm_swiglu(
     grad = torch.randn(a.shape[0], WIDTH, device=device).to(dtype)
     for keep in (True, False):
         options: dict[str, Any] = {"interleave": interleave, "keep_input": keep}
-        expected = ops.grouped_gemm_swiglu(a, b, sizes, probs, **options)
+        expected = ops.grouped_gemm_activation(a, b, sizes, probs, **options)
         gradients = torch.autograd.grad(expected[0], leaves, grad)
         with garbage_in_new_memory(device):
-            got = ops.grouped_gemm_swiglu(a, b, sizes, probs, **options, zero_tail=False)
+            got = ops.grouped_gemm_activation(a, b, sizes, probs, **options, zero_tail=False)
         for x, y in zip(got, expected, strict=True):
             assert_same_bits(x.detach()[:end], y.detach()[:end])
         for x, y in zip(torch.autograd.grad(got[0], leaves, grad), gradients, strict=True):
@@ -354,13 +354,13 @@ def test_opcheck(device: torch.device) -> None:
     _op = torch.ops.transformer_plugin
     opcheck(_op.quantize.default, (h, "mxfp8", sizes), last)
     opcheck(_op.dequantize.default, (data, scale, "mxfp8", torch.bfloat16, sizes), last)
-    opcheck(_op.swiglu_quantize.default, (h, "mxfp8", probs, sizes), last)
+    opcheck(_op.activation_quantize.default, (h, "mxfp8", probs, sizes), last)
     amax = torch.ones(3, device=device)  # scales of tiles would have some of tiles without rows
-    opcheck(_op.swiglu_backward_quantize.default, (grad, h, "fp8_tensor", probs, sizes, amax), last)
+    opcheck(_op.activation_backward_quantize.default, (grad, h, "fp8_tensor", probs, sizes, amax), last)
     opcheck(_op.bias_backward_quantize.default, (h, "mxfp8", sizes), last)
     h.requires_grad_()
     opcheck(_op.grouped_gemm.default, (h, [weight], sizes), last)
-    opcheck(_op.grouped_gemm_swiglu.default, (h, weight, sizes, probs), last)
+    opcheck(_op.grouped_gemm_activation.default, (h, weight, sizes, probs), last)
     opcheck(_op.swiglu.default, (h, probs, sizes))
     opcheck(_op.swiglu_backward.default, (grad, h.detach(), probs, sizes))
 
@@ -373,15 +373,15 @@ def test_what_is_past_the_groups_stays_unwritten() -> None:
     index = torch.zeros(603, dtype=torch.int32)
     with garbage_in_new_memory(cpu):
         written = [
-            ops.swiglu(h, None, sizes),
-            ops.swiglu_backward(h[:, :WIDTH], h, None, sizes)[0],
+            ops.activation(h, None, sizes),
+            ops.activation_backward(h[:, :WIDTH], h, None, sizes)[0],
             ops.grouped_gemm(h, weight, sizes, zero_tail=False),
-            *ops.grouped_gemm_swiglu(h, weight, sizes, zero_tail=False),
+            *ops.grouped_gemm_activation(h, weight, sizes, zero_tail=False),
             ops.permute_rows(h[:4], index[:4].unsqueeze(1), index, sizes),
             *ops.quantize(h, "mxfp8", sizes, zero_tail=False),
             ops.quantize(h, "fp8_row", sizes, zero_tail=False)[0],
-            ops.swiglu_quantize(h, "fp8_block", None, sizes, zero_tail=False)[0],
-            ops.swiglu_backward_quantize(h[:, :WIDTH], h, "fp8_block", None, sizes, zero_tail=False)[0],
+            ops.activation_quantize(h, "fp8_block", None, sizes, zero_tail=False)[0],
+            ops.activation_backward_quantize(h[:, :WIDTH], h, "fp8_block", None, sizes, zero_tail=False)[0],
             ops.bias_backward_quantize(h, "fp8_block", sizes, zero_tail=False)[0],
         ]
     for i, tensor in enumerate(written):

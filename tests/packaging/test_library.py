@@ -45,18 +45,18 @@ def test_import_starts_no_cuda_context() -> None:
 
 def test_import_needs_no_gpu() -> None:
     code = "import os; os.environ['CUDA_VISIBLE_DEVICES'] = ''; import torch, transformer_plugin as t; "
-    assert run(code + "print(t.ops.swiglu(torch.ones(1, 2)).shape)") == "torch.Size([1, 1])"
+    assert run(code + "print(t.ops.activation(torch.ones(1, 2)).shape)") == "torch.Size([1, 1])"
 
 
 def test_import_survives_a_fork() -> None:
     code = """
 import os, torch, transformer_plugin as t
 x = torch.ones(2, 4, requires_grad=True)
-t.ops.swiglu(x)
+t.ops.activation(x)
 child = os.fork()
 if child == 0:
     torch.set_num_threads(1)  # a forked OpenMP pool is gone, as for torch's own ops
-    t.ops.swiglu(x).sum().backward()
+    t.ops.activation(x).sum().backward()
     os._exit(0 if x.grad is not None else 1)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """

@@ -38,7 +38,7 @@ class Block(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         up = self.up(x)
-        hidden = x + self.down(ops.swiglu(up.flatten(0, -2)).view(*up.shape[:-1], -1))
+        hidden = x + self.down(ops.activation(up.flatten(0, -2)).view(*up.shape[:-1], -1))
         return self.out(self.norm(hidden))
 
 

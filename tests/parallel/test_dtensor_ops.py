@@ -46,7 +46,7 @@ def layer_norm_forward(x: Tensor, weight: Tensor | None, bias: Tensor | None) ->
 
 
 def swiglu(x: Tensor, probs: Tensor | None) -> Tensor:
-    return ops.swiglu(x, probs)
+    return ops.activation(x, probs)
 
 
 def compare(rank: Rank, op: Op, cases: list[Case], compiled: bool) -> list[Any]:

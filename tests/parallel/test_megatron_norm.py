@@ -39,7 +39,7 @@ class Block(torch.nn.Module):
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """The logits, and what the experts make of rows that all ranks have."""
         x = self.table(tokens)
-        x = self.norm(x + self.down(ops.swiglu(self.up(x))))
+        x = self.norm(x + self.down(ops.activation(self.up(x))))
         rows = torch.linspace(-1, 1, ROWS * H, device=x.device).view(ROWS, H)
         sizes = torch.tensor([3, ROWS - 3], device=x.device)
         return self.head(x), self.mlp(rows, sizes, torch.ones(ROWS, device=x.device))

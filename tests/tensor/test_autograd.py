@@ -123,17 +123,17 @@ def test_ragged_values_are_differentiable(device: torch.device) -> None:
     )
     rows, where = tp.permute(tokens, indices, 3, 24)
     assert type(rows) is GroupedTensor and rows.grad_fn is not None
-    output = tp.unpermute(tp.rms_norm(tp.swiglu(rows), None, 1e-5), where)
+    output = tp.unpermute(tp.rms_norm(tp.activation(rows), None, 1e-5), where)
     reference_rows, _, slot, source, _ = ops.permute(tokens, indices, 3, 24)
-    reference = ops.unpermute(ops.rms_norm(ops.swiglu(reference_rows), None, 1e-5), slot, source)
+    reference = ops.unpermute(ops.rms_norm(ops.activation(reference_rows), None, 1e-5), slot, source)
     assert torch.equal(output, reference)
     grad = torch.randn_like(output)
     (ours,) = torch.autograd.grad(output, tokens, grad)
     (theirs,) = torch.autograd.grad(reference, tokens, grad)
     assert torch.equal(ours, theirs)
     value = GroupedTensor(x.detach(), group_sizes, requires_grad=True)
-    tp.swiglu(value).packed().sum().backward()
-    ops.swiglu(x).sum().backward()
+    tp.activation(value).packed().sum().backward()
+    ops.activation(x).sum().backward()
     assert value.grad is not None and x.grad is not None and torch.equal(value.grad, x.grad)
 
 
@@ -204,7 +204,7 @@ def test_a_value_that_is_made_under_no_grad_has_no_history(device: torch.device)
         value, rows = GroupedTensor(weight), GroupedTensor(x, group_sizes)
     assert value.data_ptr() == weight.data_ptr() and rows.data_ptr() == x.data_ptr()
     for stack_of, ragged in ((value, rows), (value.detach(), rows.detach())):
-        results = (tp.grouped_linear(ragged, stack_of), tp.grouped_gemm(ragged, stack_of), tp.swiglu(ragged))
+        results = (tp.grouped_linear(ragged, stack_of), tp.grouped_gemm(ragged, stack_of), tp.activation(ragged))
         for result in (*results, tp.dequantize(stack_of), stack_of.packed(), stack_of[0]):
             assert not result.requires_grad
     p = Parameter(value)

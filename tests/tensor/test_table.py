@@ -360,7 +360,7 @@ def test_members_are_read_without_the_host() -> None:
     x = torch.randn(5, 16, device=device)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        ragged = tp.swiglu(tp.grouped_gemm(GroupedTensor(x, group_sizes), value))
+        ragged = tp.activation(tp.grouped_gemm(GroupedTensor(x, group_sizes), value))
         ragged.mul_(2)
         tp.quantize(ragged.packed(), "fp8_block", group_sizes=group_sizes).dequantize()
         value.unbind()

@@ -4,21 +4,23 @@ Each is a name of the package too: ``transformer_plugin.quantize``. The ops them
 tracer, are in :mod:`transformer_plugin.ops`.
 """
 
-from transformer_plugin.functional.activation import bias_backward, swiglu, swiglu_backward
+from transformer_plugin.functional.activations import activation, activation_backward, bias_backward
 from transformer_plugin.functional.gemm import gemm, gemm_wgrad, grouped_gemm, grouped_gemm_wgrad
-from transformer_plugin.functional.layers import grouped_gemm_swiglu, grouped_linear, grouped_mlp, linear
+from transformer_plugin.functional.layers import grouped_gemm_activation, grouped_linear, grouped_mlp, linear
 from transformer_plugin.functional.norm import layer_norm, rms_norm
 from transformer_plugin.functional.quantize import dequantize, quantize, with_columnwise
 from transformer_plugin.functional.routing import Permutation, permute, topk_router, unpermute
 
 __all__ = [
     "Permutation",
+    "activation",
+    "activation_backward",
     "bias_backward",
     "dequantize",
     "gemm",
     "gemm_wgrad",
     "grouped_gemm",
-    "grouped_gemm_swiglu",
+    "grouped_gemm_activation",
     "grouped_gemm_wgrad",
     "grouped_linear",
     "grouped_mlp",
@@ -27,8 +29,6 @@ __all__ = [
     "permute",
     "quantize",
     "rms_norm",
-    "swiglu",
-    "swiglu_backward",
     "topk_router",
     "unpermute",
     "with_columnwise",

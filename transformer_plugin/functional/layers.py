@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from transformer_plugin import ops
+from transformer_plugin.activations import Activation
 from transformer_plugin.formats import Format, resolve
 from transformer_plugin.functional._values import (
     Value,
@@ -34,7 +35,7 @@ from transformer_plugin.ops._operands import listed
 from transformer_plugin.recipes import DelayedScaling, Recipe
 from transformer_plugin.tensor import _checks
 
-__all__ = ["grouped_gemm_swiglu", "grouped_linear", "grouped_mlp", "linear"]
+__all__ = ["grouped_gemm_activation", "grouped_linear", "grouped_mlp", "linear"]
 
 _NO_FORMATS = ("none", "none", "none")
 
@@ -162,10 +163,10 @@ def grouped_mlp(
     fc1_bias: Value | None = None,
     fc2_bias: Value | None = None,
     recipe: Recipe | None = None,
-    interleave: int = 0,
+    activation: str | Activation = "swiglu",
     launch_options: LaunchOptions = LaunchOptions(),  # noqa: B008 immutable
 ) -> Any:
-    """``fc2(swiglu(fc1(input)) * probs)`` for each group of rows with the group's own weights and biases.
+    """``fc2(activation(fc1(input)) * probs)`` for each group of rows with the group's own weights and biases.
 
     Args:
         input: ``[T, H]``, plain or an unquantized ragged :class:`~transformer_plugin.tensor.GroupedTensor`.
@@ -176,8 +177,8 @@ def grouped_mlp(
         probs: float32 ``[T]``, the factor of each row; None for 1.
         fc1_bias, fc2_bias: ``[G, 2F]`` and ``[G, H]``.
         recipe: as for :func:`linear`.
-        interleave: 0 or 32, the order of the columns of the first product, as for
-            :func:`transformer_plugin.ops.grouped_mlp`.
+        activation: the function and the order of the columns of the first product, as for
+            :func:`transformer_plugin.ops.activation`.
         launch_options: of the kernels of forward and backward.
 
     Returns:
@@ -196,11 +197,11 @@ def grouped_mlp(
     weights = (_weights(fc1_weight, op, "fc1_weight"), _weights(fc2_weight, op, "fc2_weight"))
     biases = (optional(fc1_bias, op, "fc1_bias"), optional(fc2_bias, op, "fc2_bias"))
     formats = _formats(recipe, op, data.device)
-    options: tuple[Any, ...] = (None, None, interleave, *launched(launch_options, op))
+    options: tuple[Any, ...] = (None, None, activation, *launched(launch_options, op))
     return with_groups(ops.grouped_mlp(data, *weights, sizes, probs, *biases, *formats, *options), rows)
 
 
-def grouped_gemm_swiglu(
+def grouped_gemm_activation(
     a: Value,
     b: Value,
     group_sizes: Tensor | None = None,
@@ -210,10 +211,10 @@ def grouped_gemm_swiglu(
     format: str | Format | None = None,
     columnwise: bool = False,
     seed: Tensor | None = None,
-    interleave: int = 0,
+    activation: str | Activation = "swiglu",
     launch_options: LaunchOptions = LaunchOptions(),  # noqa: B008 immutable
 ) -> tuple[Any, Any]:
-    """The first product of an expert and its activation: ``swiglu(h, probs)`` of ``h = a_g @ b[g].T + bias[g]``.
+    """The first product of an expert and its activation: ``activation(h, probs)`` of ``h = a_g @ b[g].T + bias[g]``.
 
     Args:
         a: ``[T, K]``, plain or an unquantized ragged :class:`~transformer_plugin.tensor.GroupedTensor`.
@@ -221,39 +222,39 @@ def grouped_gemm_swiglu(
         group_sizes: int32 or int64 ``[G]``; None if ``a`` has its own.
         probs: float32 ``[T]``, or None for 1.
         bias: ``[G, 2F]``, likewise.
-        format: of the activation; None for the dtype of ``a``. ``fp8_block`` and ``mxfp8`` leave the epilogue of the
+        format: of the result; None for the dtype of ``a``. ``fp8_block`` and ``mxfp8`` leave the epilogue of the
             product quantized.
         columnwise, seed: as for :func:`quantize`, with a format.
-        interleave: 0 or 32, the order of the columns of ``h``.
+        activation: the function and the order of the columns of ``h``.
         launch_options: of the kernel.
 
     Returns:
         The activation ``[T, F]`` and ``h [T, 2F]``, with the groups of ``a``. Differentiable without a format.
 
     Raises:
-        TypeError, ValueError: as :func:`transformer_plugin.ops.grouped_gemm_swiglu` and
+        TypeError, ValueError: as :func:`transformer_plugin.ops.grouped_gemm_activation` and
             :func:`transformer_plugin.ops.quantize`; group sizes twice or never; arguments of the quantization without a
             format.
     """
-    op = "grouped_gemm_swiglu"
+    op = "grouped_gemm_activation"
     rows = rows_of(a, group_sizes, op, "a")
     sizes = needed(rows.group_sizes, op, "a")
-    options: tuple[Any, ...] = (interleave, True, *launched(launch_options, op))
+    options: tuple[Any, ...] = (activation, True, *launched(launch_options, op))
     if format is None:
         without_format(op, columnwise=columnwise, seed=seed)
         operands = (plain(rows.values, op, "a"), plain(b, op, "b"), sizes, probs, optional(bias, op, "bias"))
-        act, h = ops.grouped_gemm_swiglu(*operands, *options)
+        act, h = ops.grouped_gemm_activation(*operands, *options)
         return with_groups(act, rows), with_groups(h, rows)
     facts = _checks.facts_of(op, format)
     data, matrices = constant(rows.values, op, "a"), constant(b, op, "b")
     factors = (detached(probs), detached(optional(bias, op, "bias")))
     if columnwise or not facts.is_in_epilogue:
-        act, h = ops.grouped_gemm_swiglu(data, matrices, sizes, *factors, *options)
+        act, h = ops.grouped_gemm_activation(data, matrices, sizes, *factors, *options)
         quantized = quantize(act, facts.key, group_sizes=sizes, columnwise=columnwise, seed=seed)
         return quantized, with_groups(h, rows)
     if seed is not None:
         advice = "Leave it out"
         refuse(op, "seed", f"None for '{facts.key}', which rounds to nearest", describe(seed), advice)
-    *outputs, h = ops.grouped_gemm_swiglu_quantize(data, matrices, sizes, facts.key, *factors, *options)
-    activation = quantized_value(outputs, facts.key, data, (data.shape[0], h.shape[1] // 2), sizes)
-    return activation, with_groups(h, rows)
+    *outputs, h = ops.grouped_gemm_activation_quantize(data, matrices, sizes, facts.key, *factors, *options)
+    # One byte for each element, so the shape of the data is that of the values.
+    return quantized_value(outputs, facts.key, data, outputs[0].shape, sizes), with_groups(h, rows)

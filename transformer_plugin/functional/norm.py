@@ -18,7 +18,7 @@ from transformer_plugin.functional._values import (
     with_groups,
     without_format,
 )
-from transformer_plugin.functional.activation import quantized_rows
+from transformer_plugin.functional.activations import quantized_rows
 from transformer_plugin.tensor import _checks
 
 __all__ = ["layer_norm", "rms_norm"]

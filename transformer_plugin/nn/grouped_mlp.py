@@ -10,6 +10,7 @@ from torch import Tensor
 
 from transformer_plugin import ops
 from transformer_plugin._arguments import class_name, is_strided, typed
+from transformer_plugin.activations import Activation
 from transformer_plugin.launch import LaunchOptions, checked
 from transformer_plugin.nn._attributes import fixed
 from transformer_plugin.nn._autocast import as_float32, check_rows_factor
@@ -50,6 +51,8 @@ def _is_plain(layer: Any) -> bool:
 _CALL = torch.nn.Module.__call__
 _NO_FORMATS, _NO_OPTIONS = RoleFormats(), LaunchOptions()
 _ops = torch.ops.transformer_plugin
+#: What the ops take, by ``glu_interleave``.
+_ACTIVATIONS = {interleave: Activation("swiglu", interleave).key for interleave in (0, 32)}
 
 
 def _matrices(weight: Tensor | list[Tensor]) -> list[Tensor]:
@@ -83,9 +86,8 @@ def _of_both(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
             "Set the attributes on all, or on none."
         )
     options = {_OF_FC2.get(name, name): value for name, value in second.items()}
-    options.update(
-        {_OF_FC1.get(name, name): value for name, value in first.items()}
-    )  # a shard's key names fc1
+    # A shard's key names fc1.
+    options.update({_OF_FC1.get(name, name): value for name, value in first.items()})
     if flags:
         options.update(flags[0])
     return options
@@ -101,8 +103,7 @@ def _check_interleave(interleave: int, ffn_hidden: int) -> None:
     if type(interleave) is not int or interleave not in (0, 32) or (interleave and ffn_hidden % interleave):
         raise ValueError(
             "transformer_plugin::GroupedMLP: argument 'glu_interleave': expected 0, or 32 with a ffn_hidden that is a "
-            f"multiple of 32, got {interleave!r} with ffn_hidden={ffn_hidden}. Reorder the rows of the weight, or use "
-            "0."
+            f"multiple of 32, got {interleave!r} with ffn_hidden={ffn_hidden}. Reorder the weight's rows, or use 0."
         )
 
 
@@ -272,7 +273,7 @@ class GroupedMLP(LayerContainer):
         of_first = {} if dgrad_out is None else {"dgrad_out": dgrad_out}
         of_second = {} if out is None else {"out": out}
         linear = fc1(input, group_sizes, **of_first)
-        activation = ops.swiglu(linear, of_activation, None, self.glu_interleave)
+        activation = ops.activation(linear, of_activation, None, _ACTIVATIONS[self.glu_interleave])
         scale = probs if getattr(fc2, "scale_bias", self.bias) else None
         return fc2(activation, group_sizes, scale, **of_second)
 
@@ -309,7 +310,7 @@ class GroupedMLP(LayerContainer):
             return call_forward_hooks(fc2, second, self._fused(fc1, fc2, args[0], group_sizes, probs))
         # Hooks have changed what the layers get, or the layers themselves.
         linear = call_forward_hooks(fc1, first, fc1.forward(*args, **kwargs))
-        activation = ops.swiglu(linear, probs, None, self.glu_interleave)
+        activation = ops.activation(linear, probs, None, _ACTIVATIONS[self.glu_interleave])
         if not is_made:
             second = (activation, group_sizes, scale), second[1]
         return call_forward_hooks(fc2, second, fc2.forward(*second[0], **second[1]))
@@ -371,7 +372,7 @@ class GroupedMLP(LayerContainer):
         if fc1._launch_options != _NO_OPTIONS:
             options.update(fc1._launch_options._asdict())
         if self.glu_interleave:
-            options["interleave"] = self.glu_interleave
+            options["activation"] = _ACTIVATIONS[self.glu_interleave]
         return options
 
     def extra_repr(self) -> str:

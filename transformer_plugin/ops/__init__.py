@@ -1,7 +1,7 @@
 """Typed wrappers over ``torch.ops.transformer_plugin``, one file per family."""
 
 from transformer_plugin.ops import (
-    activation as _activation,
+    activations as _activations,
     connect_gradient as _connect_gradient,
     deferred_wgrad as _deferred_wgrad,
     delayed_scaling as _delayed_scaling,
@@ -10,7 +10,7 @@ from transformer_plugin.ops import (
     gemm as _gemm,
     gemm_out as _gemm_out,
     gemm_plan as _gemm_plan,
-    gemm_swiglu as _gemm_swiglu,
+    gemm_activation as _gemm_activation,
     grouped_mlp as _grouped_mlp,
     layer_out as _layer_out,
     linear as _linear,
@@ -23,7 +23,7 @@ from transformer_plugin.ops import (
     slots as _slots,
     tensor_parallel as _tensor_parallel,
 )
-from transformer_plugin.ops.activation import *
+from transformer_plugin.ops.activations import *
 from transformer_plugin.ops.connect_gradient import *
 from transformer_plugin.ops.deferred_wgrad import *
 from transformer_plugin.ops.delayed_scaling import *
@@ -32,7 +32,7 @@ from transformer_plugin.ops.fused import *
 from transformer_plugin.ops.gemm import *
 from transformer_plugin.ops.gemm_out import *
 from transformer_plugin.ops.gemm_plan import *
-from transformer_plugin.ops.gemm_swiglu import *
+from transformer_plugin.ops.gemm_activation import *
 from transformer_plugin.ops.grouped_mlp import *
 from transformer_plugin.ops.layer_out import *
 from transformer_plugin.ops.linear import *
@@ -47,7 +47,7 @@ from transformer_plugin.ops.tensor_parallel import *
 
 # A function may have the name of its module, so the modules have other names here.
 __all__: list[str] = []
-__all__ += _activation.__all__
+__all__ += _activations.__all__
 __all__ += _connect_gradient.__all__
 __all__ += _deferred_wgrad.__all__
 __all__ += _delayed_scaling.__all__
@@ -56,7 +56,7 @@ __all__ += _fused.__all__
 __all__ += _gemm.__all__
 __all__ += _gemm_out.__all__
 __all__ += _gemm_plan.__all__
-__all__ += _gemm_swiglu.__all__
+__all__ += _gemm_activation.__all__
 __all__ += _grouped_mlp.__all__
 __all__ += _layer_out.__all__
 __all__ += _linear.__all__

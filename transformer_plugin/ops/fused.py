@@ -16,19 +16,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from transformer_plugin.activations import Activation, key_of_activation
 from transformer_plugin.formats import Format
 from transformer_plugin.ops._operands import key_of
 
 __all__ = [
+    "activation_backward_quantize",
+    "activation_quantize",
     "bias_backward_quantize",
-    "swiglu_backward_quantize",
-    "swiglu_quantize",
 ]
 
 _ops = torch.ops.transformer_plugin
 
 
-def swiglu_quantize(
+def activation_quantize(
     input: Tensor,
     format: str | Format,
     probs: Tensor | None = None,
@@ -39,8 +40,9 @@ def swiglu_quantize(
     rowwise: bool = True,
     columnwise: bool = False,
     zero_tail: bool = True,
+    activation: str | Activation = "swiglu",
 ) -> tuple[Tensor, ...]:
-    """:func:`~transformer_plugin.ops.swiglu`, quantized along rows, along columns, or both.
+    """:func:`~transformer_plugin.ops.activation`, quantized along rows, along columns, or both.
 
     Args:
         input: ``[T, 2F]`` float32, bfloat16 or float16, any strides; the gate is the first F columns. For ``mxfp8``
@@ -57,9 +59,10 @@ def swiglu_quantize(
         amax_t: of ``nvfp4`` with ``columnwise`` only, the amax of the columns.
         seed: int64 ``[1]`` on the device of ``input``, of ``nvfp4`` with ``sr`` only.
         rowwise, columnwise, zero_tail: as in :func:`~transformer_plugin.ops.quantize`.
+        activation: as in :func:`~transformer_plugin.ops.activation`, with all columns of the gate first.
 
     Returns:
-        What :func:`~transformer_plugin.ops.quantize` returns of ``swiglu(input, probs)``: ``data [T, F]``
+        What :func:`~transformer_plugin.ops.quantize` returns of ``activation(input, probs)``: ``data [T, F]``
         (``[T, F / 2]`` bytes of ``nvfp4``) and ``scale_inv``, then ``data_transposed [F, T]`` and its scale. The same
         bytes on CPU and CUDA. Not differentiable.
 
@@ -69,16 +72,19 @@ def swiglu_quantize(
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020 (arXiv:2002.05202), equation 6 without biases.
     """
-    key = key_of(format, "swiglu_quantize")
+    key, function = (
+        key_of(format, "activation_quantize"),
+        key_of_activation(activation, "activation_quantize"),
+    )
     directions = (rowwise, columnwise)
     return tuple(
-        _ops.swiglu_quantize.default(
-            input, key, probs, group_sizes, amax, amax_t, seed, *directions, zero_tail
+        _ops.activation_quantize.default(
+            input, key, probs, group_sizes, amax, amax_t, seed, *directions, zero_tail, function
         )
     )
 
 
-def swiglu_backward_quantize(
+def activation_backward_quantize(
     grad: Tensor,
     input: Tensor,
     format: str | Format,
@@ -88,26 +94,30 @@ def swiglu_backward_quantize(
     amax_t: Tensor | None = None,
     seed: Tensor | None = None,
     zero_tail: bool = True,
+    activation: str | Activation = "swiglu",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """:func:`~transformer_plugin.ops.swiglu_backward`, its gradient of the input quantized, always in both directions.
+    """:func:`~transformer_plugin.ops.activation_backward`, its gradient of the input quantized, always in both directions.
 
     Args:
         grad: ``[T, F]``, the gradient of the activation, in the dtype of ``input``; any strides.
         input: ``[T, 2F]``; F is a multiple of 128.
-        format, probs, group_sizes, seed, zero_tail: as in :func:`swiglu_quantize`.
+        format, probs, group_sizes, seed, zero_tail, activation: as in :func:`activation_quantize`.
         amax, amax_t: likewise, but of the gradient of ``input``.
 
     Returns:
         ``data [T, 2F], scale_inv, data_transposed [2F, T], scale_inv_transposed`` of the gradient of ``input``, and
-        ``grad_probs`` float32 ``[T]`` (``[0]`` when ``probs`` is None): the bits of ``swiglu_backward``'s, and 0 in
+        ``grad_probs`` float32 ``[T]`` (``[0]`` when ``probs`` is None): the bits of ``activation_backward``'s, and 0 in
         rows past the groups.
 
     Raises:
-        TypeError, ValueError: as :func:`swiglu_quantize`; ValueError: F that is not a multiple of 128.
+        TypeError, ValueError: as :func:`activation_quantize`; ValueError: F that is not a multiple of 128.
     """
-    key = key_of(format, "swiglu_backward_quantize")
-    data, scale, data_t, scale_t, grad_probs = _ops.swiglu_backward_quantize.default(
-        grad, input, key, probs, group_sizes, amax, amax_t, seed, zero_tail
+    key, function = (
+        key_of(format, "activation_backward_quantize"),
+        key_of_activation(activation, "activation_backward_quantize"),
+    )
+    data, scale, data_t, scale_t, grad_probs = _ops.activation_backward_quantize.default(
+        grad, input, key, probs, group_sizes, amax, amax_t, seed, zero_tail, function
     )
     return data, scale, data_t, scale_t, grad_probs
 

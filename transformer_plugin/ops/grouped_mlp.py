@@ -1,4 +1,4 @@
-"""The experts of a mixture as one op: two products over groups of rows with SwiGLU between them.
+"""The experts of a mixture as one op: two products over groups of rows with an activation between them.
 
 Letters: T rows of a buffer, of which the first ``sum(group_sizes)`` belong to G groups, in order; H columns of the
 input and the output; F columns between the products. What :mod:`transformer_plugin.ops.gemm` says of groups holds here.
@@ -6,8 +6,8 @@ input and the output; F columns between the products. What :mod:`transformer_plu
 Bit for bit the output and the gradients of three ops, in one node::
 
     linear = grouped_linear(input, fc1_weight, group_sizes, fc1_bias, None, *formats)
-    activation = swiglu(linear, probs)
-    grouped_linear(activation, fc2_weight, group_sizes, fc2_bias, probs if fc2_bias is given, *formats)
+    hidden = activation(linear, probs)
+    grouped_linear(hidden, fc2_weight, group_sizes, fc2_bias, probs if fc2_bias is given, *formats)
 
 With ``slot`` and ``source`` the input is tokens and the result one row for each of them, bit for bit::
 
@@ -18,11 +18,11 @@ Without formats no copy of the rows is made where Hopper's kernels read rows by 
 and in the backward the gradient of the output, where they lie; the tokens are saved once and not once for each expert
 that they take.
 
-With a second bias the gradient of ``probs`` is the float32 sum of the bias part and the SwiGLU part, in this order.
+With a second bias the gradient of ``probs`` is the float32 sum of the bias part and the activation's part, in this order.
 
 In ``fp8_block`` and ``mxfp8`` the activation is quantized in the pass that computes it and is never in memory in 16
 bits; so is the gradient of the first product, if F is a multiple of 128 and ``fc1_bias`` needs no gradient, which sums
-the values before quantization. Without formats the first product and SwiGLU are one kernel on Hopper if the weight is
+the values before quantization. Without formats the first product and the activation are one kernel on Hopper if the weight is
 one tensor, or matrices that lie in memory as one; of other matrices they are two.
 """
 
@@ -33,6 +33,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from transformer_plugin.activations import Activation, key_of_activation
 from transformer_plugin.errors import with_peers
 from transformer_plugin.formats import Format
 from transformer_plugin.ops._operands import Tensors, layer_keys, listed, listed_or_none
@@ -57,7 +58,7 @@ def grouped_mlp(
     grad_format: str | Format = "none",
     quantized_fc1_weight: Sequence[Tensor] | None = None,
     quantized_fc2_weight: Sequence[Tensor] | None = None,
-    interleave: int = 0,
+    activation: str | Activation = "swiglu",
     max_sms: int = 0,
     expected_rows: int = -1,
     fc1_main_grad: Tensors | None = None,
@@ -71,7 +72,7 @@ def grouped_mlp(
     source: Tensor | None = None,
     weight_shard: str = "",
 ) -> Tensor:
-    """``fc2(swiglu(fc1(input)) * probs)`` for each group of rows with the group's own weights and biases.
+    """``fc2(activation(fc1(input)) * probs)`` for each group of rows with the group's own weights and biases.
 
     Args:
         input: ``[T, H]`` float32, bfloat16 or float16.
@@ -82,7 +83,7 @@ def grouped_mlp(
         fc1_bias, fc2_bias: ``[G, 2F]`` and ``[G, H]``, any float dtype.
         input_format, weight_format, grad_format: of both products; for ``mxfp8`` H and F are multiples of 32.
         quantized_fc1_weight, quantized_fc2_weight: of :func:`~transformer_plugin.ops.quantize_weight`, read instead.
-        interleave: 0, or 32: gate and linear part alternate in blocks of 32 rows of ``fc1_weight`` and ``fc1_bias``.
+        activation: as in :func:`~transformer_plugin.ops.activation`; the order is that of the rows of ``fc1_weight``.
         max_sms, expected_rows, fc1_main_grad, fc2_main_grad, accumulate, weight_grad, weight_shard: as for
             :func:`~transformer_plugin.ops.grouped_linear`, as is ``formats.resolve``; both main_grads or neither.
         fc1_wgrad_queue, fc2_wgrad_queue, dgrad_out: likewise. With ``slot`` the gradient is copied into ``dgrad_out``.
@@ -98,7 +99,8 @@ def grouped_mlp(
     op = "grouped_mlp"
     weights = [listed(fc1_weight, op, "fc1_weight"), listed(fc2_weight, op, "fc2_weight")]
     formats = layer_keys(op, input_format, weight_format, grad_format)
-    options = (*formats, quantized_fc1_weight, quantized_fc2_weight, interleave, max_sms, expected_rows)
+    function = key_of_activation(activation, op)
+    options = (*formats, quantized_fc1_weight, quantized_fc2_weight, function, max_sms, expected_rows)
     fc1_buffers = listed_or_none(fc1_main_grad, op, "fc1_main_grad")
     buffers = (fc1_buffers, listed_or_none(fc2_main_grad, op, "fc2_main_grad"))
     into = (*buffers, accumulate, weight_grad, fc1_wgrad_queue, fc2_wgrad_queue, dgrad_out, slot, source)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from transformer_plugin.activations import Activation, key_of_activation
 from transformer_plugin.formats import Format
 from transformer_plugin.ops._operands import Tensors, layer_keys, listed, listed_or_none
 
@@ -107,7 +108,7 @@ def grouped_mlp_out(
     grad_format: str | Format = "none",
     quantized_fc1_weight: Sequence[Tensor] | None = None,
     quantized_fc2_weight: Sequence[Tensor] | None = None,
-    interleave: int = 0,
+    activation: str | Activation = "swiglu",
     max_sms: int = 0,
     expected_rows: int = -1,
     fc1_main_grad: Tensors | None = None,
@@ -131,7 +132,8 @@ def grouped_mlp_out(
     op = "grouped_mlp_out"
     weights = [listed(w, op, f"fc{i}_weight") for i, w in enumerate((fc1_weight, fc2_weight), 1)]
     required = (input, *weights, group_sizes, probs, out, fc1_bias, fc2_bias)
-    options = (quantized_fc1_weight, quantized_fc2_weight, interleave, max_sms, expected_rows)
+    function = key_of_activation(activation, op)
+    options = (quantized_fc1_weight, quantized_fc2_weight, function, max_sms, expected_rows)
     buffers = [
         listed_or_none(b, op, f"fc{i}_main_grad") for i, b in enumerate((fc1_main_grad, fc2_main_grad), 1)
     ]

@@ -17,8 +17,8 @@ def register() -> None:
     _register(ops.linear, _linear)
     _register(ops.gemm, _gemm)
     _register(ops.bias_backward, _bias_backward)
-    _register(ops.swiglu, _swiglu)
-    _register(ops.swiglu_backward, _swiglu_backward)
+    _register(ops.activation, _activation)
+    _register(ops.activation_backward, _activation_backward)
     _register(ops.rms_norm, _rms_norm)
     _register(ops.rms_norm_forward, _rms_norm_forward)
     _register(ops.rms_norm_backward, _rms_norm_backward)
@@ -108,13 +108,13 @@ def _sum_of(parameter: Any) -> str:
     return "whole" if parameter is None else "sum"
 
 
-def _swiglu(input: Any, probs: Any = None, group_sizes: Any = None, interleave: int = 0) -> Rules:
+def _activation(input: Any, probs: Any = None, group_sizes: Any = None, activation: str = "swiglu") -> Rules:
     rules = _by_rows(["rows"], [("rows", input), ("rows", probs), ("whole", group_sizes)])
     return rules if group_sizes is None else rules[:1]  # sizes count the rows of the whole
 
 
-def _swiglu_backward(
-    grad: Any, input: Any, probs: Any = None, group_sizes: Any = None, interleave: int = 0
+def _activation_backward(
+    grad: Any, input: Any, probs: Any = None, group_sizes: Any = None, activation: str = "swiglu"
 ) -> Rules:
     of_probs = "whole" if probs is None else "rows"
     arguments = [("rows", grad), ("rows", input), ("rows", probs), ("whole", group_sizes)]

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from transformer_plugin.activations import Activation
 from transformer_plugin.formats import Format
-from transformer_plugin.reference import activation, gemm
+from transformer_plugin.reference import activations, gemm
 from transformer_plugin.reference.quantize import quantize
 
 __all__ = [
+    "activation_backward_quantize",
+    "activation_quantize",
     "bias_backward_quantize",
-    "swiglu_backward_quantize",
-    "swiglu_quantize",
 ]
 
 
-def swiglu_quantize(
+def activation_quantize(
     input: Tensor,
     format: str | Format,
     probs: Tensor | None = None,
@@ -26,13 +27,14 @@ def swiglu_quantize(
     rowwise: bool = True,
     columnwise: bool = False,
     zero_tail: bool = True,
+    activation: str | Activation = "swiglu",
 ) -> tuple[Tensor, ...]:
     """The activation in the dtype of its input, quantized."""
-    act = activation.swiglu(input, probs)
+    act = activations.activation(input, probs, None, activation)
     return quantize(act, format, group_sizes, amax, amax_t, seed, rowwise, columnwise)
 
 
-def swiglu_backward_quantize(
+def activation_backward_quantize(
     grad: Tensor,
     input: Tensor,
     format: str | Format,
@@ -42,9 +44,10 @@ def swiglu_backward_quantize(
     amax_t: Tensor | None = None,
     seed: Tensor | None = None,
     zero_tail: bool = True,
+    activation: str | Activation = "swiglu",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradient in the dtype of the input, quantized in both directions; the probability's is 0 past the groups."""
-    grad_input, grad_probs = activation.swiglu_backward(grad, input, probs, group_sizes)
+    grad_input, grad_probs = activations.activation_backward(grad, input, probs, group_sizes, activation)
     data, scale, data_t, scale_t = quantize(
         grad_input, format, group_sizes, amax, amax_t, seed, columnwise=True
     )

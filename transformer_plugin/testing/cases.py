@@ -48,7 +48,7 @@ def randn(
     return (torch.randn(shape, generator=generator) * scale).to(dtype).to(device)
 
 
-def swiglu_cases() -> Iterator[Case]:
+def activation_cases() -> Iterator[Case]:
     """Zero rows, one row, odd widths, wide rows, no probabilities, values from tiny to overflowing in exp."""
     shapes = [(0, 16), (1, 2), (3, 34), (5, 66), (129, 128), (7, 2048)]
     for dtype in FLOAT_DTYPES:

@@ -90,8 +90,8 @@ def layer_calls(draw: Draw) -> Calls:
         "bias": draw(G, 2 * N),
         "interleave": 32,
     }
-    yield "grouped_gemm_swiglu", "", {**product, "keep_input": True}
-    yield "grouped_gemm_swiglu_quantize", "", {**product, "keep_input": True, "format": "mxfp8"}
+    yield "grouped_gemm_activation", "", {**product, "keep_input": True}
+    yield "grouped_gemm_activation_quantize", "", {**product, "keep_input": True, "format": "mxfp8"}
     yield "check_group_sizes", "", {}
     every_row = {"group_sizes": draw.integers([T])}  # others have unspecified results, which differ
     for name, of_rows in (("", {}), ("groups", every_row)):

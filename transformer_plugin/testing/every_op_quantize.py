@@ -137,7 +137,7 @@ def quantize_calls(draw: Draw, key: str, is_grouped: bool) -> Calls:
         if format.needs_amax or format.family == "fp8_tensor":
             yield "amax", f"{name} {direction}", {"input": x, "format": key, **grouped, **flags}
         wide = {"input": draw(T, 2 * K, dtype=BFLOAT16), "probs": draw(T)}
-        yield "swiglu_quantize", f"{name} {direction}", {**wide, "format": key, **grouped, **more}
+        yield "activation_quantize", f"{name} {direction}", {**wide, "format": key, **grouped, **more}
         yield "bias_backward_quantize", f"{name} {direction}", {"grad": x, "format": key, **grouped, **more}
     if format.traits.has_fused_ops:
         yield _swiglu_backward_call(draw, key, name, sizes)
@@ -151,7 +151,7 @@ def _swiglu_backward_call(
     wide = draw(T, 256, dtype=BFLOAT16)
     arguments = {"grad": wide[:, :128].contiguous(), "input": wide, "probs": draw(T), "group_sizes": sizes}
     more = amaxes_and_seed(wide, key, "both", sizes)
-    return "swiglu_backward_quantize", name, {**arguments, "format": key, **more}
+    return "activation_backward_quantize", name, {**arguments, "format": key, **more}
 
 
 def _dequantize_calls(x: Tensor, key: str, name: str, sizes: Tensor | None) -> Calls:

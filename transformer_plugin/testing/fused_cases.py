@@ -69,8 +69,8 @@ def _case(
     return Case(f"{name}x{features}-{format}-{kind}", make)
 
 
-def swiglu_quantize_cases(widths: tuple[int, ...] = ()) -> Iterator[Case]:
-    """Arguments of swiglu_quantize and its variants: shapes by formats, with alternating dtypes and probabilities.
+def activation_quantize_cases(widths: tuple[int, ...] = ()) -> Iterator[Case]:
+    """Arguments of activation_quantize and its variants: shapes by formats, with alternating dtypes and probabilities.
 
     ``widths`` replaces the numbers of features.
     """

@@ -49,7 +49,7 @@ def _shapes_and_orders(
                     yield name, shape, dtype, interleave, index
 
 
-def grouped_gemm_swiglu_cases(
+def grouped_gemm_activation_cases(
     draw: Any = integers, dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES
 ) -> Iterator[Case]:
     """(a, b, group_sizes, probs, bias, interleave). Tail rows of ``a`` and ``probs`` are NaN; some cases have no
@@ -79,12 +79,12 @@ def grouped_gemm_swiglu_cases(
         yield Case(name, make)
 
 
-def grouped_gemm_swiglu_quantize_cases(
+def grouped_gemm_activation_quantize_cases(
     draw: Any = integers, dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES
 ) -> Iterator[Case]:
-    """(a, b, group_sizes, format, probs, bias, interleave): the cases of grouped_gemm_swiglu, each with three of
+    """(a, b, group_sizes, format, probs, bias, interleave): the cases of grouped_gemm_activation, each with three of
     the formats that its features support. Over two dtypes, each order of columns has all formats."""
-    combinations = zip(_shapes_and_orders(dtypes), grouped_gemm_swiglu_cases(draw, dtypes), strict=True)
+    combinations = zip(_shapes_and_orders(dtypes), grouped_gemm_activation_cases(draw, dtypes), strict=True)
     for (_, shape, dtype, interleave, index), case in combinations:
         allowed = [format for format in BLOCK_FORMATS if shape.n % 32 == 0 or not format.startswith("mxfp8")]
         first = 3 * (dtypes.index(dtype) + index + interleave // 32)

@@ -11,13 +11,13 @@ from tests.ops import quantize_oracle as oracle
 from tests.ops.quantize_oracle import SPECS, assert_all_same
 from transformer_plugin import ops, reference
 from transformer_plugin.testing.cases import Case
-from transformer_plugin.testing.fused_cases import given, swiglu_quantize_cases
+from transformer_plugin.testing.fused_cases import given, activation_quantize_cases
 from transformer_plugin.testing.numerics import assert_same_bits
 from transformer_plugin.testing.quantize_cases import BOTH, COLUMNS, columns_of, rows_of
 
 OPS = torch.ops.transformer_plugin
-CASES = list(swiglu_quantize_cases())
-BACKWARD_CASES = list(swiglu_quantize_cases(widths=(128, 384)))
+CASES = list(activation_quantize_cases())
+BACKWARD_CASES = list(activation_quantize_cases(widths=(128, 384)))
 by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 by_backward_case = pytest.mark.parametrize("case", BACKWARD_CASES, ids=lambda case: case.name)
 
@@ -42,13 +42,13 @@ def grad_like(input: Tensor) -> Tensor:
 @by_case
 def test_swiglu_quantize(case: Case, device: torch.device) -> None:
     input, format, probs, sizes = case.arguments(device)
-    arguments, activation = (input, format, probs, sizes), ops.swiglu(input, probs)
+    arguments, activation = (input, format, probs, sizes), ops.activation(input, probs)
     more = given(activation, format, sizes)
     expected = steps(activation, sizes, format, more)
-    assert_all_same(ops.swiglu_quantize(*arguments, **more, columnwise=True), expected)
-    assert_all_same(ops.swiglu_quantize(*arguments, **rows_of(more)), expected[:2])
+    assert_all_same(ops.activation_quantize(*arguments, **more, columnwise=True), expected)
+    assert_all_same(ops.activation_quantize(*arguments, **rows_of(more)), expected[:2])
     assert_all_same(
-        ops.swiglu_quantize(*arguments, **columns_of(more), rowwise=False, columnwise=True), expected[2:]
+        ops.activation_quantize(*arguments, **columns_of(more), rowwise=False, columnwise=True), expected[2:]
     )
 
 
@@ -56,9 +56,9 @@ def test_swiglu_quantize(case: Case, device: torch.device) -> None:
 def test_swiglu_backward_quantize(case: Case, device: torch.device) -> None:
     input, format, probs, sizes = case.arguments(device)
     grad = grad_like(input)
-    grad_input, grad_probs = ops.swiglu_backward(grad, input, probs)
+    grad_input, grad_probs = ops.activation_backward(grad, input, probs)
     more = given(grad_input, format, sizes)
-    *got, got_probs = ops.swiglu_backward_quantize(grad, input, format, probs, sizes, **more)
+    *got, got_probs = ops.activation_backward_quantize(grad, input, format, probs, sizes, **more)
     assert_all_same(tuple(got), steps(grad_input, sizes, format, more))
     if sizes is not None and probs is not None:
         grad_probs[int(sizes.sum()) :] = 0.0
@@ -83,10 +83,10 @@ def test_rowwise_nvfp4_supports_any_number_of_rows(
     """Only the transposed copy requires whole blocks of rows."""
     input = torch.randn(141, 2 * 48, generator=torch.Generator().manual_seed(7)).bfloat16().to(device)
     groups = None if sizes is None else torch.tensor(sizes, device=device)
-    activation = ops.swiglu(input)
+    activation = ops.activation(input)
     more = rows_of(given(activation, format, groups))
     expected = ops.quantize(activation, format, groups, **more)
-    assert_all_same(ops.swiglu_quantize(input, format, None, groups, **more), expected)
+    assert_all_same(ops.activation_quantize(input, format, None, groups, **more), expected)
 
 
 def exact_case(rows: int, features: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -113,9 +113,9 @@ def test_order_of_the_row_sums(features: int, device: torch.device) -> None:
                 level = [level[i] + level[i + 1] for i in range(0, len(level), 2)]
             total = total + level[0]
         expected.append(total)
-    grad_probs = ops.swiglu_backward(grad, input, probs)[1]
+    grad_probs = ops.activation_backward(grad, input, probs)[1]
     assert_same_bits(grad_probs, torch.stack(expected))
-    assert_same_bits(reference.swiglu_backward(grad, input, probs)[1], grad_probs.cpu())
+    assert_same_bits(reference.activation_backward(grad, input, probs)[1], grad_probs.cpu())
 
 
 @pytest.mark.parametrize("sizes", [None, [96, 32]])
@@ -125,16 +125,16 @@ def test_reference_agrees_with_the_ops(format: str, sizes: list[int] | None) -> 
     input, probs = torch.randn(144, 256), torch.rand(144)
     arguments = (input, format, probs, None if sizes is None else torch.tensor(sizes))
     grad = grad_like(input)
-    more = given(ops.swiglu(input, probs), format, arguments[3])
-    got = ops.swiglu_quantize(*arguments, **more, columnwise=True)
-    meaning = reference.swiglu_quantize(*arguments, **more, columnwise=True)
-    assert_all_same(meaning[:2], reference.swiglu_quantize(*arguments, **rows_of(more)))
+    more = given(ops.activation(input, probs), format, arguments[3])
+    got = ops.activation_quantize(*arguments, **more, columnwise=True)
+    meaning = reference.activation_quantize(*arguments, **more, columnwise=True)
+    assert_all_same(meaning[:2], reference.activation_quantize(*arguments, **rows_of(more)))
     assert_all_same(
-        meaning[2:], reference.swiglu_quantize(*arguments, **columns_of(more), rowwise=False, columnwise=True)
+        meaning[2:], reference.activation_quantize(*arguments, **columns_of(more), rowwise=False, columnwise=True)
     )
-    more = given(ops.swiglu_backward(grad, input, probs)[0], format, arguments[3])
-    *got_b, got_p = ops.swiglu_backward_quantize(grad, *arguments, **more)
-    *meaning_b, meaning_p = reference.swiglu_backward_quantize(grad, *arguments, **more)
+    more = given(ops.activation_backward(grad, input, probs)[0], format, arguments[3])
+    *got_b, got_p = ops.activation_backward_quantize(grad, *arguments, **more)
+    *meaning_b, meaning_p = reference.activation_backward_quantize(grad, *arguments, **more)
     for a, b in zip([*got, *got_b], [*meaning, *meaning_b], strict=True):
         assert a.shape == b.shape and a.dtype == b.dtype
         same = (a.view(torch.uint8) == b.view(torch.uint8)).float().mean()
@@ -148,11 +148,11 @@ def test_strided_inputs_give_the_same_bits(device: torch.device) -> None:
     probs = torch.rand(80, device=device)[::2]
     for input in (wide[:, ::2], flat[1:].view(24, 512), wide[3:17, 5:517]):
         copy, p = input.clone(memory_format=torch.contiguous_format), probs[: input.shape[0]]
-        got = ops.swiglu_quantize(input, "fp8_block", p, columnwise=True)
-        assert_all_same(got, ops.swiglu_quantize(copy, "fp8_block", p.contiguous(), columnwise=True))
+        got = ops.activation_quantize(input, "fp8_block", p, columnwise=True)
+        assert_all_same(got, ops.activation_quantize(copy, "fp8_block", p.contiguous(), columnwise=True))
         one = torch.ones((), device=device, dtype=input.dtype).expand(input.shape[0], 256)  # stride 0
-        *got_b, got_p = ops.swiglu_backward_quantize(one, input, "mxfp8", p)
-        *expected, expected_p = ops.swiglu_backward_quantize(one.contiguous(), copy, "mxfp8", p)
+        *got_b, got_p = ops.activation_backward_quantize(one, input, "mxfp8", p)
+        *expected, expected_p = ops.activation_backward_quantize(one.contiguous(), copy, "mxfp8", p)
         assert_all_same(tuple(got_b), tuple(expected))
         assert_same_bits(got_p, expected_p)
 
@@ -162,14 +162,14 @@ def test_strided_inputs_give_the_same_bits(device: torch.device) -> None:
 def test_cuda_gives_the_bytes_of_the_cpu(case: Case) -> None:
     arguments, on_device = case.arguments(), case.arguments("cuda")
     input, format, probs, sizes = arguments
-    more = given(ops.swiglu(input, probs), format, sizes)
+    more = given(ops.activation(input, probs), format, sizes)
     there = {name: value.cuda() for name, value in more.items()}
-    expected = ops.swiglu_quantize(*arguments, **more, columnwise=True)
-    assert_all_same(ops.swiglu_quantize(*on_device, **there, columnwise=True), expected)
-    more = given(ops.swiglu_backward(grad_like(input), input, probs)[0], format, sizes)
+    expected = ops.activation_quantize(*arguments, **more, columnwise=True)
+    assert_all_same(ops.activation_quantize(*on_device, **there, columnwise=True), expected)
+    more = given(ops.activation_backward(grad_like(input), input, probs)[0], format, sizes)
     there = {name: value.cuda() for name, value in more.items()}
-    *got, _ = ops.swiglu_backward_quantize(grad_like(on_device[0]), *on_device, **there)
-    *expected_b, _ = ops.swiglu_backward_quantize(grad_like(input), *arguments, **more)
+    *got, _ = ops.activation_backward_quantize(grad_like(on_device[0]), *on_device, **there)
+    *expected_b, _ = ops.activation_backward_quantize(grad_like(input), *arguments, **more)
     assert_all_same(tuple(got), tuple(expected_b))
 
 
@@ -178,15 +178,15 @@ def test_cuda_gives_the_bytes_of_the_cpu(case: Case) -> None:
 def test_opcheck(case: Case, device: torch.device) -> None:
     input, format, probs, sizes = case.arguments(device)
     input, probs = input.nan_to_num(), None if probs is None else probs.nan_to_num()
-    more = given(ops.swiglu(input, probs), format, sizes)
+    more = given(ops.activation(input, probs), format, sizes)
     arguments = (input.requires_grad_(), format, probs, sizes)
-    opcheck(OPS.swiglu_quantize.default, arguments, rows_of(more))
-    opcheck(OPS.swiglu_quantize.default, arguments, {**columns_of(more), **COLUMNS})
-    opcheck(OPS.swiglu_quantize.default, arguments, {**more, **BOTH})
+    opcheck(OPS.activation_quantize.default, arguments, rows_of(more))
+    opcheck(OPS.activation_quantize.default, arguments, {**columns_of(more), **COLUMNS})
+    opcheck(OPS.activation_quantize.default, arguments, {**more, **BOTH})
     if input.shape[1] % 256 == 0:
         grad = grad_like(input.detach())
-        more = given(ops.swiglu_backward(grad, input.detach(), probs)[0], format, sizes)
-        opcheck(OPS.swiglu_backward_quantize.default, (grad, *arguments), more)
+        more = given(ops.activation_backward(grad, input.detach(), probs)[0], format, sizes)
+        opcheck(OPS.activation_backward_quantize.default, (grad, *arguments), more)
 
 
 GIVEN_FORMATS = ["fp8_tensor", "nvfp4:rht,sr"]
@@ -201,8 +201,8 @@ def fused_calls(
         kind = format.split(":")[0]
         one = {} if kind == "fp8_block" else {"amax": amax}
         both = {**one, "amax_t": 2 * amax, "seed": seed} if kind == "nvfp4" else one
-        outputs += ops.swiglu_quantize(input, format, probs, sizes, **both, columnwise=True)
-        outputs += ops.swiglu_backward_quantize(grad, input, format, probs, sizes, **both)
+        outputs += ops.activation_quantize(input, format, probs, sizes, **both, columnwise=True)
+        outputs += ops.activation_backward_quantize(grad, input, format, probs, sizes, **both)
     return tuple(outputs)
 
 
@@ -312,11 +312,11 @@ GRAD = torch.zeros(4, 128)
 def test_errors_have_four_parts(arguments: tuple, error: type[Exception], text: str) -> None:
     for flags in ({}, COLUMNS, BOTH):
         with pytest.raises(error) as caught:
-            ops.swiglu_quantize(*arguments, **flags)
+            ops.activation_quantize(*arguments, **flags)
         expected = text
         if flags == COLUMNS and arguments[1] == "nvfp4":
             expected = text.replace("'amax'", "'amax_t'").replace("ops.amax", "ops.amax and columnwise=True")
-        assert str(caught.value) == f"transformer_plugin::swiglu_quantize: {expected}"
+        assert str(caught.value) == f"transformer_plugin::activation_quantize: {expected}"
 
 
 @pytest.mark.parametrize(
@@ -366,8 +366,8 @@ def test_errors_of_amaxes_and_seed(more: dict, text: str) -> None:
         "seed": seed,
     }
     with pytest.raises(ValueError) as caught:
-        ops.swiglu_quantize(**arguments | more, columnwise=True)
-    assert str(caught.value) == f"transformer_plugin::swiglu_quantize: {text}"
+        ops.activation_quantize(**arguments | more, columnwise=True)
+    assert str(caught.value) == f"transformer_plugin::activation_quantize: {text}"
 
 
 @pytest.mark.parametrize(
@@ -393,5 +393,5 @@ def test_errors_of_amaxes_and_seed(more: dict, text: str) -> None:
 )
 def test_errors_of_the_backward(arguments: tuple, text: str) -> None:
     with pytest.raises(ValueError) as caught:
-        ops.swiglu_backward_quantize(*arguments)
-    assert str(caught.value) == f"transformer_plugin::swiglu_backward_quantize: {text}"
+        ops.activation_backward_quantize(*arguments)
+    assert str(caught.value) == f"transformer_plugin::activation_backward_quantize: {text}"

@@ -19,10 +19,10 @@ BLOCKS = (
     "expected whole blocks of 32 columns of the gate and of the linear part, got {} for 8 of each. "
     "Take a multiple of 32, or interleave=0."
 )
-FORWARD, QUANTIZE = "grouped_gemm_swiglu", "grouped_gemm_swiglu_quantize"
+FORWARD, QUANTIZE = "grouped_gemm_activation", "grouped_gemm_activation_quantize"
 FORMAT = (
     "expected a format that finds its scales in blocks along a row, fp8_block or mxfp8, got '{}'. "
-    "Take one of those, or grouped_gemm_swiglu, and quantize its result."
+    "Take one of those, or grouped_gemm_activation, and quantize its result."
 )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.opcheck import opcheck
 from tests.ops.test_grouped_gemm_rows import with_indexed_rows
-from tests.ops.test_grouped_gemm_swiglu import EXACT, RANDOM, each
+from tests.ops.test_grouped_gemm_activation import EXACT, RANDOM, each
 from transformer_plugin import ops, reference
 from transformer_plugin.testing.cases import Case
 from transformer_plugin.testing.gemm_cases import normals
@@ -24,18 +24,18 @@ _ops = torch.ops.transformer_plugin
 def test_indexed_rows_equal_a_copy(case: Case, device: torch.device) -> None:
     """Rows that the index does not name are NaN; entries past the groups are no rows."""
     arguments, rows, copied = with_indexed_rows(case, device, 0)
-    expected = ops.grouped_gemm_swiglu(copied, *arguments[1:])
-    got = ops.grouped_gemm_swiglu(*arguments, rows=rows)
-    wanted = reference.grouped_gemm_swiglu(
+    expected = ops.grouped_gemm_activation(copied, *arguments[1:])
+    got = ops.grouped_gemm_activation(*arguments, rows=rows)
+    wanted = reference.grouped_gemm_activation(
         *[t.cpu() if isinstance(t, Tensor) else t for t in arguments], rows=rows.cpu()
     )
     for result, equal, oracle in zip(got, expected, wanted, strict=True):
         assert_same_bits(result, equal)
         assert result.shape == oracle.shape and result.dtype == oracle.dtype
-    alone, none = ops.grouped_gemm_swiglu(*arguments, keep_input=False, rows=rows)
+    alone, none = ops.grouped_gemm_activation(*arguments, keep_input=False, rows=rows)
     assert_same_bits(alone, expected[0], "without h")
     assert none.shape[0] == 0
-    assert_same_bits(ops.grouped_gemm_swiglu(*arguments, rows=rows.long())[0], expected[0], "int64")
+    assert_same_bits(ops.grouped_gemm_activation(*arguments, rows=rows.long())[0], expected[0], "int64")
 
 
 @each(RANDOM[::4])
@@ -44,8 +44,8 @@ def test_an_entry_of_minus_one_is_a_row_of_zeros(case: Case, device: torch.devic
     end = int(arguments[2].sum())
     rows[:end:3] = -1
     copied[:end:3] = 0
-    got = ops.grouped_gemm_swiglu(*arguments, rows=rows)
-    for result, equal in zip(got, ops.grouped_gemm_swiglu(copied, *arguments[1:]), strict=True):
+    got = ops.grouped_gemm_activation(*arguments, rows=rows)
+    for result, equal in zip(got, ops.grouped_gemm_activation(copied, *arguments[1:]), strict=True):
         assert_same_bits(result, equal)
 
 
@@ -60,7 +60,7 @@ def test_gradient(case: Case, keep_input: bool, device: torch.device) -> None:
     def run(a: Tensor, **more: Any) -> list[Tensor]:
         given = [t.detach().clone() if isinstance(t, Tensor) else t for t in (a, *arguments[1:])]
         leaves = [t.requires_grad_() for i, t in enumerate(given) if isinstance(t, Tensor) and i != 2]
-        act, _ = ops.grouped_gemm_swiglu(*given, keep_input=keep_input, **more)
+        act, _ = ops.grouped_gemm_activation(*given, keep_input=keep_input, **more)
         grad = normals(tuple(act.shape), act.dtype, device, torch.Generator().manual_seed(3))
         return list(torch.autograd.grad(act, leaves, grad))
 
@@ -74,18 +74,18 @@ def test_gradient(case: Case, keep_input: bool, device: torch.device) -> None:
 def test_opcheck(case: Case, device: torch.device) -> None:
     arguments, rows, _ = with_indexed_rows(case, device, 0)
     arguments[0] = arguments[0].nan_to_num()
-    opcheck(_ops.grouped_gemm_swiglu.default, tuple(arguments), {"rows": rows})
+    opcheck(_ops.grouped_gemm_activation.default, tuple(arguments), {"rows": rows})
     arguments[0].requires_grad_()
-    opcheck(_ops.grouped_gemm_swiglu.default, tuple(arguments), {"rows": rows})
+    opcheck(_ops.grouped_gemm_activation.default, tuple(arguments), {"rows": rows})
 
 
 def test_wrong_rows(device: torch.device) -> None:
     a, b, sizes = torch.ones(4, 8, device=device), torch.ones(2, 16, 8, device=device), [2, 3]
     group_sizes = torch.tensor(sizes, device=device)
-    with pytest.raises(TypeError, match=r"grouped_gemm_swiglu: argument 'rows': expected .*int32"):
-        ops.grouped_gemm_swiglu(a, b, group_sizes, rows=torch.zeros(5, device=device))
-    with pytest.raises(ValueError, match=r"grouped_gemm_swiglu: argument 'probs': expected .*rows of 'rows'"):
-        ops.grouped_gemm_swiglu(
+    with pytest.raises(TypeError, match=r"grouped_gemm_activation: argument 'rows': expected .*int32"):
+        ops.grouped_gemm_activation(a, b, group_sizes, rows=torch.zeros(5, device=device))
+    with pytest.raises(ValueError, match=r"grouped_gemm_activation: argument 'probs': expected .*rows of 'rows'"):
+        ops.grouped_gemm_activation(
             a,
             b,
             group_sizes,
@@ -93,5 +93,5 @@ def test_wrong_rows(device: torch.device) -> None:
             rows=torch.zeros(5, dtype=torch.int32, device=device),
         )
     if device.type == "cpu":
-        with pytest.raises(ValueError, match=r"grouped_gemm_swiglu: argument 'rows': expected .*got 4 at 1"):
-            ops.grouped_gemm_swiglu(a, b, group_sizes, rows=torch.tensor([0, 4, 0, 0, 0]))
+        with pytest.raises(ValueError, match=r"grouped_gemm_activation: argument 'rows': expected .*got 4 at 1"):
+            ops.grouped_gemm_activation(a, b, group_sizes, rows=torch.tensor([0, 4, 0, 0, 0]))

@@ -1,4 +1,4 @@
-"""grouped_gemm_swiglu and its gradients: float64 results, the bits of the separate steps, and CUDA graphs."""
+"""grouped_gemm_activation and its gradients: float64 results, the bits of the separate steps, and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 from tests.opcheck import opcheck
 from tests.ops.gemm_oracle import poison, rows_fp64
 from transformer_plugin import ops, reference
-from transformer_plugin.reference.gemm_swiglu import halves_apart
+from transformer_plugin.reference.gemm_activation import halves_apart
 from transformer_plugin.testing.cases import Case
 from transformer_plugin.testing.gemm_cases import normals, poison_tail
-from transformer_plugin.testing.gemm_swiglu_cases import grouped_gemm_swiglu_cases
+from transformer_plugin.testing.gemm_activation_cases import grouped_gemm_activation_cases
 from transformer_plugin.testing.numerics import assert_close_in_ulp, assert_rounded_sum, assert_same_bits
 
 pytestmark = pytest.mark.dtypes_in_turn
-EXACT, RANDOM = list(grouped_gemm_swiglu_cases()), list(grouped_gemm_swiglu_cases(normals))
+EXACT, RANDOM = list(grouped_gemm_activation_cases()), list(grouped_gemm_activation_cases(normals))
 _ops = torch.ops.transformer_plugin
 
 
@@ -57,13 +57,13 @@ def test_output_agrees_with_float64(case: Case, device: torch.device) -> None:
     a, b, sizes, probs, bias, interleave = case.arguments()
     h = rows_fp64(a, b, sizes, bias, None, True).to(a.dtype)
     expected = with_zero_tail(swiglu_fp64(h, probs, interleave), sizes)
-    act, kept = reference.grouped_gemm_swiglu(a, b, sizes, probs, bias, interleave)
+    act, kept = reference.grouped_gemm_activation(a, b, sizes, probs, bias, interleave)
     assert_same_bits(kept + 0, h, "h of the reference")
     assert_close_in_ulp(act, expected, ulp=ulp_of(a.dtype), name="act of the reference")
     arguments = case.arguments(device)
     poison(tuple(h.shape), h.dtype, device)
     poison(tuple(expected.shape), h.dtype, device)
-    act, kept = ops.grouped_gemm_swiglu(*arguments)
+    act, kept = ops.grouped_gemm_activation(*arguments)
     assert_same_bits(kept + 0, h.to(device), "h")
     assert_close_in_ulp(act, expected.to(device), ulp=ulp_of(a.dtype), name="act")
     tail = act[int(sizes.sum()) :]
@@ -73,13 +73,13 @@ def test_output_agrees_with_float64(case: Case, device: torch.device) -> None:
 @each(RANDOM)
 def test_output_has_the_bits_of_the_steps(case: Case, device: torch.device) -> None:
     a, b, sizes, probs, bias, interleave = case.arguments(device)
-    act, h = ops.grouped_gemm_swiglu(a, b, sizes, probs, bias, interleave)
+    act, h = ops.grouped_gemm_activation(a, b, sizes, probs, bias, interleave)
     assert_same_bits(h, ops.grouped_gemm(a, b, sizes, bias), "h")
-    assert_same_bits(act, with_zero_tail(ops.swiglu(halves_apart(h, interleave), probs), sizes), "act")
-    alone, none = ops.grouped_gemm_swiglu(a, b, sizes, probs, bias, interleave, keep_input=False)
+    assert_same_bits(act, with_zero_tail(ops.activation(halves_apart(h, interleave), probs), sizes), "act")
+    alone, none = ops.grouped_gemm_activation(a, b, sizes, probs, bias, interleave, keep_input=False)
     assert_same_bits(alone, act, "act without h")
     assert none.shape == (0, b.shape[1]) and none.dtype == a.dtype
-    few = ops.grouped_gemm_swiglu(a, b, sizes, probs, bias, interleave, True, 6, 10)
+    few = ops.grouped_gemm_activation(a, b, sizes, probs, bias, interleave, True, 6, 10)
     for got, expected in zip(few, (act, h), strict=True):
         assert_same_bits(got, expected, "with max_sms")
     exact = rows_fp64(a, b, sizes, bias, None, True)
@@ -91,7 +91,7 @@ def steps(
     a: Tensor, b: Tensor, sizes: Tensor, probs: Tensor | None, bias: Tensor | None, interleave: int
 ) -> Tensor:
     h = ops.grouped_gemm(a, b, sizes, bias)
-    return ops.swiglu(halves_apart(h, interleave), probs)
+    return ops.activation(halves_apart(h, interleave), probs)
 
 
 def gradients(
@@ -113,7 +113,7 @@ def test_gradient_has_the_bits_of_the_steps(case: Case, keep_input: bool, device
     poison_tail(grad, tuple(sizes.tolist()))
     wanted = (0, 1, 3, 4)
     got = gradients(
-        lambda *given: ops.grouped_gemm_swiglu(*given, keep_input=keep_input)[0], arguments, grad, wanted
+        lambda *given: ops.grouped_gemm_activation(*given, keep_input=keep_input)[0], arguments, grad, wanted
     )
     expected = gradients(steps, arguments, grad, wanted)
     names = [
@@ -134,12 +134,12 @@ def test_gradient_through_h(both: bool, device: torch.device) -> None:
     poison_tail(grad, (63,))
 
     def fused(*given: Any) -> Tensor:
-        act, h = ops.grouped_gemm_swiglu(*given)
+        act, h = ops.grouped_gemm_activation(*given)
         return torch.cat([act, h], 1)[:, 0 if both else 64 :]
 
     def separate(a: Tensor, b: Tensor, sizes: Tensor, probs: Tensor, bias: Tensor, interleave: int) -> Tensor:
         h = ops.grouped_gemm(a, b, sizes, bias)
-        act = ops.swiglu(halves_apart(h, interleave), probs)
+        act = ops.activation(halves_apart(h, interleave), probs)
         return torch.cat([act, h], 1)[:, 0 if both else 64 :]
 
     grad = torch.cat([grad[:, :64], grad], 1)[:, 0 if both else 64 :]
@@ -159,7 +159,7 @@ def test_only_requested_gradients_are_computed(
     arguments = [a, b, torch.tensor([2, 3], device=device), probs, bias]
     for i in wanted:
         arguments[i].requires_grad_()
-    ops.grouped_gemm_swiglu(*arguments, keep_input=keep_input)[0].sum().backward()
+    ops.grouped_gemm_activation(*arguments, keep_input=keep_input)[0].sum().backward()
     doubles = [t.detach().double().requires_grad_() if t.is_floating_point() else t for t in arguments]
     exact = swiglu_fp64_of(doubles)
     exact.sum().backward()
@@ -186,8 +186,8 @@ def test_strided_inputs_give_the_same_bits(device: torch.device) -> None:
     probs = torch.rand(12, generator=generator).to(device)[::2]
     sizes = torch.tensor([3, 2], device=device)
     for got, expected in zip(
-        ops.grouped_gemm_swiglu(a, b, sizes, probs, None, 32),
-        ops.grouped_gemm_swiglu(a.contiguous(), b.contiguous(), sizes, probs.contiguous(), None, 32),
+        ops.grouped_gemm_activation(a, b, sizes, probs, None, 32),
+        ops.grouped_gemm_activation(a.contiguous(), b.contiguous(), sizes, probs.contiguous(), None, 32),
         strict=True,
     ):
         assert_same_bits(got, expected)
@@ -201,16 +201,16 @@ def some(cases: list[Case]) -> list[Case]:
 @each(some(EXACT))
 def test_opcheck(case: Case, device: torch.device) -> None:
     arguments = case.arguments(device)
-    opcheck(_ops.grouped_gemm_swiglu.default, arguments)
-    opcheck(_ops.grouped_gemm_swiglu.default, (*arguments, False))
+    opcheck(_ops.grouped_gemm_activation.default, arguments)
+    opcheck(_ops.grouped_gemm_activation.default, (*arguments, False))
     for i in (0, 1, 3, 4):
         if arguments[i] is not None:
             arguments[i].requires_grad_()
-    opcheck(_ops.grouped_gemm_swiglu.default, arguments)
+    opcheck(_ops.grouped_gemm_activation.default, arguments)
 
 
 def mlp(x: Tensor, w1: Tensor, w2: Tensor, sizes: Tensor, probs: Tensor, interleave: int) -> Tensor:
-    act, _ = ops.grouped_gemm_swiglu(x, w1, sizes, probs, None, interleave)
+    act, _ = ops.grouped_gemm_activation(x, w1, sizes, probs, None, interleave)
     return ops.grouped_gemm(act, w2, sizes)
 
 
@@ -252,7 +252,7 @@ def test_graph_replays_with_new_sizes_and_data(interleave: int) -> None:
         )
 
     def run(a: Tensor, b: Tensor, sizes: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        return ops.grouped_gemm_swiglu(a, b, sizes, probs, None, interleave)
+        return ops.grouped_gemm_activation(a, b, sizes, probs, None, interleave)
 
     held = draw(0, (100, 0, 300, 57))
     side = torch.cuda.Stream()
@@ -273,7 +273,7 @@ def test_graph_replays_with_new_sizes_and_data(interleave: int) -> None:
         graph.replay()
         a, b, group_sizes, probs = new
         h = ops.grouped_gemm(a, b, group_sizes)
-        act = with_zero_tail(ops.swiglu(halves_apart(h, interleave), probs), group_sizes)
+        act = with_zero_tail(ops.activation(halves_apart(h, interleave), probs), group_sizes)
         for got, exact, name in zip(captured, (act, h), ("act", "h"), strict=True):
             assert_same_bits(got, exact, name)
 
@@ -300,7 +300,7 @@ def test_calls_do_not_synchronize(dtype: torch.dtype) -> None:
 @each([case for case in RANDOM if not case.name.startswith("float32")])
 def test_repeated_calls_give_the_same_bits(case: Case) -> None:
     arguments = case.arguments("cuda")
-    first = ops.grouped_gemm_swiglu(*arguments)
+    first = ops.grouped_gemm_activation(*arguments)
     for _ in range(20):
-        for got, expected in zip(ops.grouped_gemm_swiglu(*arguments), first, strict=True):
+        for got, expected in zip(ops.grouped_gemm_activation(*arguments), first, strict=True):
             assert_same_bits(got, expected)

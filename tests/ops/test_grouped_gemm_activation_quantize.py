@@ -1,4 +1,4 @@
-"""grouped_gemm_swiglu_quantize: the bytes of the separate steps and of the oracle, extreme values, and CUDA graphs."""
+"""grouped_gemm_activation_quantize: the bytes of the separate steps and of the oracle, extreme values, and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from tests.ops.on_gpu import captured, most_memory
 from tests.ops.quantize_oracle import SPECS, assert_all_same, grouped_both_directions
 from transformer_plugin import ops, reference
 from transformer_plugin.formats import Format
-from transformer_plugin.reference.gemm_swiglu import halves_apart
+from transformer_plugin.reference.gemm_activation import halves_apart
 from transformer_plugin.testing.cases import BLOCK_FORMATS, Case
 from transformer_plugin.testing.gemm_cases import (
     normals,
     poison_tail,
     quantized_arguments,
 )
-from transformer_plugin.testing.gemm_swiglu_cases import grouped_gemm_swiglu_quantize_cases
+from transformer_plugin.testing.gemm_activation_cases import grouped_gemm_activation_quantize_cases
 from transformer_plugin.testing.numerics import assert_same_bits
 
 pytestmark = pytest.mark.dtypes_in_turn
 
-EXACT = list(grouped_gemm_swiglu_quantize_cases())
-RANDOM = list(grouped_gemm_swiglu_quantize_cases(normals))
+EXACT = list(grouped_gemm_activation_quantize_cases())
+RANDOM = list(grouped_gemm_activation_quantize_cases(normals))
 SIXTEEN_BITS = [case for case in RANDOM if not case.name.startswith("float32")]
-_op = torch.ops.transformer_plugin.grouped_gemm_swiglu_quantize.default
+_op = torch.ops.transformer_plugin.grouped_gemm_activation_quantize.default
 
 
 def interleave_halves(h: Tensor, interleave: int) -> Tensor:
@@ -50,9 +50,9 @@ def steps(
     bias: Tensor | None = None,
     interleave: int = 0,
 ) -> tuple[Tensor, ...]:
-    """Returns the results of grouped_gemm_swiglu followed by swiglu_quantize."""
-    _, h = ops.grouped_gemm_swiglu(a, b, sizes, probs, bias, interleave)
-    return *ops.swiglu_quantize(halves_apart(h, interleave), format, probs, sizes), h
+    """Returns the results of grouped_gemm_activation followed by activation_quantize."""
+    _, h = ops.grouped_gemm_activation(a, b, sizes, probs, bias, interleave)
+    return *ops.activation_quantize(halves_apart(h, interleave), format, probs, sizes), h
 
 
 def oracle(act: Tensor, sizes: Tensor, format: str) -> tuple[Tensor, ...]:
@@ -70,9 +70,9 @@ def test_output_agrees_with_the_oracle(case: Case, device: torch.device) -> None
     """Sums are exact, so h must agree to the last bit. The numpy oracle quantizes SwiGLU of the rounded h."""
     a, b, sizes, format, probs, bias, interleave = case.arguments(device)
     h = rows_fp64(a.cpu(), b.cpu(), sizes, None if bias is None else bias.cpu(), None, True).to(a.dtype)
-    act = ops.swiglu(halves_apart(h, interleave), None if probs is None else probs.cpu())
+    act = ops.activation(halves_apart(h, interleave), None if probs is None else probs.cpu())
     expected = oracle(act, sizes, format)
-    *got, kept = ops.grouped_gemm_swiglu_quantize(a, b, sizes, format, probs, bias, interleave)
+    *got, kept = ops.grouped_gemm_activation_quantize(a, b, sizes, format, probs, bias, interleave)
     assert_same_bits(kept.cpu() + 0, h, "h")
     assert_all_same(tuple(got), expected)
 
@@ -82,22 +82,22 @@ def test_output_has_the_bytes_of_the_steps(case: Case, device: torch.device) -> 
     arguments = case.arguments(device)
     expected = steps(*arguments)
     poison_outputs(expected)
-    assert_all_same(ops.grouped_gemm_swiglu_quantize(*arguments), expected)
+    assert_all_same(ops.grouped_gemm_activation_quantize(*arguments), expected)
     poison_outputs(expected[:2])
-    *alone, none = ops.grouped_gemm_swiglu_quantize(*arguments, keep_input=False)
+    *alone, none = ops.grouped_gemm_activation_quantize(*arguments, keep_input=False)
     assert_all_same(tuple(alone), expected[:2])
     assert none.shape == (0, arguments[1].shape[1]) and none.dtype == arguments[0].dtype
-    assert_all_same(ops.grouped_gemm_swiglu_quantize(*arguments, True, 6, 10), expected)
+    assert_all_same(ops.grouped_gemm_activation_quantize(*arguments, True, 6, 10), expected)
 
 
 @each(EXACT)
 def test_reference_has_the_bytes_of_its_steps(case: Case) -> None:
     a, b, sizes, format, probs, bias, interleave = case.arguments()
-    act, h = reference.grouped_gemm_swiglu(a, b, sizes, probs, bias, interleave)
-    *got, kept = reference.grouped_gemm_swiglu_quantize(a, b, sizes, format, probs, bias, interleave)
+    act, h = reference.grouped_gemm_activation(a, b, sizes, probs, bias, interleave)
+    *got, kept = reference.grouped_gemm_activation_quantize(a, b, sizes, format, probs, bias, interleave)
     assert_same_bits(kept, h)
     assert_all_same(tuple(got), oracle(act, sizes, format))
-    none = reference.grouped_gemm_swiglu_quantize(a, b, sizes, format, probs, bias, interleave, False)[2]
+    none = reference.grouped_gemm_activation_quantize(a, b, sizes, format, probs, bias, interleave, False)[2]
     assert none.shape == (0, b.shape[1])
 
 
@@ -134,10 +134,10 @@ def test_extreme_values(
     probs = torch.rand(140, generator=torch.Generator().manual_seed(1))
     probs[::13], probs[1::13], probs[2::13] = float("nan"), float("inf"), 0.0
     arguments = a.to(device), b.to(device), sizes, format, probs.to(device), bias, interleave
-    act, h = ops.grouped_gemm_swiglu(*arguments[:3], *arguments[4:])
-    got = ops.grouped_gemm_swiglu_quantize(*arguments)
+    act, h = ops.grouped_gemm_activation(*arguments[:3], *arguments[4:])
+    got = ops.grouped_gemm_activation_quantize(*arguments)
     assert_all_same(
-        got, (*ops.swiglu_quantize(halves_apart(h, interleave), format, probs.to(device), sizes), h)
+        got, (*ops.activation_quantize(halves_apart(h, interleave), format, probs.to(device), sizes), h)
     )
     assert_all_same(got[:2], oracle(act, sizes, format))
 
@@ -154,9 +154,9 @@ def test_columns_past_the_last_gate_do_not_affect_scales(
     b[:, features:] *= 64
     a[3, 5], b[1, features + 2, 7] = float("inf"), -float("inf")
     arguments = a, b, torch.tensor([40, 27], device=device), "fp8_block"
-    got = ops.grouped_gemm_swiglu_quantize(*arguments)
+    got = ops.grouped_gemm_activation_quantize(*arguments)
     assert_all_same(got, steps(*arguments))
-    act, _ = ops.grouped_gemm_swiglu(*arguments[:3])
+    act, _ = ops.grouped_gemm_activation(*arguments[:3])
     assert_all_same(got[:2], oracle(act, arguments[2], "fp8_block"))
 
 
@@ -167,7 +167,7 @@ def test_strided_inputs_and_format_object(format: str, device: torch.device) -> 
     a, b = wide[0][::2, ::2], wide[1].transpose(1, 2)
     probs, bias = torch.rand(12, generator=generator).to(device)[::2], b[:, :, 0]
     sizes = torch.tensor([3, 2], device=device, dtype=torch.int32)
-    got = ops.grouped_gemm_swiglu_quantize(a, b, sizes, Format.parse(format), probs, bias, 32)
+    got = ops.grouped_gemm_activation_quantize(a, b, sizes, Format.parse(format), probs, bias, 32)
     dense = a.contiguous(), b.contiguous(), sizes, format, probs.contiguous(), bias.contiguous(), 32
     assert_all_same(got, steps(*dense))
 
@@ -182,7 +182,7 @@ def test_opcheck(case: Case, device: torch.device) -> None:
         if arguments[i] is not None:
             arguments[i].requires_grad_()
     opcheck(_op, arguments)
-    assert not any(output.requires_grad for output in ops.grouped_gemm_swiglu_quantize(*arguments))
+    assert not any(output.requires_grad for output in ops.grouped_gemm_activation_quantize(*arguments))
 
 
 @pytest.mark.parametrize("interleave", [0, 32])
@@ -190,13 +190,13 @@ def test_opcheck(case: Case, device: torch.device) -> None:
 def test_compiles_without_graph_breaks(format: str, interleave: int, device: torch.device) -> None:
     """One graph serves any sizes and numbers of rows, with the bytes of eager mode."""
     torch._dynamo.reset()
-    fast = torch.compile(ops.grouped_gemm_swiglu_quantize, fullgraph=True, backend="aot_eager", dynamic=True)
+    fast = torch.compile(ops.grouped_gemm_activation_quantize, fullgraph=True, backend="aot_eager", dynamic=True)
     generator = torch.Generator().manual_seed(0)
     for rows, sizes in ((24, (5, 0, 16)), (40, (40, 0, 0)), (17, (0, 3, 9))):
         x, w = (normals(s, torch.bfloat16, device, generator) for s in ((rows, 16), (3, 128, 16)))
         probs = torch.rand(rows, generator=generator).to(device)
         arguments = x, w, torch.tensor(sizes, device=device), format, probs, None, interleave
-        assert_all_same(fast(*arguments), ops.grouped_gemm_swiglu_quantize(*arguments))
+        assert_all_same(fast(*arguments), ops.grouped_gemm_activation_quantize(*arguments))
     torch._dynamo.reset()
 
 
@@ -217,7 +217,7 @@ def test_graph_replays_with_new_sizes_and_data(format: str, interleave: int) -> 
         made.clear()
         graph = captured(
             lambda keep=keep_input: made.append(
-                ops.grouped_gemm_swiglu_quantize(*held[:3], format, held[3], None, interleave, keep)
+                ops.grouped_gemm_activation_quantize(*held[:3], format, held[3], None, interleave, keep)
             )
         )
         outputs = made[-1]
@@ -238,9 +238,9 @@ def test_graph_replays_with_new_sizes_and_data(format: str, interleave: int) -> 
 def test_repeated_calls_give_the_same_bytes(case: Case) -> None:
     arguments = case.arguments("cuda")
     for keep_input in (True, False):
-        first = ops.grouped_gemm_swiglu_quantize(*arguments, keep_input)
+        first = ops.grouped_gemm_activation_quantize(*arguments, keep_input)
         for _ in range(20):
-            assert_all_same(ops.grouped_gemm_swiglu_quantize(*arguments, keep_input), first)
+            assert_all_same(ops.grouped_gemm_activation_quantize(*arguments, keep_input), first)
 
 
 @pytest.mark.gpu
@@ -256,7 +256,7 @@ def test_activation_is_not_written_to_memory(format: str, interleave: int) -> No
     a, b = (normals(s, torch.bfloat16, device, generator) for s in ((rows, 64), (4, 2 * features, 64)))
     sizes, probs = torch.tensor([1000, 0, 2000, 500], device=device), torch.rand(rows, device=device)
     taken = most_memory(
-        lambda: ops.grouped_gemm_swiglu_quantize(a, b, sizes, format, probs, None, interleave, False)
+        lambda: ops.grouped_gemm_activation_quantize(a, b, sizes, format, probs, None, interleave, False)
     )
     data_bytes = rows * features
     # The rest is scales, offsets and rounding of the allocator; act would take 2 * data_bytes.
@@ -266,14 +266,14 @@ def test_activation_is_not_written_to_memory(format: str, interleave: int) -> No
 @pytest.mark.gpu
 def test_devices_agree_on_exact_products() -> None:
     for case in EXACT[::3]:
-        here, there = (ops.grouped_gemm_swiglu_quantize(*case.arguments(d)) for d in ("cpu", "cuda"))
+        here, there = (ops.grouped_gemm_activation_quantize(*case.arguments(d)) for d in ("cpu", "cuda"))
         for got, expected in zip(there[:2], here[:2], strict=True):
             assert_same_bits(got, expected, case.name)
 
 
 def quantized_experts(arguments: tuple[Any, ...]) -> Tensor:
     x, w1, sizes, probs, w2 = arguments
-    data, scale, _ = ops.grouped_gemm_swiglu_quantize(x, w1, sizes, "fp8_block", probs, keep_input=False)
+    data, scale, _ = ops.grouped_gemm_activation_quantize(x, w1, sizes, "fp8_block", probs, keep_input=False)
     weight = ops.quantize(w2, "fp8_block:square")
     operands_by_name = quantized_arguments((data, scale), weight, "fp8_block", "fp8_block:square")
     return ops.grouped_gemm(**operands_by_name, group_sizes=sizes, dtype=x.dtype)
@@ -285,7 +285,7 @@ def test_second_product_uses_the_output(device: torch.device) -> None:
     shapes = (150, 128), (3, 512, 128), (3, 128, 256)
     x, w1, w2 = (normals(s, torch.bfloat16, device, generator) / 4 for s in shapes)
     sizes, probs = torch.tensor([70, 0, 65], device=device), torch.rand(150, generator=generator).to(device)
-    act, _ = ops.grouped_gemm_swiglu(x, w1, sizes, probs)
+    act, _ = ops.grouped_gemm_activation(x, w1, sizes, probs)
     operands = ops.quantize(act, "fp8_block", sizes), ops.quantize(w2, "fp8_block:square")
     operands_by_name = quantized_arguments(*operands, "fp8_block", "fp8_block:square")
     expected = ops.grouped_gemm(**operands_by_name, group_sizes=sizes, dtype=x.dtype)

@@ -1,4 +1,4 @@
-"""SwiGLU of values, and gradients of a bias."""
+"""Activations of values, and gradients of a bias."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from transformer_plugin import ops
+from transformer_plugin.activations import TRAITS, Activation, key_of_activation
 from transformer_plugin.formats import Format
 from transformer_plugin.functional._values import (
     Rows,
@@ -23,7 +24,14 @@ from transformer_plugin.functional._values import (
 from transformer_plugin.functional.quantize import quantize
 from transformer_plugin.tensor import _checks
 
-__all__ = ["bias_backward", "swiglu", "swiglu_backward"]
+__all__ = ["activation", "activation_backward", "bias_backward"]
+
+#: The keys that quantize in one pass, and the columns of their input for one of the result. Others take two passes.
+_IN_ONE_PASS = {
+    Activation(function).key: Activation(function).input_columns(1)
+    for function, traits in TRAITS.items()
+    if traits.has_fused_quantize
+}
 
 
 def quantized_rows(data: Tensor, rows: Rows, key: str, **directions: Any) -> Any:
@@ -31,68 +39,72 @@ def quantized_rows(data: Tensor, rows: Rows, key: str, **directions: Any) -> Any
     return quantize(data, key, group_sizes=rows.group_sizes, **directions)
 
 
-def swiglu(
+def activation(
     input: Value,
     probs: Tensor | None = None,
     *,
+    activation: str | Activation = "swiglu",
     format: str | Format | None = None,
     group_sizes: Tensor | None = None,
     rowwise: bool = True,
     columnwise: bool = False,
     seed: Tensor | None = None,
 ) -> Any:
-    """``silu(gate) * linear * probs``, where gate and linear are the halves of the columns.
+    """An activation times ``probs``: ``silu(gate) * linear * probs`` for SwiGLU.
 
     Args:
         input: ``[T, 2F]``, plain or an unquantized ragged :class:`~transformer_plugin.tensor.GroupedTensor`.
         probs: float32 ``[T]``, or None for 1.
+        activation: the function and the order of the columns of ``input``, as for
+            :func:`transformer_plugin.ops.activation`.
         format: of the result; None for the dtype of ``input``.
         group_sizes: int32 or int64 ``[G]``, of a plain input whose result is quantized by groups.
         rowwise, columnwise, seed: as for :func:`quantize`, with a format.
 
     Returns:
         ``[T, F]`` with the groups of ``input``. With a format the bytes of :func:`quantize` of the result, which is not
-        differentiable; ``fp8_block`` and ``mxfp8`` are computed in one pass. Without one differentiable.
+        differentiable; ``fp8_block`` and ``mxfp8`` are computed in one pass
+        if all columns of the gate are first. Without one differentiable.
 
     Raises:
-        TypeError, ValueError: as :func:`transformer_plugin.ops.swiglu` and :func:`transformer_plugin.ops.quantize`;
+        TypeError, ValueError: as :func:`transformer_plugin.ops.activation` and :func:`transformer_plugin.ops.quantize`;
             arguments of the quantization without a format.
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020 (arXiv:2002.05202), equation 6 without biases.
     """
-    rows = rows_of(input, group_sizes, "swiglu", "input")
+    op = "activation"
+    rows, key = rows_of(input, group_sizes, op, "input"), key_of_activation(activation, op)
     if format is None:
-        without_format("swiglu", group_sizes=group_sizes, rowwise=rowwise, columnwise=columnwise, seed=seed)
-        return with_groups(ops.swiglu(plain(rows.values, "swiglu", "input"), probs), rows)
-    data, probs = constant(rows.values, "swiglu", "input"), detached(probs)
-    facts = _checks.facts_of("swiglu", format)
-    if not facts.is_one_pass:
-        directions = {"rowwise": rowwise, "columnwise": columnwise, "seed": seed}
-        return quantized_rows(ops.swiglu(data, probs), rows, facts.key, **directions)
-    outputs = ops.swiglu_quantize(
-        data, facts.key, probs, rows.group_sizes, seed=seed, rowwise=rowwise, columnwise=columnwise
-    )
-    shape = (data.shape[0], data.shape[1] // 2)
+        without_format(op, group_sizes=group_sizes, rowwise=rowwise, columnwise=columnwise, seed=seed)
+        return with_groups(ops.activation(plain(rows.values, op, "input"), probs, None, key), rows)
+    data, probs = constant(rows.values, op, "input"), detached(probs)
+    facts, columns = _checks.facts_of(op, format), _IN_ONE_PASS.get(key)
+    directions: dict[str, Any] = {"rowwise": rowwise, "columnwise": columnwise, "seed": seed}
+    if columns is None or not facts.is_one_pass:
+        return quantized_rows(ops.activation(data, probs, None, key), rows, facts.key, **directions)
+    outputs = ops.activation_quantize(data, facts.key, probs, rows.group_sizes, **directions, activation=key)
+    shape = (data.shape[0], data.shape[1] // columns)
     return quantized_value(outputs, facts.key, data, shape, rows.group_sizes, rowwise)
 
 
-def swiglu_backward(
+def activation_backward(
     grad: Value,
     input: Value,
     probs: Tensor | None = None,
     *,
+    activation: str | Activation = "swiglu",
     format: str | Format | None = None,
     group_sizes: Tensor | None = None,
     seed: Tensor | None = None,
 ) -> tuple[Any, Tensor]:
-    """The gradients of :func:`swiglu`.
+    """The gradients of :func:`activation`.
 
     Args:
         grad: ``[T, F]``, the gradient of the result, plain or an unquantized ragged value.
-        input, probs: what the forward was given. Groups may come with ``input``, with ``grad`` or with both, which are
-            then the same.
+        input, probs, activation: what the forward was given. Groups may come with ``input``, with ``grad`` or with
+            both, which are then the same.
         format: of the gradient of ``input``, then quantized in both directions; None for its dtype.
-        group_sizes: as for :func:`swiglu`.
+        group_sizes: as for :func:`activation`.
         seed: int64 ``[1]``, of formats with stochastic rounding.
 
     Returns:
@@ -100,21 +112,23 @@ def swiglu_backward(
         ``probs``. Not differentiable.
 
     Raises:
-        TypeError, ValueError: as :func:`transformer_plugin.ops.swiglu_backward` and
+        TypeError, ValueError: as :func:`transformer_plugin.ops.activation_backward` and
             :func:`transformer_plugin.ops.quantize`; arguments of the quantization without a format.
     """
-    op = "swiglu_backward"
+    op = "activation_backward"
     rows = rows_of_either(input, grad, group_sizes, op, ("input", "grad"))
     data, given, probs = constant(input, op, "input"), constant(grad, op, "grad"), detached(probs)
     if format is None:
         without_format(op, group_sizes=group_sizes, seed=seed)
     facts = None if format is None else _checks.facts_of(op, format)
-    if facts is not None and facts.is_one_pass and data.shape[1] % 256 == 0:
-        *outputs, grad_probs = ops.swiglu_backward_quantize(
-            given, data, facts.key, probs, rows.group_sizes, seed=seed
+    key = key_of_activation(activation, op)
+    columns = _IN_ONE_PASS.get(key)
+    if facts is not None and facts.is_one_pass and columns and data.shape[1] % (128 * columns) == 0:
+        *outputs, grad_probs = ops.activation_backward_quantize(
+            given, data, facts.key, probs, rows.group_sizes, seed=seed, activation=key
         )
         return quantized_value(outputs, facts.key, data, data.shape, rows.group_sizes), grad_probs
-    grad_input, grad_probs = ops.swiglu_backward(given, data, probs)
+    grad_input, grad_probs = ops.activation_backward(given, data, probs, None, key)
     if facts is None:
         return with_groups(grad_input, rows), grad_probs
     return quantized_rows(grad_input, rows, facts.key, columnwise=True, seed=seed), grad_probs
