@@ -88,7 +88,9 @@ def _swiglu_arguments(x: Tensor) -> Tensors:
 def _swiglu(label: str, key: str, direction: str) -> Case:
     """SwiGLU times a probability, quantized in the same pass; the bytes are those of the two separate ops."""
     fmt = Format.parse(key)
-    op, meaning = (partial(module.activation_quantize, **DIRECTIONS[direction]) for module in (ops, reference))
+    op, meaning = (
+        partial(module.activation_quantize, **DIRECTIONS[direction]) for module in (ops, reference)
+    )
     step = partial(ops.quantize, **DIRECTIONS[direction])
     peer = peers.quantizer(fmt, direction)
     return Case(

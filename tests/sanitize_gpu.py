@@ -33,9 +33,13 @@ from transformer_plugin.testing.delayed_scaling_cases import (
     quantize_scaled_cases,
 )
 from transformer_plugin.testing.fused_cases import (
+    activation_quantize_cases,
     bias_backward_quantize_cases,
     given,
-    activation_quantize_cases,
+)
+from transformer_plugin.testing.gemm_activation_cases import (
+    grouped_gemm_activation_cases,
+    grouped_gemm_activation_quantize_cases,
 )
 from transformer_plugin.testing.gemm_cases import (
     apart,
@@ -45,10 +49,6 @@ from transformer_plugin.testing.gemm_cases import (
     grouped_wgrad_list_cases,
     quantized_arguments,
     wgrad_arguments,
-)
-from transformer_plugin.testing.gemm_activation_cases import (
-    grouped_gemm_activation_cases,
-    grouped_gemm_activation_quantize_cases,
 )
 from transformer_plugin.testing.norm_cases import norm_cases, norm_quantize_cases, without_bias
 from transformer_plugin.testing.quantize_cases import (
@@ -98,7 +98,7 @@ def _grouped(input: torch.Tensor, sizes: torch.Tensor, format: str) -> None:
             ops.quantize(input, aligned, groups, columnwise=True, rows=rows)
 
 
-def _swiglu(input: torch.Tensor, probs: Any) -> None:
+def _activation(input: torch.Tensor, probs: Any) -> None:
     ops.activation_backward(ops.activation(input, probs), input, probs)
 
 
@@ -228,11 +228,11 @@ def _grouped_wgrad_list(grad: torch.Tensor, input: torch.Tensor, sizes: torch.Te
         ops.grouped_gemm_wgrad_out(grad, input, sizes, buffers, accumulate=False, beta=beta)
 
 
-def _swiglu_product_quantized(
-    a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, format: str, probs: Any, bias: Any, interleave: int
+def _activation_product_quantized(
+    a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, format: str, probs: Any, bias: Any, activation: str
 ) -> None:
     for keep_input in (True, False):
-        ops.grouped_gemm_activation_quantize(a, b, sizes, format, probs, bias, interleave, keep_input)
+        ops.grouped_gemm_activation_quantize(a, b, sizes, format, probs, bias, activation, keep_input)
 
 
 def _losses(device: torch.device) -> Iterator[tuple[str, Call]]:
@@ -263,7 +263,7 @@ def calls(device: torch.device) -> Iterator[tuple[str, Call]]:
         ("grouped quantize", grouped_quantize_cases(), _grouped),
         ("quantize_scaled", [*quantize_scaled_cases(), *grouped_quantize_scaled_cases()], scaled),
         ("quantize_list", quantize_cases(), _list),
-        ("swiglu", activation_cases(), _swiglu),
+        ("activation", activation_cases(), _activation),
         ("activation_quantize", activation_quantize_cases(), _fused),
         ("activation_backward_quantize", activation_quantize_cases(widths=(128, 384)), _fused_backward),
         ("bias_backward_quantize", bias_backward_quantize_cases(), _bias_backward),
@@ -276,7 +276,11 @@ def calls(device: torch.device) -> Iterator[tuple[str, Call]]:
         ("grouped_gemm of rows", grouped_gemm_rowwise_cases(), _grouped_gemm_rowwise),
         ("grouped_gemm_wgrad_out of lists", grouped_wgrad_list_cases(), _grouped_wgrad_list),
         ("grouped_gemm_activation", grouped_gemm_activation_cases(), ops.grouped_gemm_activation),
-        ("grouped_gemm_activation_quantize", grouped_gemm_activation_quantize_cases(), _swiglu_product_quantized),
+        (
+            "grouped_gemm_activation_quantize",
+            grouped_gemm_activation_quantize_cases(),
+            _activation_product_quantized,
+        ),
     ):
         for case in cases:
             yield f"{name} {case.name}", partial(_call_with_arguments, call, case, device)

@@ -1,4 +1,4 @@
-"""swiglu, swiglu_backward and bias_backward: the bytes of the ops, in one pass and in two."""
+"""activation, activation_backward and bias_backward: the bytes of the ops, in one pass and in two."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def arguments(device: torch.device, grouped: bool, width: int = 2 * F) -> tuple[
     return x, draw(ROWS, seed=1, device=device).abs(), sizes_on(device) if grouped else None
 
 
-def test_swiglu_of_plain_and_ragged(device: torch.device) -> None:
+def test_activation_of_plain_and_ragged(device: torch.device) -> None:
     x, probs, sizes = arguments(device, grouped=True)
     for given in (None, probs):
         expected = ops.activation(x, given)
@@ -52,7 +52,7 @@ def test_swiglu_of_plain_and_ragged(device: torch.device) -> None:
 
 
 @by_case
-def test_swiglu_quantized(key: str, grouped: bool, directions: Any, device: torch.device) -> None:
+def test_activation_quantized(key: str, grouped: bool, directions: Any, device: torch.device) -> None:
     x, probs, sizes = arguments(device, grouped)
     seed = seed_of(key, device)
     for given in (probs, None):
@@ -67,7 +67,7 @@ def test_swiglu_quantized(key: str, grouped: bool, directions: Any, device: torc
 
 @pytest.mark.parametrize("width", (2 * F, 2 * F + 64), ids=("one-pass", "two-pass"))
 @pytest.mark.parametrize("key, grouped", [case for case in CASES if has_columns(*case)])
-def test_swiglu_backward(key: str, grouped: bool, width: int, device: torch.device) -> None:
+def test_activation_backward(key: str, grouped: bool, width: int, device: torch.device) -> None:
     x, probs, sizes = arguments(device, grouped, width)
     grad = draw(ROWS, width // 2, seed=2, device=device, dtype=torch.bfloat16)
     grad_x, grad_probs = ops.activation_backward(grad, x, probs)
@@ -83,7 +83,7 @@ def test_swiglu_backward(key: str, grouped: bool, width: int, device: torch.devi
         assert_same_bits(of_probs[:rows], grad_probs[:rows])
 
 
-def test_swiglu_backward_without_a_format(device: torch.device) -> None:
+def test_activation_backward_without_a_format(device: torch.device) -> None:
     x, probs, sizes = arguments(device, grouped=True)
     grad = draw(ROWS, F, seed=2, device=device, dtype=torch.bfloat16)
     expected = ops.activation_backward(grad, x, probs)

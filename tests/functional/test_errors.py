@@ -68,7 +68,7 @@ CASES: dict[str, tuple[Callable[[Given], Any], Kind, Parts]] = {
     "sizes twice, gradient": (
         lambda g: tp.activation_backward(g.grads, g.x, format=B, group_sizes=g.sizes),
         ValueError,
-        ("swiglu_backward", "group_sizes", TWICE.format("grad"), "Tensor [3] of int64", "Leave it out"),
+        ("activation_backward", "group_sizes", TWICE.format("grad"), "Tensor [3] of int64", "Leave it out"),
     ),
     "other groups": (
         lambda g: tp.grouped_gemm_wgrad(g.grads, tp.GroupedTensor(g.x, g.sizes[:2])),
@@ -133,8 +133,8 @@ CASES: dict[str, tuple[Callable[[Given], Any], Kind, Parts]] = {
         )
         for name, argument, call in (
             ("quantize", "input", lambda g: tp.quantize(g.quantized, B)),
-            ("swiglu", "input", lambda g: tp.activation(g.ragged)),
-            ("swiglu_backward", "grad", lambda g: tp.activation_backward(g.quantized, g.x)),
+            ("activation", "input", lambda g: tp.activation(g.ragged)),
+            ("activation_backward", "grad", lambda g: tp.activation_backward(g.quantized, g.x)),
             ("bias_backward", "grad", lambda g: tp.bias_backward(g.quantized, format=B)),
             ("rms_norm", "input", lambda g: tp.rms_norm(g.ragged, None, 1e-5)),
             ("layer_norm", "input", lambda g: tp.layer_norm(g.ragged, None, None, 1e-5, format=B)),
@@ -177,12 +177,12 @@ CASES: dict[str, tuple[Callable[[Given], Any], Kind, Parts]] = {
     "columns without a format": (
         lambda g: tp.activation(g.x, columnwise=True),
         ValueError,
-        ("swiglu", "columnwise", "False without a format", "True", NO_FORMAT),
+        ("activation", "columnwise", "False without a format", "True", NO_FORMAT),
     ),
     "sizes without a format": (
         lambda g: tp.activation(g.x, group_sizes=g.sizes),
         ValueError,
-        ("swiglu", "group_sizes", "None without a format", "Tensor [3] of int64", NO_FORMAT),
+        ("activation", "group_sizes", "None without a format", "Tensor [3] of int64", NO_FORMAT),
     ),
     "seed without a format": (
         lambda g: tp.rms_norm(g.x, None, 1e-5, seed=g.seed),
@@ -207,7 +207,13 @@ CASES: dict[str, tuple[Callable[[Given], Any], Kind, Parts]] = {
     "seed of a format that rounds to nearest": (
         lambda g: tp.grouped_gemm_activation(g.rows, g.weight, format=B, seed=g.seed),
         ValueError,
-        ("grouped_gemm_activation", "seed", "None for 'fp8_block:e4m3,pow2', which", "Tensor [1]", "Leave it"),
+        (
+            "grouped_gemm_activation",
+            "seed",
+            "None for 'fp8_block:e4m3,pow2', which",
+            "Tensor [1]",
+            "Leave it",
+        ),
     ),
     "delayed scaling": (
         lambda g: tp.grouped_linear(g.rows, g.weight, recipe=DelayedScaling()),
@@ -227,7 +233,7 @@ CASES: dict[str, tuple[Callable[[Given], Any], Kind, Parts]] = {
     "format of a wrong type, fused": (
         lambda g: tp.activation(g.x, format=torch.bfloat16),
         TypeError,
-        ("swiglu", "format", "a format key or a ", "dtype", "Pass for"),
+        ("activation", "format", "a format key or a ", "dtype", "Pass for"),
     ),
     "no tensor": (
         lambda g: tp.gemm_wgrad("x", g.x),

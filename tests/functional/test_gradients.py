@@ -23,8 +23,12 @@ G = len(SIZES)
 #: What is called by the function on a value and by the op on a plain tensor, each with what has a gradient.
 STEPS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
     "packed": (lambda x, s: x.packed(), lambda x, s: x, ()),
-    "swiglu": (lambda x, s: tp.activation(x), lambda x, s: ops.activation(x), ()),
-    "swiglu of probs": (lambda x, s, p: tp.activation(x, p), lambda x, s, p: ops.activation(x, p), ((ROWS,),)),
+    "activation": (lambda x, s: tp.activation(x), lambda x, s: ops.activation(x), ()),
+    "activation of probs": (
+        lambda x, s, p: tp.activation(x, p),
+        lambda x, s, p: ops.activation(x, p),
+        ((ROWS,),),
+    ),
     "rms_norm": (
         lambda x, s, w: tp.rms_norm(x, w, 1e-5),
         lambda x, s, w: ops.rms_norm(x, w, 1e-5),

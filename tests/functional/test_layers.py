@@ -93,17 +93,17 @@ def test_grouped_linear(recipe: Recipe | None, device: torch.device) -> None:
 
 
 @by_recipe
-@pytest.mark.parametrize("interleave", (0, 32))
-def test_grouped_mlp(recipe: Recipe | None, interleave: int, device: torch.device) -> None:
+@pytest.mark.parametrize("activation", ("swiglu", "swiglu:interleave=32"))
+def test_grouped_mlp(recipe: Recipe | None, activation: str, device: torch.device) -> None:
     x, sizes = leaf(ROWS, K, seed=0, device=device), sizes_on(device)
     weights = [leaf(G, 2 * F, K, seed=1, device=device), leaf(G, K, F, seed=2, device=device)]
     biases = [leaf(G, 2 * F, seed=3, device=device), leaf(G, K, seed=4, device=device)]
     probs = draw(ROWS, seed=5, device=device).abs().requires_grad_()
     leaves = [x, *weights, *biases, probs]
     by_hand = formats(recipe, device)
-    output = ops.grouped_mlp(x, *weights, sizes, probs, *biases, *by_hand, None, None, interleave)
+    output = ops.grouped_mlp(x, *weights, sizes, probs, *biases, *by_hand, None, None, activation)
     expected = results(output, leaves)
-    options: dict[str, Any] = {"recipe": recipe, "interleave": interleave}
+    options: dict[str, Any] = {"recipe": recipe, "activation": activation}
     got = tp.grouped_mlp(x, *weights, sizes, probs, fc1_bias=biases[0], fc2_bias=biases[1], **options)
     assert_all_same(results(got, leaves), expected)
     rows = tp.GroupedTensor(x.detach(), sizes, requires_grad=True)
@@ -120,10 +120,10 @@ def test_grouped_mlp_without_probabilities(device: torch.device) -> None:
     assert_same_bits(tp.grouped_mlp(x, *weights, sizes), ops.grouped_mlp(x, *weights, sizes, ones))
 
 
-@pytest.mark.parametrize("interleave", (0, 32))
+@pytest.mark.parametrize("activation", ("swiglu", "swiglu:interleave=32"))
 @pytest.mark.parametrize("key, columnwise", GROUPED_COLUMNWISE)
 def test_grouped_gemm_activation_quantized(
-    key: str, columnwise: bool, interleave: int, device: torch.device
+    key: str, columnwise: bool, activation: str, device: torch.device
 ) -> None:
     a, b = draw(ROWS, K, device=device), draw(G, 2 * F, K, seed=1, device=device)
     probs, bias, sizes = (
@@ -131,9 +131,9 @@ def test_grouped_gemm_activation_quantized(
         draw(G, 2 * F, seed=3, device=device),
         sizes_on(device),
     )
-    act, h = ops.grouped_gemm_activation(a, b, sizes, probs, bias, interleave)
+    act, h = ops.grouped_gemm_activation(a, b, sizes, probs, bias, activation)
     expected = buffers(act, key, sizes, columnwise=columnwise)
-    options: dict[str, Any] = {"bias": bias, "format": key, "interleave": interleave}
+    options: dict[str, Any] = {"bias": bias, "format": key, "activation": activation}
     options |= {"columnwise": columnwise, "seed": seed_of(key, device)}
     got = tp.grouped_gemm_activation(a, b, sizes, probs, **options)
     assert_value(got[0], expected, act, key)

@@ -49,12 +49,12 @@ def test_quantized_products_with_a_bias_as_a_value(device: torch.device) -> None
     a, b = tp.quantize(rows, "fp8_block"), tp.quantize(weight, "fp8_block")
     got = tp.grouped_gemm(a, b, bias=tp.GroupedTensor(bias))
     assert_same_bits(got.packed(), tp.grouped_gemm(a, b, bias=bias).packed())
-    swiglu = [
+    activations = [
         tp.grouped_gemm_activation(rows, weight, bias=c, format="fp8_block")[0]
         for c in (bias, tp.GroupedTensor(bias))
     ]
     sizes = int(rows.group_sizes.sum())
-    assert_same_bits(*(value.rowwise_data.view(torch.uint8)[:sizes] for value in swiglu))
+    assert_same_bits(*(value.rowwise_data.view(torch.uint8)[:sizes] for value in activations))
 
 
 @pytest.mark.parametrize("recipe", [None, Float8BlockScaling()], ids=["none", "fp8_block"])

@@ -1,6 +1,6 @@
 """Calls ops with random arguments, in forked children: for any arguments, a call must return or raise.
 
-``python -m tests.fuzz.run --op swiglu --seed 17`` makes one call in this process, after printing its arguments.
+``python -m tests.fuzz.run --op activation --seed 17`` makes one call in this process, after printing its arguments.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from transformer_plugin.nn import GroupedLinear, GroupedMLP
 from transformer_plugin.nn._hooks import uses_input
 from transformer_plugin.recipes import BFloat16
 
-ONE, LAYERS = ["grouped_mlp"], ["grouped_linear", "swiglu", "grouped_linear"]
+ONE, LAYERS = ["grouped_mlp"], ["grouped_linear", "activation", "grouped_linear"]
 NAME = "fp8_block"
 
 

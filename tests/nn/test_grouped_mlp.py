@@ -35,7 +35,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return call
 
-    for name in ("grouped_mlp", "grouped_linear", "swiglu"):
+    for name in ("grouped_mlp", "grouped_linear", "activation"):
         monkeypatch.setattr(ops, name, counted(name, getattr(ops, name)))
     # Modules without a recipe call the registered op.
     for name, module in (("grouped_linear", grouped_linear), ("grouped_mlp", module_of_mlp)):
@@ -45,7 +45,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-ONE, LAYERS = ["grouped_mlp"], ["grouped_linear", "swiglu", "grouped_linear"]
+ONE, LAYERS = ["grouped_mlp"], ["grouped_linear", "activation", "grouped_linear"]
 
 
 def make(name: str = "none", bias: bool = True, device: torch.device | str = "cpu") -> GroupedMLP:

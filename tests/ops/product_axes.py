@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.domain_draw import exact_scale
+from transformer_plugin.activations import Activation
 
 Axes = tuple[str, ...]
 
@@ -17,7 +18,7 @@ Axes = tuple[str, ...]
 @dataclass(frozen=True)
 class Product:
     """The axes of arguments and results, one letter per axis: t rows, u rows of the matrix that ``rows`` indexes, n
-    and k columns, G groups, j features after SwiGLU, j2 the features of their gradient, l features before SwiGLU, p
+    and k columns, G groups, j features after the activation, j2 the features of their gradient, l features before it, p
     rows of probabilities, 1 no axis. Also the powers of two by which an argument may be multiplied and those by
     which its results are multiplied in turn: for each axis a sum of letters (:class:`Powers`)."""
 
@@ -53,7 +54,7 @@ _GEMM = Product(
     [("t A", "n")],
 )
 _GROUPED = _grouped(("G", "n", "k"), ("", "n", "-k"))
-_SWIGLU = Product(
+_ACTIVATION = Product(
     {"a": ("t", "k"), "b": ("G", "l", "k"), "bias": ("G", "l"), "probs": ("p",)},
     [("t", "j"), ("t", "l")],
     {"a": ("", "k"), "b": ("", "l", "-k"), "bias": ("", "l"), "probs": ("t",)},
@@ -131,11 +132,11 @@ PRODUCTS = {
     "grouped_linear.scaled": Product(
         _GROUPED_SCALED, [("t", "n")], _GROUPED_SCALED_POWERS, [("g b", "")], nan_only=True
     ),
-    "grouped_gemm_activation": _SWIGLU,
+    "grouped_gemm_activation": _ACTIVATION,
     "grouped_gemm_activation_quantize": Product(
-        _SWIGLU.arguments,
-        _SWIGLU.results,
-        {**_SWIGLU.powers, "b": ("", "L", "-k"), "bias": ("", "L")},
+        _ACTIVATION.arguments,
+        _ACTIVATION.results,
+        {**_ACTIVATION.powers, "b": ("", "L", "-k"), "bias": ("", "L")},
         [("t J", ""), ("", "L")],
     ),
     "grouped_mlp": Product(
@@ -153,7 +154,7 @@ PRODUCTS = {
     ),
 }
 
-#: Arguments that do not affect a result: the product before SwiGLU, and a probability's own gradient.
+#: Arguments that do not affect a result: the product before an activation, and a probability's own gradient.
 NOT_USED = (("probs", ("t", "l")), ("probs", ("t",)))
 STANDS_FOR = {"u": "t", "T": "t", "g": "G", "b": "B", "D": "B", "l": "j", "L": "j", "J": "j"}
 #: The largest power that is drawn for each letter.
@@ -179,6 +180,11 @@ def groups_of(rows: int, sizes: Tensor | None) -> Tensor:
         return torch.zeros(rows, dtype=torch.int64)
     group = torch.arange(len(sizes)).repeat_interleave(sizes)
     return torch.cat([group, torch.full((rows - len(group),), -1)])
+
+
+def interleave_of(arguments: dict[str, Any]) -> int:
+    """Returns how many columns of a gate lie side by side, or 0 for all."""
+    return Activation.parse(arguments.get("activation", "swiglu")).interleave
 
 
 def whole(tensors: list[Tensor]) -> Tensor:
@@ -248,7 +254,7 @@ class Powers:
         """Returns 0 for gates and j for linear parts, in the order of their columns."""
         own = self.of("J", 1).expand(length // 2) if letter == "L" else self._own("j", length // 2)
         both = torch.stack([torch.zeros_like(own), own])
-        interleave = self.arguments.get("interleave", 0) or max(1, length // 2)
+        interleave = interleave_of(self.arguments) or max(1, length // 2)
         return both.unflatten(1, (-1, interleave)).transpose(0, 1).flatten()
 
     def times(self, value: Any, axes: Axes) -> Any:
@@ -310,7 +316,7 @@ def reached(
     if "t" in known and "u" not in known and isinstance(rows, Tensor):
         known["u"] = rows[known["t"]]
     if "l" in known:
-        interleave = arguments_by_name.get("interleave", 0) or 1
+        interleave = interleave_of(arguments_by_name) or 1
         half = (
             arguments_by_name["b"].shape[1] // 2
             if "b" in arguments_by_name

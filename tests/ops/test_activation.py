@@ -1,4 +1,4 @@
-"""swiglu and its gradient: float64 results, the reference, and equal bits on CPU and CUDA."""
+"""Activations and their gradients: float64 results, the reference, and equal bits on CPU and CUDA."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import torch
 
 from tests.opcheck import opcheck
 from transformer_plugin import ops, reference
+from transformer_plugin.activations import EXPECTED_KEY, KEY_ADVICE
 from transformer_plugin.reference.activations import halves_apart
 from transformer_plugin.testing.cases import FLOAT_DTYPES, Case, activation_cases
 from transformer_plugin.testing.numerics import assert_close_in_ulp, assert_same_bits
 
 CASES = list(activation_cases())
+#: Both parts in turn, 32 columns of each.
+BLOCKS = "swiglu:interleave=32"
 by_name = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
@@ -90,18 +93,18 @@ def test_interleaved_columns_have_the_bits_of_halves(
     probs = torch.rand(rows, generator=generator).to(device)
     blocks = interleaved(input)
     assert rows == 0 or features == 32 or not torch.equal(blocks, input)
-    assert_same_bits(halves_apart(blocks, 32), input)
-    assert_same_bits(ops.activation(blocks, probs, None, 32), ops.activation(input, probs))
-    grad_input, grad_probs = ops.activation_backward(grad, blocks, probs, None, 32)
+    assert_same_bits(halves_apart(blocks, BLOCKS), input)
+    assert_same_bits(ops.activation(blocks, probs, None, BLOCKS), ops.activation(input, probs))
+    grad_input, grad_probs = ops.activation_backward(grad, blocks, probs, None, BLOCKS)
     of_halves = ops.activation_backward(grad, input, probs)
     assert_same_bits(grad_input, interleaved(of_halves[0]))
     assert_same_bits(grad_probs, of_halves[1])
     if rows < 5:
         return
     sizes = torch.tensor([3, 0, 1], device=device)
-    output = ops.activation(blocks, probs, sizes, 32)
+    output = ops.activation(blocks, probs, sizes, BLOCKS)
     assert_same_bits(output[:4], ops.activation(input, probs)[:4])
-    grad_input, grad_probs = ops.activation_backward(grad, blocks, probs, sizes, 32)
+    grad_input, grad_probs = ops.activation_backward(grad, blocks, probs, sizes, BLOCKS)
     assert_same_bits(grad_input[:4], interleaved(of_halves[0])[:4])
     assert_same_bits(grad_probs[:4], of_halves[1][:4])
     assert not grad_probs[4:].any()
@@ -113,41 +116,39 @@ def test_gradient_of_interleaved_columns(device: torch.device) -> None:
     grad = torch.randn(6, 64, device=device)
     (expected,) = torch.autograd.grad(ops.activation(input.requires_grad_(), probs), input, grad)
     blocks = interleaved(input.detach()).requires_grad_()
-    (got,) = torch.autograd.grad(ops.activation(blocks, probs, None, 32), blocks, grad)
+    (got,) = torch.autograd.grad(ops.activation(blocks, probs, None, BLOCKS), blocks, grad)
     assert_same_bits(got, interleaved(expected))
-    for arguments in ((blocks, probs, None, 32), (blocks.detach(), None, None, 32)):
+    for arguments in ((blocks, probs, None, BLOCKS), (blocks.detach(), None, None, BLOCKS)):
         opcheck(torch.ops.transformer_plugin.activation.default, arguments)
     for function in (reference.activation, ops.activation):
-        torch.testing.assert_close(function(blocks, probs, None, 32), ops.activation(input, probs))
-    got, of_probs = reference.activation_backward(grad, blocks.detach(), probs, None, 32)
+        torch.testing.assert_close(function(blocks, probs, None, BLOCKS), ops.activation(input, probs))
+    got, of_probs = reference.activation_backward(grad, blocks.detach(), probs, None, BLOCKS)
     torch.testing.assert_close(got, interleaved(expected))
     assert_same_bits(of_probs, reference.activation_backward(grad, input.detach(), probs)[1])
 
 
 @pytest.mark.parametrize(
-    ("columns", "interleave", "text"),
+    ("columns", "activation", "text"),
     [
-        (
-            64,
-            16,
-            "'interleave': expected 0 (the gate's columns first) or 32 (32 of the gate, 32 of the linear part, in "
-            "turn), got 16. Reorder the rows of the weight.",
-        ),
+        (64, key, f"'activation': expected {EXPECTED_KEY}, got '{key}'. {KEY_ADVICE}.")
+        for key in ("", "silu", "swiglu:", "swiglu:interleave=16", "swiglu:interleave=32,")
+    ]
+    + [
         (
             96,
-            32,
+            BLOCKS,
             "'input': expected whole blocks of 32 columns of the gate and of the linear part, got float32[2, 96] on "
-            "cpu for 48 of each. Take a multiple of 32, or interleave=0.",
+            "cpu for 48 of each. Take a multiple of 32, or an activation without interleave.",
         ),
     ],
 )
-def test_errors_of_the_order(columns: int, interleave: int, text: str) -> None:
+def test_errors_of_the_activation(columns: int, activation: str, text: str) -> None:
     input, grad = torch.zeros(2, columns), torch.zeros(2, columns // 2)
     with pytest.raises(ValueError) as caught:
-        ops.activation(input, None, None, interleave)
+        ops.activation(input, None, None, activation)
     assert str(caught.value) == f"transformer_plugin::activation: argument {text}"
     with pytest.raises(ValueError) as caught:
-        ops.activation_backward(grad, input, None, None, interleave)
+        ops.activation_backward(grad, input, None, None, activation)
     assert str(caught.value) == f"transformer_plugin::activation_backward: argument {text}"
 
 

@@ -1,4 +1,4 @@
-"""SwiGLU and its gradient, fused with quantization: the bytes of the separate steps."""
+"""An activation and its gradient, fused with quantization: the bytes of the separate steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.ops import quantize_oracle as oracle
 from tests.ops.quantize_oracle import SPECS, assert_all_same
 from transformer_plugin import ops, reference
 from transformer_plugin.testing.cases import Case
-from transformer_plugin.testing.fused_cases import given, activation_quantize_cases
+from transformer_plugin.testing.fused_cases import activation_quantize_cases, given
 from transformer_plugin.testing.numerics import assert_same_bits
 from transformer_plugin.testing.quantize_cases import BOTH, COLUMNS, columns_of, rows_of
 
@@ -40,7 +40,7 @@ def grad_like(input: Tensor) -> Tensor:
 
 
 @by_case
-def test_swiglu_quantize(case: Case, device: torch.device) -> None:
+def test_activation_quantize(case: Case, device: torch.device) -> None:
     input, format, probs, sizes = case.arguments(device)
     arguments, activation = (input, format, probs, sizes), ops.activation(input, probs)
     more = given(activation, format, sizes)
@@ -53,7 +53,7 @@ def test_swiglu_quantize(case: Case, device: torch.device) -> None:
 
 
 @by_backward_case
-def test_swiglu_backward_quantize(case: Case, device: torch.device) -> None:
+def test_activation_backward_quantize(case: Case, device: torch.device) -> None:
     input, format, probs, sizes = case.arguments(device)
     grad = grad_like(input)
     grad_input, grad_probs = ops.activation_backward(grad, input, probs)
@@ -130,7 +130,8 @@ def test_reference_agrees_with_the_ops(format: str, sizes: list[int] | None) -> 
     meaning = reference.activation_quantize(*arguments, **more, columnwise=True)
     assert_all_same(meaning[:2], reference.activation_quantize(*arguments, **rows_of(more)))
     assert_all_same(
-        meaning[2:], reference.activation_quantize(*arguments, **columns_of(more), rowwise=False, columnwise=True)
+        meaning[2:],
+        reference.activation_quantize(*arguments, **columns_of(more), rowwise=False, columnwise=True),
     )
     more = given(ops.activation_backward(grad, input, probs)[0], format, arguments[3])
     *got_b, got_p = ops.activation_backward_quantize(grad, *arguments, **more)
@@ -256,15 +257,15 @@ GRAD = torch.zeros(4, 128)
             (X, "fp8_tensor", None, None),
             ValueError,
             "argument 'amax': expected a float32 tensor of sizes [1], the largest magnitudes that 'fp8_tensor' scales "
-            "by, got None. Compute it with transformer_plugin.ops.amax of what swiglu gave in "
-            "earlier steps, or use swiglu, and quantize its result.",
+            "by, got None. Compute it with transformer_plugin.ops.amax of what activation gave in "
+            "earlier steps, or use activation, and quantize its result.",
         ),
         (
             (X.repeat(4, 1), "nvfp4", None, torch.tensor([16, 0])),
             ValueError,
             "argument 'amax': expected a float32 tensor of sizes [2], the largest magnitudes that 'nvfp4' scales "
-            "by, got None. Compute it with transformer_plugin.ops.amax of what swiglu gave in "
-            "earlier steps, or use swiglu, and quantize its result.",
+            "by, got None. Compute it with transformer_plugin.ops.amax of what activation gave in "
+            "earlier steps, or use activation, and quantize its result.",
         ),
         (
             (X, "mxfp8", None, None, torch.ones(1)),
@@ -325,8 +326,8 @@ def test_errors_have_four_parts(arguments: tuple, error: type[Exception], text: 
         (
             {"amax": torch.ones(1)},
             "argument 'amax_t': expected a float32 tensor of sizes [1], the largest magnitudes that 'nvfp4:sr' scales "
-            "by, got None. Compute it with transformer_plugin.ops.amax and columnwise=True of what swiglu "
-            "gave in earlier steps, or use swiglu, and quantize its result.",
+            "by, got None. Compute it with transformer_plugin.ops.amax and columnwise=True of what activation "
+            "gave in earlier steps, or use activation, and quantize its result.",
         ),
         (
             {"amax": torch.ones(1), "amax_t": torch.ones(1), "seed": None},
@@ -336,7 +337,7 @@ def test_errors_have_four_parts(arguments: tuple, error: type[Exception], text: 
         (
             {"amax": torch.ones(2), "amax_t": torch.ones(1)},
             "argument 'amax': expected sizes [1], the largest magnitudes that 'nvfp4:sr' scales by, got float32[2] on "
-            "cpu. Compute it with transformer_plugin.ops.amax of what swiglu gave in earlier steps, or use swiglu, "
+            "cpu. Compute it with transformer_plugin.ops.amax of what activation gave in earlier steps, or use activation, "
             "and quantize its result.",
         ),
         (
@@ -376,13 +377,13 @@ def test_errors_of_amaxes_and_seed(more: dict, text: str) -> None:
         (
             (GRAD[:, :64], X[:, :128], "fp8_block", None, None),
             "argument 'input': expected a last dimension that is a multiple of 256: two halves of whole tiles of 128, "
-            "got float32[4, 128] on cpu. Use swiglu_backward and quantize, which take any width.",
+            "got float32[4, 128] on cpu. Use activation_backward and quantize, which take any width.",
         ),
         (
             (GRAD, X, "fp8_tensor", None, None),
             "argument 'amax': expected a float32 tensor of sizes [1], the largest magnitudes that 'fp8_tensor' scales "
-            "by, got None. Compute it with transformer_plugin.ops.amax of what swiglu_backward gave in earlier steps, "
-            "or use swiglu_backward, and quantize its first result.",
+            "by, got None. Compute it with transformer_plugin.ops.amax of what activation_backward gave in earlier steps, "
+            "or use activation_backward, and quantize its first result.",
         ),
         (
             (X, X, "fp8_block", None, None),

@@ -188,7 +188,7 @@ def activation_quantize(random: Random) -> Call:
     return ops.activation_quantize, (input, format, probs, sizes), direction_of(random, more)
 
 
-def swiglu_backward(random: Random) -> Call:
+def activation_backward(random: Random) -> Call:
     format, features = random.choice(FUSED), random.choice([0, 128, 256, 384])
     input, sizes = maybe_ragged(random, format, 2 * features)
     grad = matrix(random, input.shape[0], features, input.dtype)
@@ -245,7 +245,7 @@ OPS: dict[str, Make] = {
     "requantize_transposed": requantize_transposed,
     "quantize_scaled": quantize_scaled,
     "activation_quantize": activation_quantize,
-    "activation_backward_quantize": swiglu_backward,
+    "activation_backward_quantize": activation_backward,
     "bias_backward_quantize": bias_backward,
     "rms_norm_quantize": norm("rms_norm_quantize", 1),
     "layer_norm_quantize": norm("layer_norm_quantize", 2),

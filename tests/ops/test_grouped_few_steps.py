@@ -60,8 +60,8 @@ def products(x: Tensor, weight: Tensor, sizes: Tensor) -> Iterator[tuple[str, Pr
     by_row = [ops.quantize(m, "fp8_row:pow2") for m in (x, weight)]
     of_rows = quantized_arguments(by_row[0], by_row[1], "fp8_row", "fp8_row") | {"group_sizes": sizes}
     yield "fp8_row", lambda **plan: (ops.grouped_gemm(**of_rows, **plan),), True
-    swiglu = ops.grouped_gemm_activation
-    yield "SwiGLU", lambda **plan: swiglu(x, weight, sizes, None, **plan), False
+    first_product = ops.grouped_gemm_activation
+    yield "SwiGLU", lambda **plan: first_product(x, weight, sizes, None, **plan), False
     yield (
         "SwiGLU into fp8_block",
         lambda **plan: ops.grouped_gemm_activation_quantize(x, weight, sizes, "fp8_block", **plan),

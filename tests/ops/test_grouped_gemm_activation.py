@@ -12,10 +12,11 @@ from torch import Tensor
 from tests.opcheck import opcheck
 from tests.ops.gemm_oracle import poison, rows_fp64
 from transformer_plugin import ops, reference
+from transformer_plugin.activations import Activation
 from transformer_plugin.reference.gemm_activation import halves_apart
 from transformer_plugin.testing.cases import Case
-from transformer_plugin.testing.gemm_cases import normals, poison_tail
 from transformer_plugin.testing.gemm_activation_cases import grouped_gemm_activation_cases
+from transformer_plugin.testing.gemm_cases import normals, poison_tail
 from transformer_plugin.testing.numerics import assert_close_in_ulp, assert_rounded_sum, assert_same_bits
 
 pytestmark = pytest.mark.dtypes_in_turn
@@ -33,17 +34,17 @@ def with_zero_tail(rows: Tensor, sizes: Tensor) -> Tensor:
     return rows
 
 
-def columns_fp64(h: Tensor, interleave: int) -> tuple[Tensor, Tensor]:
+def columns_fp64(h: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     """Splits the columns of h into gate and linear part, computed column by column."""
-    features = h.shape[1] // 2
+    features, interleave = h.shape[1] // 2, Activation.parse(activation).interleave
     at = [j if not interleave else j // 32 * 64 + j % 32 for j in range(features)]
     step = interleave or features
     gate, linear = torch.tensor(at, dtype=torch.long), torch.tensor([j + step for j in at], dtype=torch.long)
     return h.double()[:, gate.to(h.device)], h.double()[:, linear.to(h.device)]
 
 
-def swiglu_fp64(h: Tensor, probs: Tensor | None, interleave: int) -> Tensor:
-    gate, linear = columns_fp64(h, interleave)
+def swiglu_fp64(h: Tensor, probs: Tensor | None, activation: str) -> Tensor:
+    gate, linear = columns_fp64(h, activation)
     return gate / (1 + torch.exp(-gate)) * linear * (1 if probs is None else probs.double()[:, None])
 
 
@@ -54,10 +55,10 @@ def ulp_of(dtype: torch.dtype) -> int:
 @each(EXACT)
 def test_output_agrees_with_float64(case: Case, device: torch.device) -> None:
     """Sums are exact, so h must agree to the last bit. The expected output is SwiGLU of the rounded h."""
-    a, b, sizes, probs, bias, interleave = case.arguments()
+    a, b, sizes, probs, bias, activation = case.arguments()
     h = rows_fp64(a, b, sizes, bias, None, True).to(a.dtype)
-    expected = with_zero_tail(swiglu_fp64(h, probs, interleave), sizes)
-    act, kept = reference.grouped_gemm_activation(a, b, sizes, probs, bias, interleave)
+    expected = with_zero_tail(swiglu_fp64(h, probs, activation), sizes)
+    act, kept = reference.grouped_gemm_activation(a, b, sizes, probs, bias, activation)
     assert_same_bits(kept + 0, h, "h of the reference")
     assert_close_in_ulp(act, expected, ulp=ulp_of(a.dtype), name="act of the reference")
     arguments = case.arguments(device)
@@ -72,14 +73,14 @@ def test_output_agrees_with_float64(case: Case, device: torch.device) -> None:
 
 @each(RANDOM)
 def test_output_has_the_bits_of_the_steps(case: Case, device: torch.device) -> None:
-    a, b, sizes, probs, bias, interleave = case.arguments(device)
-    act, h = ops.grouped_gemm_activation(a, b, sizes, probs, bias, interleave)
+    a, b, sizes, probs, bias, activation = case.arguments(device)
+    act, h = ops.grouped_gemm_activation(a, b, sizes, probs, bias, activation)
     assert_same_bits(h, ops.grouped_gemm(a, b, sizes, bias), "h")
-    assert_same_bits(act, with_zero_tail(ops.activation(halves_apart(h, interleave), probs), sizes), "act")
-    alone, none = ops.grouped_gemm_activation(a, b, sizes, probs, bias, interleave, keep_input=False)
+    assert_same_bits(act, with_zero_tail(ops.activation(halves_apart(h, activation), probs), sizes), "act")
+    alone, none = ops.grouped_gemm_activation(a, b, sizes, probs, bias, activation, keep_input=False)
     assert_same_bits(alone, act, "act without h")
     assert none.shape == (0, b.shape[1]) and none.dtype == a.dtype
-    few = ops.grouped_gemm_activation(a, b, sizes, probs, bias, interleave, True, 6, 10)
+    few = ops.grouped_gemm_activation(a, b, sizes, probs, bias, activation, True, 6, 10)
     for got, expected in zip(few, (act, h), strict=True):
         assert_same_bits(got, expected, "with max_sms")
     exact = rows_fp64(a, b, sizes, bias, None, True)
@@ -88,10 +89,10 @@ def test_output_has_the_bits_of_the_steps(case: Case, device: torch.device) -> N
 
 
 def steps(
-    a: Tensor, b: Tensor, sizes: Tensor, probs: Tensor | None, bias: Tensor | None, interleave: int
+    a: Tensor, b: Tensor, sizes: Tensor, probs: Tensor | None, bias: Tensor | None, activation: str
 ) -> Tensor:
     h = ops.grouped_gemm(a, b, sizes, bias)
-    return ops.activation(halves_apart(h, interleave), probs)
+    return ops.activation(halves_apart(h, activation), probs)
 
 
 def gradients(
@@ -130,16 +131,19 @@ def test_gradient_through_h(both: bool, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(4)
     shapes = (70, 16), (2, 128, 16), (70,), (2, 128), (70, 128)
     a, b, probs, bias, grad = (normals(s, torch.bfloat16, device, generator) for s in shapes)
-    arguments, wanted = (a, b, torch.tensor([40, 23], device=device), probs.float(), bias, 32), (0, 1, 4)
+    arguments, wanted = (
+        (a, b, torch.tensor([40, 23], device=device), probs.float(), bias, "swiglu:interleave=32"),
+        (0, 1, 4),
+    )
     poison_tail(grad, (63,))
 
     def fused(*given: Any) -> Tensor:
         act, h = ops.grouped_gemm_activation(*given)
         return torch.cat([act, h], 1)[:, 0 if both else 64 :]
 
-    def separate(a: Tensor, b: Tensor, sizes: Tensor, probs: Tensor, bias: Tensor, interleave: int) -> Tensor:
+    def separate(a: Tensor, b: Tensor, sizes: Tensor, probs: Tensor, bias: Tensor, activation: str) -> Tensor:
         h = ops.grouped_gemm(a, b, sizes, bias)
-        act = ops.activation(halves_apart(h, interleave), probs)
+        act = ops.activation(halves_apart(h, activation), probs)
         return torch.cat([act, h], 1)[:, 0 if both else 64 :]
 
     grad = torch.cat([grad[:, :64], grad], 1)[:, 0 if both else 64 :]
@@ -176,7 +180,7 @@ def swiglu_fp64_of(doubles: list[Tensor]) -> Tensor:
     a, b, sizes, probs, bias = doubles
     h = rows_fp64(a, b, sizes, bias, None, True)
     end = int(sizes.sum())
-    return swiglu_fp64(h[:end], probs[:end], 0)
+    return swiglu_fp64(h[:end], probs[:end], "swiglu")
 
 
 def test_strided_inputs_give_the_same_bits(device: torch.device) -> None:
@@ -186,8 +190,10 @@ def test_strided_inputs_give_the_same_bits(device: torch.device) -> None:
     probs = torch.rand(12, generator=generator).to(device)[::2]
     sizes = torch.tensor([3, 2], device=device)
     for got, expected in zip(
-        ops.grouped_gemm_activation(a, b, sizes, probs, None, 32),
-        ops.grouped_gemm_activation(a.contiguous(), b.contiguous(), sizes, probs.contiguous(), None, 32),
+        ops.grouped_gemm_activation(a, b, sizes, probs, None, "swiglu:interleave=32"),
+        ops.grouped_gemm_activation(
+            a.contiguous(), b.contiguous(), sizes, probs.contiguous(), None, "swiglu:interleave=32"
+        ),
         strict=True,
     ):
         assert_same_bits(got, expected)
@@ -209,13 +215,13 @@ def test_opcheck(case: Case, device: torch.device) -> None:
     opcheck(_ops.grouped_gemm_activation.default, arguments)
 
 
-def mlp(x: Tensor, w1: Tensor, w2: Tensor, sizes: Tensor, probs: Tensor, interleave: int) -> Tensor:
-    act, _ = ops.grouped_gemm_activation(x, w1, sizes, probs, None, interleave)
+def mlp(x: Tensor, w1: Tensor, w2: Tensor, sizes: Tensor, probs: Tensor, activation: str) -> Tensor:
+    act, _ = ops.grouped_gemm_activation(x, w1, sizes, probs, None, activation)
     return ops.grouped_gemm(act, w2, sizes)
 
 
-@pytest.mark.parametrize("interleave", [0, 32])
-def test_compiles_without_graph_breaks(interleave: int, device: torch.device) -> None:
+@pytest.mark.parametrize("activation", ["swiglu", "swiglu:interleave=32"])
+def test_compiles_without_graph_breaks(activation: str, device: torch.device) -> None:
     """One graph serves any sizes and numbers of rows, forward and backward, with the bits of eager mode."""
     torch._dynamo.reset()
     fast = torch.compile(mlp, fullgraph=True, backend="aot_eager", dynamic=True)
@@ -225,7 +231,7 @@ def test_compiles_without_graph_breaks(interleave: int, device: torch.device) ->
         x, w1, w2 = (normals(s, torch.bfloat16, device, generator) for s in shapes)
         probs = torch.rand(rows, generator=generator).to(device)
         group_sizes, grad = torch.tensor(sizes, device=device), torch.ones_like(x)
-        arguments = x, w1, w2, group_sizes, probs, interleave
+        arguments = x, w1, w2, group_sizes, probs, activation
         wanted = (0, 1, 2, 4)
         expected = gradients(mlp, arguments, grad, wanted)
         for got, exact in zip(gradients(fast, arguments, grad, wanted), expected, strict=True):
@@ -235,8 +241,8 @@ def test_compiles_without_graph_breaks(interleave: int, device: torch.device) ->
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("interleave", [0, 32])
-def test_graph_replays_with_new_sizes_and_data(interleave: int) -> None:
+@pytest.mark.parametrize("activation", ["swiglu", "swiglu:interleave=32"])
+def test_graph_replays_with_new_sizes_and_data(activation: str) -> None:
     device, rows, features, k = torch.device("cuda"), 700, 160, 136
 
     def draw(seed: int, sizes: tuple[int, ...]) -> tuple[Any, ...]:
@@ -252,7 +258,7 @@ def test_graph_replays_with_new_sizes_and_data(interleave: int) -> None:
         )
 
     def run(a: Tensor, b: Tensor, sizes: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        return ops.grouped_gemm_activation(a, b, sizes, probs, None, interleave)
+        return ops.grouped_gemm_activation(a, b, sizes, probs, None, activation)
 
     held = draw(0, (100, 0, 300, 57))
     side = torch.cuda.Stream()
@@ -273,7 +279,7 @@ def test_graph_replays_with_new_sizes_and_data(interleave: int) -> None:
         graph.replay()
         a, b, group_sizes, probs = new
         h = ops.grouped_gemm(a, b, group_sizes)
-        act = with_zero_tail(ops.activation(halves_apart(h, interleave), probs), group_sizes)
+        act = with_zero_tail(ops.activation(halves_apart(h, activation), probs), group_sizes)
         for got, exact, name in zip(captured, (act, h), ("act", "h"), strict=True):
             assert_same_bits(got, exact, name)
 
@@ -290,8 +296,8 @@ def test_calls_do_not_synchronize(dtype: torch.dtype) -> None:
     grad = torch.ones(96, 64, dtype=dtype, device=device)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for interleave in (0, 32):
-            mlp(x, w1, w2, sizes, probs, interleave).backward(grad)
+        for activation in ("swiglu", "swiglu:interleave=32"):
+            mlp(x, w1, w2, sizes, probs, activation).backward(grad)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

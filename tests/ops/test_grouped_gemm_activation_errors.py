@@ -1,4 +1,4 @@
-"""Errors for bad arguments of the products with a SwiGLU epilogue: the full text, in four parts."""
+"""Errors for bad arguments of the products with an activation in the epilogue: the full text, in four parts."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ import pytest
 import torch
 
 from transformer_plugin import ops
+from transformer_plugin.activations import EXPECTED_KEY, KEY_ADVICE
 
 A, B, S, P = torch.zeros(4, 6), torch.zeros(2, 16, 6), torch.tensor([1, 2]), torch.ones(4)
 AGREE = "Pass tensors whose sizes agree."
-ORDER = (
-    "expected 0 (the gate's columns first) or 32 (32 of the gate, 32 of the linear part, in turn), got 16. "
-    "Reorder the rows of the weight."
-)
+UNKNOWN = f"'activation': expected {EXPECTED_KEY}, got 'swiglu:interleave=16'. {KEY_ADVICE}."
 BLOCKS = (
     "expected whole blocks of 32 columns of the gate and of the linear part, got {} for 8 of each. "
-    "Take a multiple of 32, or interleave=0."
+    "Take a multiple of 32, or an activation without interleave."
 )
 FORWARD, QUANTIZE = "grouped_gemm_activation", "grouped_gemm_activation_quantize"
 FORMAT = (
@@ -49,10 +47,10 @@ FORMAT = (
             "'b': expected size 6 in dimension 2 (the columns of 'a', summed over), got float32[2, 16, 5] on cpu. "
             + AGREE,
         ),
-        (FORWARD, (A, B, S, P, None, 16), ValueError, "'interleave': " + ORDER),
+        (FORWARD, (A, B, S, P, None, "swiglu:interleave=16"), ValueError, UNKNOWN),
         (
             FORWARD,
-            (A, B, S, P, None, 32),
+            (A, B, S, P, None, "swiglu:interleave=32"),
             ValueError,
             "'b': " + BLOCKS.format("float32[2, 16, 6] on cpu"),
         ),
@@ -91,7 +89,7 @@ FORMAT = (
         ),
         (
             FORWARD,
-            (A, B, S, P, None, 0, True, -1),
+            (A, B, S, P, None, "swiglu", True, -1),
             ValueError,
             "'max_sms': expected a number of multiprocessors, or 0 for all, got -1. "
             "Pass how many the product may take.",
@@ -127,7 +125,7 @@ FORMAT = (
             "'group_sizes': expected sizes that sum to at most 4, the rows of the buffer, "
             "got a sum of 5 at group 1. Enlarge the buffer or fix the sizes.",
         ),
-        (QUANTIZE, (A, B, S, "fp8_block", P, None, 16), ValueError, "'interleave': " + ORDER),
+        (QUANTIZE, (A, B, S, "fp8_block", P, None, "swiglu:interleave=16"), ValueError, UNKNOWN),
     ],
 )
 def test_errors(op: str, arguments: tuple[Any, ...], error: type[Exception], text: str) -> None:

@@ -13,15 +13,16 @@ from tests.ops.gemm_oracle import rows_fp64
 from tests.ops.on_gpu import captured, most_memory
 from tests.ops.quantize_oracle import SPECS, assert_all_same, grouped_both_directions
 from transformer_plugin import ops, reference
+from transformer_plugin.activations import Activation
 from transformer_plugin.formats import Format
 from transformer_plugin.reference.gemm_activation import halves_apart
 from transformer_plugin.testing.cases import BLOCK_FORMATS, Case
+from transformer_plugin.testing.gemm_activation_cases import grouped_gemm_activation_quantize_cases
 from transformer_plugin.testing.gemm_cases import (
     normals,
     poison_tail,
     quantized_arguments,
 )
-from transformer_plugin.testing.gemm_activation_cases import grouped_gemm_activation_quantize_cases
 from transformer_plugin.testing.numerics import assert_same_bits
 
 pytestmark = pytest.mark.dtypes_in_turn
@@ -32,8 +33,9 @@ SIXTEEN_BITS = [case for case in RANDOM if not case.name.startswith("float32")]
 _op = torch.ops.transformer_plugin.grouped_gemm_activation_quantize.default
 
 
-def interleave_halves(h: Tensor, interleave: int) -> Tensor:
-    """Interleaves the gate and the linear part in blocks of ``interleave`` columns."""
+def interleave_halves(h: Tensor, activation: str) -> Tensor:
+    """The columns of the gate and of the linear part, in the order of an activation."""
+    interleave = Activation.parse(activation).interleave
     return h.unflatten(1, (2, -1, interleave)).transpose(1, 2).flatten(1) if interleave else h
 
 
@@ -48,11 +50,11 @@ def steps(
     format: str,
     probs: Tensor | None = None,
     bias: Tensor | None = None,
-    interleave: int = 0,
+    activation: str = "swiglu",
 ) -> tuple[Tensor, ...]:
     """Returns the results of grouped_gemm_activation followed by activation_quantize."""
-    _, h = ops.grouped_gemm_activation(a, b, sizes, probs, bias, interleave)
-    return *ops.activation_quantize(halves_apart(h, interleave), format, probs, sizes), h
+    _, h = ops.grouped_gemm_activation(a, b, sizes, probs, bias, activation)
+    return *ops.activation_quantize(halves_apart(h, activation), format, probs, sizes), h
 
 
 def oracle(act: Tensor, sizes: Tensor, format: str) -> tuple[Tensor, ...]:
@@ -68,11 +70,11 @@ def poison_outputs(outputs: tuple[Tensor, ...]) -> None:
 @each(EXACT)
 def test_output_agrees_with_the_oracle(case: Case, device: torch.device) -> None:
     """Sums are exact, so h must agree to the last bit. The numpy oracle quantizes SwiGLU of the rounded h."""
-    a, b, sizes, format, probs, bias, interleave = case.arguments(device)
+    a, b, sizes, format, probs, bias, activation = case.arguments(device)
     h = rows_fp64(a.cpu(), b.cpu(), sizes, None if bias is None else bias.cpu(), None, True).to(a.dtype)
-    act = ops.activation(halves_apart(h, interleave), None if probs is None else probs.cpu())
+    act = ops.activation(halves_apart(h, activation), None if probs is None else probs.cpu())
     expected = oracle(act, sizes, format)
-    *got, kept = ops.grouped_gemm_activation_quantize(a, b, sizes, format, probs, bias, interleave)
+    *got, kept = ops.grouped_gemm_activation_quantize(a, b, sizes, format, probs, bias, activation)
     assert_same_bits(kept.cpu() + 0, h, "h")
     assert_all_same(tuple(got), expected)
 
@@ -92,12 +94,12 @@ def test_output_has_the_bytes_of_the_steps(case: Case, device: torch.device) -> 
 
 @each(EXACT)
 def test_reference_has_the_bytes_of_its_steps(case: Case) -> None:
-    a, b, sizes, format, probs, bias, interleave = case.arguments()
-    act, h = reference.grouped_gemm_activation(a, b, sizes, probs, bias, interleave)
-    *got, kept = reference.grouped_gemm_activation_quantize(a, b, sizes, format, probs, bias, interleave)
+    a, b, sizes, format, probs, bias, activation = case.arguments()
+    act, h = reference.grouped_gemm_activation(a, b, sizes, probs, bias, activation)
+    *got, kept = reference.grouped_gemm_activation_quantize(a, b, sizes, format, probs, bias, activation)
     assert_same_bits(kept, h)
     assert_all_same(tuple(got), oracle(act, sizes, format))
-    none = reference.grouped_gemm_activation_quantize(a, b, sizes, format, probs, bias, interleave, False)[2]
+    none = reference.grouped_gemm_activation_quantize(a, b, sizes, format, probs, bias, activation, False)[2]
     assert none.shape == (0, b.shape[1])
 
 
@@ -119,25 +121,25 @@ def special_halves(features: int) -> Tensor:
     return halves.flatten(1)
 
 
-@pytest.mark.parametrize("interleave", [0, 32])
+@pytest.mark.parametrize("activation", ["swiglu", "swiglu:interleave=32"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("format", BLOCK_FORMATS)
 @pytest.mark.parametrize("features", [128, 160, 352])
 def test_extreme_values(
-    features: int, format: str, dtype: torch.dtype, interleave: int, device: torch.device
+    features: int, format: str, dtype: torch.dtype, activation: str, device: torch.device
 ) -> None:
     """The product is zero, so that every row of h is the bias of its group."""
-    bias = interleave_halves(special_halves(features), interleave).to(device)
+    bias = interleave_halves(special_halves(features), activation).to(device)
     groups = bias.shape[0]
     sizes = torch.full((groups,), 13, device=device)
     a, b = torch.zeros(140, 16, dtype=dtype), torch.zeros(groups, 2 * features, 16, dtype=dtype)
     probs = torch.rand(140, generator=torch.Generator().manual_seed(1))
     probs[::13], probs[1::13], probs[2::13] = float("nan"), float("inf"), 0.0
-    arguments = a.to(device), b.to(device), sizes, format, probs.to(device), bias, interleave
+    arguments = a.to(device), b.to(device), sizes, format, probs.to(device), bias, activation
     act, h = ops.grouped_gemm_activation(*arguments[:3], *arguments[4:])
     got = ops.grouped_gemm_activation_quantize(*arguments)
     assert_all_same(
-        got, (*ops.activation_quantize(halves_apart(h, interleave), format, probs.to(device), sizes), h)
+        got, (*ops.activation_quantize(halves_apart(h, activation), format, probs.to(device), sizes), h)
     )
     assert_all_same(got[:2], oracle(act, sizes, format))
 
@@ -167,8 +169,18 @@ def test_strided_inputs_and_format_object(format: str, device: torch.device) -> 
     a, b = wide[0][::2, ::2], wide[1].transpose(1, 2)
     probs, bias = torch.rand(12, generator=generator).to(device)[::2], b[:, :, 0]
     sizes = torch.tensor([3, 2], device=device, dtype=torch.int32)
-    got = ops.grouped_gemm_activation_quantize(a, b, sizes, Format.parse(format), probs, bias, 32)
-    dense = a.contiguous(), b.contiguous(), sizes, format, probs.contiguous(), bias.contiguous(), 32
+    got = ops.grouped_gemm_activation_quantize(
+        a, b, sizes, Format.parse(format), probs, bias, Activation(interleave=32)
+    )
+    dense = (
+        a.contiguous(),
+        b.contiguous(),
+        sizes,
+        format,
+        probs.contiguous(),
+        bias.contiguous(),
+        "swiglu:interleave=32",
+    )
     assert_all_same(got, steps(*dense))
 
 
@@ -185,25 +197,27 @@ def test_opcheck(case: Case, device: torch.device) -> None:
     assert not any(output.requires_grad for output in ops.grouped_gemm_activation_quantize(*arguments))
 
 
-@pytest.mark.parametrize("interleave", [0, 32])
+@pytest.mark.parametrize("activation", ["swiglu", "swiglu:interleave=32"])
 @pytest.mark.parametrize("format", ["fp8_block", "mxfp8"])
-def test_compiles_without_graph_breaks(format: str, interleave: int, device: torch.device) -> None:
+def test_compiles_without_graph_breaks(format: str, activation: str, device: torch.device) -> None:
     """One graph serves any sizes and numbers of rows, with the bytes of eager mode."""
     torch._dynamo.reset()
-    fast = torch.compile(ops.grouped_gemm_activation_quantize, fullgraph=True, backend="aot_eager", dynamic=True)
+    fast = torch.compile(
+        ops.grouped_gemm_activation_quantize, fullgraph=True, backend="aot_eager", dynamic=True
+    )
     generator = torch.Generator().manual_seed(0)
     for rows, sizes in ((24, (5, 0, 16)), (40, (40, 0, 0)), (17, (0, 3, 9))):
         x, w = (normals(s, torch.bfloat16, device, generator) for s in ((rows, 16), (3, 128, 16)))
         probs = torch.rand(rows, generator=generator).to(device)
-        arguments = x, w, torch.tensor(sizes, device=device), format, probs, None, interleave
+        arguments = x, w, torch.tensor(sizes, device=device), format, probs, None, activation
         assert_all_same(fast(*arguments), ops.grouped_gemm_activation_quantize(*arguments))
     torch._dynamo.reset()
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("interleave", [0, 32])
+@pytest.mark.parametrize("activation", ["swiglu", "swiglu:interleave=32"])
 @pytest.mark.parametrize("format", ["fp8_block", "fp8_block:e5m2,fp32", "mxfp8", "mxfp8:tiled"])
-def test_graph_replays_with_new_sizes_and_data(format: str, interleave: int) -> None:
+def test_graph_replays_with_new_sizes_and_data(format: str, activation: str) -> None:
     device, rows, features, k = torch.device("cuda"), 700, 160, 136
 
     def draw(seed: int, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
@@ -217,7 +231,7 @@ def test_graph_replays_with_new_sizes_and_data(format: str, interleave: int) -> 
         made.clear()
         graph = captured(
             lambda keep=keep_input: made.append(
-                ops.grouped_gemm_activation_quantize(*held[:3], format, held[3], None, interleave, keep)
+                ops.grouped_gemm_activation_quantize(*held[:3], format, held[3], None, activation, keep)
             )
         )
         outputs = made[-1]
@@ -229,7 +243,7 @@ def test_graph_replays_with_new_sizes_and_data(format: str, interleave: int) -> 
             for tensor in outputs:
                 tensor.view(torch.uint8).fill_(0xFF)
             graph.replay()
-            expected = steps(*new[:3], format, new[3], None, interleave)
+            expected = steps(*new[:3], format, new[3], None, activation)
             assert_all_same(outputs[: 2 + keep_input], expected[: 2 + keep_input])
 
 
@@ -248,15 +262,15 @@ def test_repeated_calls_give_the_same_bytes(case: Case) -> None:
     torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="the kernel is Hopper's"
 )
 @pytest.mark.parametrize("format", ["fp8_block", "mxfp8"])
-@pytest.mark.parametrize("interleave", [0, 32])
-def test_activation_is_not_written_to_memory(format: str, interleave: int) -> None:
+@pytest.mark.parametrize("activation", ["swiglu", "swiglu:interleave=32"])
+def test_activation_is_not_written_to_memory(format: str, activation: str) -> None:
     """h is not written either if it is not kept. Synchronization is an error."""
     device, generator = torch.device("cuda"), torch.Generator().manual_seed(0)
     rows, features = 4096, 1024
     a, b = (normals(s, torch.bfloat16, device, generator) for s in ((rows, 64), (4, 2 * features, 64)))
     sizes, probs = torch.tensor([1000, 0, 2000, 500], device=device), torch.rand(rows, device=device)
     taken = most_memory(
-        lambda: ops.grouped_gemm_activation_quantize(a, b, sizes, format, probs, None, interleave, False)
+        lambda: ops.grouped_gemm_activation_quantize(a, b, sizes, format, probs, None, activation, False)
     )
     data_bytes = rows * features
     # The rest is scales, offsets and rounding of the allocator; act would take 2 * data_bytes.

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tests.opcheck import opcheck
-from tests.ops.test_grouped_gemm_rows import with_indexed_rows
 from tests.ops.test_grouped_gemm_activation import EXACT, RANDOM, each
+from tests.ops.test_grouped_gemm_rows import with_indexed_rows
 from transformer_plugin import ops, reference
 from transformer_plugin.testing.cases import Case
 from transformer_plugin.testing.gemm_cases import normals
@@ -84,7 +84,9 @@ def test_wrong_rows(device: torch.device) -> None:
     group_sizes = torch.tensor(sizes, device=device)
     with pytest.raises(TypeError, match=r"grouped_gemm_activation: argument 'rows': expected .*int32"):
         ops.grouped_gemm_activation(a, b, group_sizes, rows=torch.zeros(5, device=device))
-    with pytest.raises(ValueError, match=r"grouped_gemm_activation: argument 'probs': expected .*rows of 'rows'"):
+    with pytest.raises(
+        ValueError, match=r"grouped_gemm_activation: argument 'probs': expected .*rows of 'rows'"
+    ):
         ops.grouped_gemm_activation(
             a,
             b,
@@ -93,5 +95,7 @@ def test_wrong_rows(device: torch.device) -> None:
             rows=torch.zeros(5, dtype=torch.int32, device=device),
         )
     if device.type == "cpu":
-        with pytest.raises(ValueError, match=r"grouped_gemm_activation: argument 'rows': expected .*got 4 at 1"):
+        with pytest.raises(
+            ValueError, match=r"grouped_gemm_activation: argument 'rows': expected .*got 4 at 1"
+        ):
             ops.grouped_gemm_activation(a, b, group_sizes, rows=torch.tensor([0, 4, 0, 0, 0]))

@@ -49,7 +49,9 @@ def steps(
     """Returns what grouped_mlp is defined to compute, step by step."""
     linear = ops.grouped_linear(input, fc1_weight, group_sizes, fc1_bias, None, *formats)
     scale = None if fc2_bias is None else probs
-    return ops.grouped_linear(ops.activation(linear, probs), fc2_weight, group_sizes, fc2_bias, scale, *formats)
+    return ops.grouped_linear(
+        ops.activation(linear, probs), fc2_weight, group_sizes, fc2_bias, scale, *formats
+    )
 
 
 def leaves_of(arguments: tuple[Any, ...], wanted: tuple[str, ...] = NAMES) -> dict[str, Tensor]:

@@ -55,7 +55,7 @@ def step(
     capacity: int,
     alignment: int,
     formats: Formats,
-    interleave: int = 0,
+    activation: str = "swiglu",
 ) -> dict[str, Tensor]:
     """The output, and the gradients of `names`. That of the probabilities of rows arrives as that of the weights."""
     leaves = {name: value.clone().requires_grad_() for name, value in given.items() if name in names}
@@ -65,7 +65,7 @@ def step(
     arguments = (leaves["tokens"], leaves["fc1"], leaves["fc2"], sizes, probs)
     biases = (leaves.get("fc1_bias"), leaves.get("fc2_bias"))
     torch.manual_seed(5)
-    more: dict[str, Any] = {"slot": slot, "source": source, "interleave": interleave}
+    more: dict[str, Any] = {"slot": slot, "source": source, "activation": activation}
     output = ops.grouped_mlp(*arguments, *biases, *formats, **more)
     grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(9)).to(output)
     grads = torch.autograd.grad(output, [*leaves.values(), probs], grad)
@@ -121,9 +121,9 @@ def test_interleaved_columns(name: str, device: torch.device) -> None:
     formats = resolve(first, device), weight, resolve(grad, device)
     given = leaves_of(torch.bfloat16, (128, 128), device)
     indices, rows = routing(device, 1)
-    expected = step(given, NAMES, indices, rows, 1, formats, 32)
+    expected = step(given, NAMES, indices, rows, 1, formats, "swiglu:interleave=32")
     with garbage_in_new_memory(device):
-        got = step(given, NAMES, indices, 2 * rows, 1, formats, 32)
+        got = step(given, NAMES, indices, 2 * rows, 1, formats, "swiglu:interleave=32")
     assert_same(got, expected, "twice the rows")
 
 

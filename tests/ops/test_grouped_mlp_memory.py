@@ -70,14 +70,14 @@ def test_activations_are_quantized_by_the_op_that_computes_them(name: str) -> No
     assert calls_of(formats, (True, False))[
         -5:
     ] == [  # the gradient of a bias sums values before quantization
-        *("swiglu_backward", "bias_backward_quantize both", gradient, product, gradient),
+        *("activation_backward", "bias_backward_quantize both", gradient, product, gradient),
     ]
     assert calls_of(formats, (False, False), ("fc2_weight",)) == [
         *("grouped quantize", "quantize", product, "activation_quantize both", "quantize", product),
         *("grouped quantize columns", gradient),
     ]
     assert calls_of(formats, (False, False), ("probs",))[-3:] == [
-        *("grouped quantize", product, "swiglu_backward"),
+        *("grouped quantize", product, "activation_backward"),
     ]
 
 
@@ -111,9 +111,9 @@ def test_alternating_columns_are_not_copied(formats: Formats) -> None:
         shape, torch.bfloat16, (False, False), torch.device("cpu"), torch.Generator().manual_seed(1)
     )
     copies = []
-    for interleave in (0, 32):
+    for activation in ("swiglu", "swiglu:interleave=32"):
         with CopiedRows(shape.rows) as calls:
-            run(partial(ops.grouped_mlp, interleave=interleave), arguments, formats)
+            run(partial(ops.grouped_mlp, activation=activation), arguments, formats)
         copies.append(calls.copies)
     assert copies[1] == copies[0]
 
@@ -172,7 +172,7 @@ class FreedTensors(RecordedCalls):
         result = super().__torch_dispatch__(func, types, args, kwargs)
         name = name_of(func, args, kwargs)
         self.there.append((name, there))
-        which = {"activation_quantize both": 2, "quantize": 0, "grouped_gemm": None, "swiglu": None}
+        which = {"activation_quantize both": 2, "quantize": 0, "grouped_gemm": None, "activation": None}
         if name in which and len(self.kept) < 4:
             index = which[name]
             made = result if index is None else result[index]

@@ -59,7 +59,7 @@ def finished(name: str) -> Tensor:
 
 #: For each node: the op that records it, and a call that has the node in its graph.
 CALLS: list[tuple[str, Callable[[], Tensor]]] = [
-    ("swiglu", lambda: ops.activation(of(T, K))),
+    ("activation", lambda: ops.activation(of(T, K))),
     ("rms_norm", lambda: ops.rms_norm(of(T, K), of(K), 1e-5)),
     ("layer_norm", lambda: ops.layer_norm(of(T, K), of(K), of(K), 1e-5)),
     ("connect_gradient", connected),

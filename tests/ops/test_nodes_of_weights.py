@@ -108,5 +108,6 @@ def test_a_node_of_weights_has_one_output() -> None:
     }
     weights |= {"embedding", "rms_norm", "layer_norm", "router_logits", "router_logits_with_tokens", "gemm"}
     assert (
-        weights | {"grouped_gemm", "grouped_gemm_activation", "dispatch", "assign_weighted_slots"} <= with_nodes
+        weights | {"grouped_gemm", "grouped_gemm_activation", "dispatch", "assign_weighted_slots"}
+        <= with_nodes
     )

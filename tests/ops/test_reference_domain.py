@@ -21,7 +21,7 @@ from tests.ops.test_references import CASES, of_reference
 from tests.ops.test_refusals import BUFFERS, copied, flat
 from transformer_plugin import ops, reference
 from transformer_plugin.formats import Format
-from transformer_plugin.reference import activation
+from transformer_plugin.reference import activations
 from transformer_plugin.testing.cases import FLOAT_DTYPES
 from transformer_plugin.testing.every_op import Call
 from transformer_plugin.testing.quantize_cases import COLUMNS
@@ -34,7 +34,7 @@ for _case in CASES:
 #: Ops that agree within rounding errors, not to the bit: they use exp, or a sum without a documented order.
 #: Products are in test_reference_products.py, norm_linear is in test_norm_linear.py. Layers that write into a buffer
 #: have the bits of the layers, with which test_layer_out.py compares them.
-WITHIN = ("swiglu", "swiglu_backward", "grouped_bias_backward", "norm_linear")
+WITHIN = ("activation", "activation_backward", "grouped_bias_backward", "norm_linear")
 WITHIN += ("linear_out", "grouped_linear_out", "grouped_mlp_out")
 kinds = pytest.mark.parametrize("kind", KINDS)
 dtypes = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
@@ -59,10 +59,10 @@ def compared(call: Call, arguments: dict[str, Any]) -> list[tuple[Tensor, Tensor
 @kinds
 @pytest.mark.parametrize("op", sorted(CALLS.keys() - PRODUCTS.keys() - set(WITHIN)))
 def test_reference_has_the_bits_of_the_op(op: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Equal bits; references that quantize SwiGLU use the op's own SwiGLU, whose exp differs in the last bit."""
-    if op.startswith("swiglu"):
-        monkeypatch.setattr(activation, "swiglu", OPS.swiglu)
-        monkeypatch.setattr(activation, "swiglu_backward", OPS.swiglu_backward)
+    """Equal bits; references that quantize an activation use the op's own, whose exp differs in the last bit."""
+    if op.startswith("activation_"):
+        monkeypatch.setattr(activations, "activation", OPS.activation)
+        monkeypatch.setattr(activations, "activation_backward", OPS.activation_backward)
     for index, (name, call) in enumerate(CALLS[op]):
         for dtype in FLOAT_DTYPES if name.startswith("all") else [FLOAT_DTYPES[index % 3]]:
             for position, (got, expected) in enumerate(compared(call, redrawn(call, kind, dtype, index))):
@@ -84,7 +84,7 @@ def implementations(call: Call) -> list[Any]:
 @kinds
 @dtypes
 def test_swiglu(kind: str, dtype: torch.dtype) -> None:
-    for seed, (name, call) in enumerate(CALLS["swiglu"] * 2):
+    for seed, (name, call) in enumerate(CALLS["activation"] * 2):
         arguments = with_moderate_gates(redrawn(call, kind, dtype, seed), seed)
         gate, linear = (Near.of(half) for half in arguments["input"].chunk(2, 1))
         expected = near.swiglu(gate, linear, Near.of(arguments["probs"][:, None]))
@@ -95,7 +95,7 @@ def test_swiglu(kind: str, dtype: torch.dtype) -> None:
 @kinds
 @dtypes
 def test_swiglu_backward(kind: str, dtype: torch.dtype) -> None:
-    for seed, (name, call) in enumerate(CALLS["swiglu_backward"] * 2):
+    for seed, (name, call) in enumerate(CALLS["activation_backward"] * 2):
         arguments = with_moderate_gates(redrawn(call, kind, dtype, seed), seed)
         gate, linear = (Near.of(half) for half in arguments["input"].chunk(2, 1))
         prob = Near.of(arguments["probs"][:, None])

@@ -25,6 +25,7 @@ from tests.ops.product_axes import (
     Powers,
     Product,
     groups_of,
+    interleave_of,
     multiply,
     reached,
     split_like,
@@ -248,7 +249,7 @@ def in_float64(op: str, inputs: dict[str, Any], wide: Callable[[Tensor], Tensor]
 
 @dtypes
 @pytest.mark.parametrize(
-    "op", [op for op in PRODUCTS if not any(x in op for x in ("scaled", "swiglu", "mlp"))]
+    "op", [op for op in PRODUCTS if not any(x in op for x in ("scaled", "activation", "mlp"))]
 )
 def test_products_agree_with_float64(op: str, dtype: torch.dtype) -> None:
     for seed, (name, call) in enumerate(CALLS[op]):
@@ -275,14 +276,14 @@ def near_product(
 
 @dtypes
 @pytest.mark.parametrize("op", ["grouped_gemm_activation", "grouped_mlp"])
-def test_swiglu_of_a_product_is_within_its_bound(op: str, dtype: torch.dtype) -> None:
+def test_activation_of_a_product_is_within_its_bound(op: str, dtype: torch.dtype) -> None:
     for name, call, inputs in variants(op, dtype):
         sizes, probs = inputs["group_sizes"], inputs["probs"]
         inputs = {k: whole(v) if k.endswith("_weight") else v for k, v in inputs.items()}
-        a, b = (inputs[x] for x in (("a", "b") if op[-1] == "u" else ("input", "fc1_weight")))
-        bias = inputs["bias" if op[-1] == "u" else "fc1_bias"]
+        names = ("input", "fc1_weight", "fc1_bias") if op == "grouped_mlp" else ("a", "b", "bias")
+        a, b, bias = (inputs[name] for name in names)
         h = near_product(Near.of(a * 4), b, sizes, bias, None, dtype)  # gates up to 20
-        width, step = b.shape[1], inputs.get("interleave", 0) or max(1, b.shape[1] // 2)
+        width, step = b.shape[1], interleave_of(inputs) or max(1, b.shape[1] // 2)
         is_gate = torch.arange(width) // step % 2 == 0
         act = near.swiglu(h[:, is_gate.numpy()], h[:, ~is_gate.numpy()], Near.of(probs[:, None]))
         act = Near(act.value, act.error + torch.finfo(dtype).eps * abs(act.value))
@@ -292,7 +293,7 @@ def test_swiglu_of_a_product_is_within_its_bound(op: str, dtype: torch.dtype) ->
             expected = near_product(act, *fc2)
         for function in functions(call):
             listed = {k: [v] for k, v in inputs.items() if k.endswith("_weight")}
-            got = results(function, call, {**inputs, **listed, "a" if op[-1] == "u" else "input": a * 4})
+            got = results(function, call, {**inputs, **listed, names[0]: a * 4})
             expected.within(got[0], name)
             if op != "grouped_mlp":
                 h.within(got[1], f"{name}, h")

@@ -29,7 +29,7 @@ def leaves(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
 OnceOrTwice = tuple[Callable[[dict[str, Tensor]], Tensor], tuple[str, ...]]
 #: Ops that refuse a second derivative, and the leaves whose gradients refuse it.
 ONCE: dict[str, OnceOrTwice] = {
-    "swiglu": (lambda t: ops.activation(t["x"], t["rows"]), ("x", "rows")),
+    "activation": (lambda t: ops.activation(t["x"], t["rows"]), ("x", "rows")),
     "rms_norm": (lambda t: ops.rms_norm(t["x"], t["row"], 1e-5), ("x", "row")),
     "layer_norm": (lambda t: ops.layer_norm(t["x"], t["row"], t["row"], 1e-5), ("x", "row")),
     "grouped_gemm": (lambda t: ops.grouped_gemm(t["x"], t["w"], SIZES), ("w",)),

@@ -166,7 +166,7 @@ def test_quantize_by_an_index(format: str, groups: tuple[tuple[int, ...], int], 
 
 @by_dtype
 @cases(("fp8_block", "fp8_block:aligned", "mxfp8", "mxfp8:tiled"))
-def test_swiglu_quantize(
+def test_activation_quantize(
     format: str, groups: tuple[tuple[int, ...], int], dtype: torch.dtype, device: torch.device
 ) -> None:
     h, sizes = ragged(groups, 2 * WIDTH, dtype, device)
@@ -232,7 +232,7 @@ def test_dequantize(format: str, groups: tuple[tuple[int, ...], int], device: to
 
 @by_dtype
 @by_groups
-def test_swiglu(groups: tuple[tuple[int, ...], int], dtype: torch.dtype, device: torch.device) -> None:
+def test_activation(groups: tuple[tuple[int, ...], int], dtype: torch.dtype, device: torch.device) -> None:
     for columns in (WIDTH, 100, 37):
         h, sizes = ragged(groups, 2 * columns, dtype, device)
         grad, _ = ragged(groups, columns, dtype, device, seed=1)
@@ -250,7 +250,7 @@ def test_swiglu(groups: tuple[tuple[int, ...], int], dtype: torch.dtype, device:
 
 
 @by_groups
-def test_gradients_of_swiglu_are_zero_past_the_groups(
+def test_gradients_of_an_activation_are_zero_past_the_groups(
     groups: tuple[tuple[int, ...], int], device: torch.device
 ) -> None:
     h, sizes = ragged(groups, 64, torch.float32, device)
@@ -320,11 +320,11 @@ def test_grouped_gemm_of_quantized_operands(
     assert_same_bits(got[:end], expected[:end])
 
 
-@pytest.mark.parametrize("interleave", [0, 32])
+@pytest.mark.parametrize("activation", ["swiglu", "swiglu:interleave=32"])
 @by_dtype
 @by_groups
 def test_grouped_gemm_activation(
-    groups: tuple[tuple[int, ...], int], dtype: torch.dtype, interleave: int, device: torch.device
+    groups: tuple[tuple[int, ...], int], dtype: torch.dtype, activation: str, device: torch.device
 ) -> None:
     a, sizes = ragged(groups, 64, dtype, device)
     b = torch.randn(sizes.numel(), 2 * WIDTH, 64, device=device).to(dtype)
@@ -332,7 +332,7 @@ def test_grouped_gemm_activation(
     leaves = [t.requires_grad_() for t in (a, b, probs)]
     grad = torch.randn(a.shape[0], WIDTH, device=device).to(dtype)
     for keep in (True, False):
-        options: dict[str, Any] = {"interleave": interleave, "keep_input": keep}
+        options: dict[str, Any] = {"activation": activation, "keep_input": keep}
         expected = ops.grouped_gemm_activation(a, b, sizes, probs, **options)
         gradients = torch.autograd.grad(expected[0], leaves, grad)
         with garbage_in_new_memory(device):
@@ -361,8 +361,8 @@ def test_opcheck(device: torch.device) -> None:
     h.requires_grad_()
     opcheck(_op.grouped_gemm.default, (h, [weight], sizes), last)
     opcheck(_op.grouped_gemm_activation.default, (h, weight, sizes, probs), last)
-    opcheck(_op.swiglu.default, (h, probs, sizes))
-    opcheck(_op.swiglu_backward.default, (grad, h.detach(), probs, sizes))
+    opcheck(_op.activation.default, (h, probs, sizes))
+    opcheck(_op.activation_backward.default, (grad, h.detach(), probs, sizes))
 
 
 def test_what_is_past_the_groups_stays_unwritten() -> None:

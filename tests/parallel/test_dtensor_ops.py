@@ -1,4 +1,4 @@
-"""Ops on DTensors: norms and swiglu, sharded along rows or not, eager and compiled, compared with plain tensors."""
+"""Ops on DTensors: norms and activations, sharded along rows or not, eager and compiled, compared with plain tensors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def layer_norm_forward(x: Tensor, weight: Tensor | None, bias: Tensor | None) ->
     return output + mean.unsqueeze(-1) * rstd.unsqueeze(-1)
 
 
-def swiglu(x: Tensor, probs: Tensor | None) -> Tensor:
+def activation(x: Tensor, probs: Tensor | None) -> Tensor:
     return ops.activation(x, probs)
 
 
@@ -114,7 +114,9 @@ def activations(rank: Rank) -> None:
         for given in (probs, None)
     ]
     for compiled in (False, True):
-        for output, (_, (of_x, of_probs)) in zip(compare(rank, swiglu, cases, compiled), cases, strict=True):
+        for output, (_, (of_x, of_probs)) in zip(
+            compare(rank, activation, cases, compiled), cases, strict=True
+        ):
             assert output == (of_x,) or of_x != of_probs
 
 

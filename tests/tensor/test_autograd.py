@@ -204,7 +204,11 @@ def test_a_value_that_is_made_under_no_grad_has_no_history(device: torch.device)
         value, rows = GroupedTensor(weight), GroupedTensor(x, group_sizes)
     assert value.data_ptr() == weight.data_ptr() and rows.data_ptr() == x.data_ptr()
     for stack_of, ragged in ((value, rows), (value.detach(), rows.detach())):
-        results = (tp.grouped_linear(ragged, stack_of), tp.grouped_gemm(ragged, stack_of), tp.activation(ragged))
+        results = (
+            tp.grouped_linear(ragged, stack_of),
+            tp.grouped_gemm(ragged, stack_of),
+            tp.activation(ragged),
+        )
         for result in (*results, tp.dequantize(stack_of), stack_of.packed(), stack_of[0]):
             assert not result.requires_grad
     p = Parameter(value)

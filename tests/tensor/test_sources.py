@@ -77,7 +77,7 @@ def test_copies_of_ragged_values_have_all_rows(device: torch.device) -> None:
 def test_ops_of_this_library_name_their_argument(device: torch.device) -> None:
     x, value = torch.randn(8, 16, device=device), stack(device)
     calls: tuple[tuple[str, str, Callable[[], Any]], ...] = (
-        ("swiglu", "probs", lambda: tp.ops.activation(x, value)),
+        ("activation", "probs", lambda: tp.ops.activation(x, value)),
         ("permute", "tokens", lambda: tp.ops.permute(value, torch.zeros(8, 1, device=device).int(), 1, 8)),
         (
             "grouped_gemm",

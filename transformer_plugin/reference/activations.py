@@ -48,8 +48,9 @@ def parsed(activation: str | Activation) -> Activation:
     return activation if isinstance(activation, Activation) else Activation.parse(activation)
 
 
-def halves_apart(h: Tensor, interleave: int) -> Tensor:
+def halves_apart(h: Tensor, activation: str | Activation) -> Tensor:
     """All columns of the gate first."""
+    interleave = parsed(activation).interleave
     return h.unflatten(1, (-1, 2, interleave)).transpose(1, 2).flatten(1) if interleave else h
 
 
@@ -57,7 +58,7 @@ def _parts(input: Tensor, activation: Activation) -> tuple[Tensor, ...]:
     """The gate and the linear part, or all of an input without a gate, in float32."""
     if not activation.traits.gated:
         return (input.float(),)
-    return halves_apart(input.float(), activation.interleave).chunk(2, dim=-1)
+    return halves_apart(input.float(), activation).chunk(2, dim=-1)
 
 
 def _together(parts: list[Tensor], activation: Activation) -> Tensor:

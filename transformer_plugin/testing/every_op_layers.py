@@ -88,15 +88,15 @@ def layer_calls(draw: Draw) -> Calls:
         **sizes,
         **probs,
         "bias": draw(G, 2 * N),
-        "interleave": 32,
+        "activation": "swiglu:interleave=32",
     }
     yield "grouped_gemm_activation", "", {**product, "keep_input": True}
     yield "grouped_gemm_activation_quantize", "", {**product, "keep_input": True, "format": "mxfp8"}
     yield "check_group_sizes", "", {}
     every_row = {"group_sizes": draw.integers([T])}  # others have unspecified results, which differ
     for name, of_rows in (("", {}), ("groups", every_row)):
-        yield "swiglu", name, {"input": draw(T, K), **probs, **of_rows}
-        yield "swiglu_backward", name, {"grad": draw(T, K // 2), "input": draw(T, K), **probs, **of_rows}
+        yield "activation", name, {"input": draw(T, K), **probs, **of_rows}
+        yield "activation_backward", name, {"grad": draw(T, K // 2), "input": draw(T, K), **probs, **of_rows}
 
 
 def _token_calls(draw: Draw, mlp: dict[str, Any], roles: dict[str, str]) -> Calls:

@@ -140,11 +140,11 @@ def quantize_calls(draw: Draw, key: str, is_grouped: bool) -> Calls:
         yield "activation_quantize", f"{name} {direction}", {**wide, "format": key, **grouped, **more}
         yield "bias_backward_quantize", f"{name} {direction}", {"grad": x, "format": key, **grouped, **more}
     if format.traits.has_fused_ops:
-        yield _swiglu_backward_call(draw, key, name, sizes)
+        yield _activation_backward_call(draw, key, name, sizes)
     yield from _dequantize_calls(x, key, name, sizes)
 
 
-def _swiglu_backward_call(
+def _activation_backward_call(
     draw: Draw, key: str, name: str, sizes: Tensor | None
 ) -> tuple[str, str, dict[str, Any]]:
     T = draw.TNKG[0]

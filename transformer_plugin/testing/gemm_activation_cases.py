@@ -1,4 +1,4 @@
-"""Inputs of the products with a SwiGLU epilogue: ragged rows, features that end inside a tile or a TMA box, and
+"""Inputs of the products with an activation in the epilogue: ragged rows, features that end inside a tile or a TMA box, and
 both orders of columns."""
 
 from __future__ import annotations
@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
+from transformer_plugin.activations import Activation
 from transformer_plugin.testing.cases import BLOCK_FORMATS, FLOAT_DTYPES, Case
 from transformer_plugin.testing.gemm_cases import GroupedShape, group_sizes, integers, poison_tail
 
 # n is F, the number of features; k is the reduction dimension.
-SWIGLU_SHAPES = (
+ACTIVATION_SHAPES = (
     GroupedShape("one-group", (9,), 9, 16, 24),
     GroupedShape("odd-widths", (5, 3, 130), 140, 33, 17),
     GroupedShape("half-a-vector", (5, 0, 70), 80, 20, 24),
@@ -33,48 +34,53 @@ SWIGLU_SHAPES = (
     GroupedShape("many-tiles", (300, 1, 0, 513, 128, 385), 1400, 392, 200),
     GroupedShape("many-blocks", (300, 1, 0, 513, 16, 385), 1240, 416, 72),
 )
-ORDERS = (0, 32)
+ACTIVATIONS = (Activation("swiglu"), Activation("swiglu", 32))
 
 
-def _shapes_and_orders(
+def _shapes_and_activations(
     dtypes: tuple[torch.dtype, ...],
-) -> Iterator[tuple[str, GroupedShape, torch.dtype, int, int]]:
+) -> Iterator[tuple[str, GroupedShape, torch.dtype, Activation, int]]:
     """Yields every shape in every dtype with the column orders that its features support, and the index of the
     shape."""
     for dtype in dtypes:
-        for index, shape in enumerate(SWIGLU_SHAPES):
-            for interleave in ORDERS:
+        for index, shape in enumerate(ACTIVATION_SHAPES):
+            for activation in ACTIVATIONS:
+                interleave = activation.interleave
                 if interleave == 0 or shape.n % interleave == 0:
                     name = f"{str(dtype)[6:]}-{shape.name}-{'blocks' if interleave else 'halves'}"
-                    yield name, shape, dtype, interleave, index
+                    yield name, shape, dtype, activation, index
 
 
 def grouped_gemm_activation_cases(
     draw: Any = integers, dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES
 ) -> Iterator[Case]:
-    """(a, b, group_sizes, probs, bias, interleave). Tail rows of ``a`` and ``probs`` are NaN; some cases have no
+    """(a, b, group_sizes, probs, bias, activation). Tail rows of ``a`` and ``probs`` are NaN; some cases have no
     probs or bias."""
-    for name, shape, dtype, interleave, index in _shapes_and_orders(dtypes):
+    for name, shape, dtype, activation, index in _shapes_and_activations(dtypes):
 
         def make(
             device: torch.device,
             generator: torch.Generator,
             shape: GroupedShape = shape,
             dtype: torch.dtype = dtype,
-            interleave: int = interleave,
+            activation: Activation = activation,
             index: int = index,
         ) -> tuple[Any, ...]:
             groups = len(shape.sizes)
             a = poison_tail(draw((shape.rows, shape.k), dtype, device, generator), shape.sizes)
             b = (
-                draw((groups, 2 * shape.n, shape.k), dtype, device, generator) / 32
+                draw((groups, activation.input_columns(shape.n), shape.k), dtype, device, generator) / 32
             )  # so that exp does not underflow
-            bias = draw((groups, 2 * shape.n), torch.float32, device, generator) / 4 if index % 2 else None
+            bias = (
+                draw((groups, activation.input_columns(shape.n)), torch.float32, device, generator) / 4
+                if index % 2
+                else None
+            )
             probs = None
             if index % 3 != 1:
                 probs = poison_tail(torch.rand(shape.rows, generator=generator), shape.sizes).to(device)
             sizes = group_sizes(shape, device, (torch.int64, torch.int32)[index % 2])
-            return a, b, sizes, probs, bias, interleave
+            return a, b, sizes, probs, bias, activation.key
 
         yield Case(name, make)
 
@@ -82,19 +88,21 @@ def grouped_gemm_activation_cases(
 def grouped_gemm_activation_quantize_cases(
     draw: Any = integers, dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES
 ) -> Iterator[Case]:
-    """(a, b, group_sizes, format, probs, bias, interleave): the cases of grouped_gemm_activation, each with three of
+    """(a, b, group_sizes, format, probs, bias, activation): the cases of grouped_gemm_activation, each with three of
     the formats that its features support. Over two dtypes, each order of columns has all formats."""
-    combinations = zip(_shapes_and_orders(dtypes), grouped_gemm_activation_cases(draw, dtypes), strict=True)
-    for (_, shape, dtype, interleave, index), case in combinations:
+    combinations = zip(
+        _shapes_and_activations(dtypes), grouped_gemm_activation_cases(draw, dtypes), strict=True
+    )
+    for (_, shape, dtype, activation, index), case in combinations:
         allowed = [format for format in BLOCK_FORMATS if shape.n % 32 == 0 or not format.startswith("mxfp8")]
-        first = 3 * (dtypes.index(dtype) + index + interleave // 32)
+        first = 3 * (dtypes.index(dtype) + index + activation.interleave // 32)
         for i in range(first, first + 3):
             format = allowed[i % len(allowed)]
 
             def make(
                 device: torch.device, generator: torch.Generator, case: Case = case, format: str = format
             ) -> tuple[Any, ...]:
-                a, b, sizes, probs, bias, interleave = case.make(device, generator)
-                return a, b, sizes, format, probs, bias, interleave
+                a, b, sizes, probs, bias, key = case.make(device, generator)
+                return a, b, sizes, format, probs, bias, key
 
             yield Case(f"{case.name}-{format}", make)
