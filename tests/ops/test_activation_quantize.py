@@ -337,8 +337,8 @@ def test_errors_have_four_parts(arguments: tuple, error: type[Exception], text: 
         (
             {"amax": torch.ones(2), "amax_t": torch.ones(1)},
             "argument 'amax': expected sizes [1], the largest magnitudes that 'nvfp4:sr' scales by, got float32[2] on "
-            "cpu. Compute it with transformer_plugin.ops.amax of what activation gave in earlier steps, or use activation, "
-            "and quantize its result.",
+            "cpu. Compute it with transformer_plugin.ops.amax of what activation gave in earlier steps, or use "
+            "activation, and quantize its result.",
         ),
         (
             {"input": X},
@@ -382,8 +382,8 @@ def test_errors_of_amaxes_and_seed(more: dict, text: str) -> None:
         (
             (GRAD, X, "fp8_tensor", None, None),
             "argument 'amax': expected a float32 tensor of sizes [1], the largest magnitudes that 'fp8_tensor' scales "
-            "by, got None. Compute it with transformer_plugin.ops.amax of what activation_backward gave in earlier steps, "
-            "or use activation_backward, and quantize its first result.",
+            "by, got None. Compute it with transformer_plugin.ops.amax of what activation_backward gave in earlier "
+            "steps, or use activation_backward, and quantize its first result.",
         ),
         (
             (X, X, "fp8_block", None, None),

@@ -131,10 +131,8 @@ def test_gradient_through_h(both: bool, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(4)
     shapes = (70, 16), (2, 128, 16), (70,), (2, 128), (70, 128)
     a, b, probs, bias, grad = (normals(s, torch.bfloat16, device, generator) for s in shapes)
-    arguments, wanted = (
-        (a, b, torch.tensor([40, 23], device=device), probs.float(), bias, "swiglu:interleave=32"),
-        (0, 1, 4),
-    )
+    sizes, wanted = torch.tensor([40, 23], device=device), (0, 1, 4)
+    arguments = (a, b, sizes, probs.float(), bias, "swiglu:interleave=32")
     poison_tail(grad, (63,))
 
     def fused(*given: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""grouped_gemm_activation_quantize: the bytes of the separate steps and of the oracle, extreme values, and CUDA graphs."""
+"""grouped_gemm_activation_quantize: the bytes of the separate steps and of the oracle, extremes, and CUDA graphs."""
 
 from __future__ import annotations
 

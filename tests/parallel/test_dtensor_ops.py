@@ -1,4 +1,4 @@
-"""Ops on DTensors: norms and activations, sharded along rows or not, eager and compiled, compared with plain tensors."""
+"""Ops on DTensors: norms and activations, sharded along rows or not, eager and compiled, against plain tensors."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def activation_backward_quantize(
     zero_tail: bool = True,
     activation: str | Activation = "swiglu",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """:func:`~transformer_plugin.ops.activation_backward`, its gradient of the input quantized, always in both directions.
+    """:func:`~transformer_plugin.ops.activation_backward`, its gradient of the input quantized in both directions.
 
     Args:
         grad: ``[T, F]``, the gradient of the activation, in the dtype of ``input``; any strides.
@@ -112,10 +112,8 @@ def activation_backward_quantize(
     Raises:
         TypeError, ValueError: as :func:`activation_quantize`; ValueError: F that is not a multiple of 128.
     """
-    key, function = (
-        key_of(format, "activation_backward_quantize"),
-        key_of_activation(activation, "activation_backward_quantize"),
-    )
+    op = "activation_backward_quantize"
+    key, function = key_of(format, op), key_of_activation(activation, op)
     data, scale, data_t, scale_t, grad_probs = _ops.activation_backward_quantize.default(
         grad, input, key, probs, group_sizes, amax, amax_t, seed, zero_tail, function
     )

@@ -4,8 +4,9 @@ Letters as in :mod:`transformer_plugin.ops.gemm`; F is the number of features af
 [G, 2F, K]`` the ops compute ``h = x @ W1[g].T`` and, for SwiGLU, ``act = silu(gate(h)) * linear(h) * probs``.
 
 On Hopper each op is one kernel for bfloat16 and float16 with 16-byte aligned rows (F and the reduction dimension
-multiples of 8): the activation is computed while the sums are in registers. Elsewhere the steps run one after the other. What
-a step would write is rounded as if it were written, so on one device the results are those of the steps bit for bit.
+multiples of 8): the activation is computed while the sums are in registers. Elsewhere the steps run one after the
+other. What a step would write is rounded as if it were written, so on one device the results are those of the steps bit
+for bit.
 
 ``activation`` is that of :func:`~transformer_plugin.ops.activation`, and the order of the columns of ``h`` is that of
 the rows of ``W1``. ``"swiglu"``: F gate columns, then F linear columns. ``"swiglu:interleave=32"``: blocks of 32 gate
@@ -86,10 +87,10 @@ def grouped_gemm_activation_quantize(
     max_sms: int = 0,
     expected_rows: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`grouped_gemm_activation`, its result quantized along rows: an expert's first product, as the second takes it.
+    """:func:`grouped_gemm_activation`, its result quantized along rows: an expert's first product, for the second.
 
-    Bit for bit ``activation_quantize(h, format, probs, group_sizes)`` of the same ``h``, the columns of the gate first. On
-    Hopper ``act`` is never in memory: the epilogue computes its scales and writes quantized data.
+    Bit for bit ``activation_quantize(h, format, probs, group_sizes)`` of the same ``h``, the columns of the gate first.
+    On Hopper ``act`` is never in memory: the epilogue computes its scales and writes quantized data.
 
     Args:
         a, b, group_sizes: as :func:`grouped_gemm_activation`. For ``mxfp8`` F is a multiple of 32.

@@ -18,12 +18,12 @@ Without formats no copy of the rows is made where Hopper's kernels read rows by 
 and in the backward the gradient of the output, where they lie; the tokens are saved once and not once for each expert
 that they take.
 
-With a second bias the gradient of ``probs`` is the float32 sum of the bias part and the activation's part, in this order.
+With a second bias the gradient of ``probs`` is the float32 sum of the bias part and the activation's, in this order.
 
 In ``fp8_block`` and ``mxfp8`` the activation is quantized in the pass that computes it and is never in memory in 16
 bits; so is the gradient of the first product, if F is a multiple of 128 and ``fc1_bias`` needs no gradient, which sums
-the values before quantization. Without formats the first product and the activation are one kernel on Hopper if the weight is
-one tensor, or matrices that lie in memory as one; of other matrices they are two.
+the values before quantization. Without formats the first product and the activation are one kernel on Hopper if the
+weight is one tensor, or matrices that lie in memory as one; of other matrices they are two.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""References of the products with an activation in the epilogue: their steps in sequence, with zeros in the rows past the
-groups."""
+"""References of the products with an activation in the epilogue: their steps in sequence, with zeros in the rows past
+the groups."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def grouped_gemm_activation(
     rows: Tensor | None = None,
     zero_tail: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """activation(h, probs) of h = a_g @ b[g].T + bias[g], and h. Rows past the groups are 0, also without ``zero_tail``."""
+    """activation(h, probs) of h = a_g @ b[g].T + bias[g], and h. Rows past the groups are 0, with and without
+    ``zero_tail``."""
     h = grouped_gemm(a, b, group_sizes, bias, rows=rows)
     act = activations.activation(h, probs, group_sizes, activation)
     return act, h if keep_input else h[:0]

@@ -31,8 +31,8 @@ def grouped_mlp(
     source: Tensor | None = None,
     activation: str | Activation = "swiglu",
 ) -> Tensor:
-    """A product, an activation times probability, and a product whose bias is multiplied by the probability. Operands are
-    not quantized. With maps of slots the rows are copies of tokens, and each token's are added."""
+    """A product, an activation times probability, and a product whose bias is multiplied by the probability. Operands
+    are not quantized. With maps of slots the rows are copies of tokens, and each token's are added."""
     if slot is not None and source is not None:
         rows = permute_rows(input, slot, source)
         own = (fc1_weight, fc2_weight, group_sizes, probs, fc1_bias, fc2_bias, fc1_main_grad, fc2_main_grad)

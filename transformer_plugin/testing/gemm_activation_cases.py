@@ -1,5 +1,5 @@
-"""Inputs of the products with an activation in the epilogue: ragged rows, features that end inside a tile or a TMA box, and
-both orders of columns."""
+"""Inputs of the products with an activation in the epilogue: ragged rows, features that end inside a tile or a TMA
+box, and both orders of columns."""
 
 from __future__ import annotations
 
@@ -68,14 +68,10 @@ def grouped_gemm_activation_cases(
         ) -> tuple[Any, ...]:
             groups = len(shape.sizes)
             a = poison_tail(draw((shape.rows, shape.k), dtype, device, generator), shape.sizes)
-            b = (
-                draw((groups, activation.input_columns(shape.n), shape.k), dtype, device, generator) / 32
-            )  # so that exp does not underflow
-            bias = (
-                draw((groups, activation.input_columns(shape.n)), torch.float32, device, generator) / 4
-                if index % 2
-                else None
-            )
+            columns = activation.input_columns(shape.n)
+            # Divided so that exp does not underflow.
+            b = draw((groups, columns, shape.k), dtype, device, generator) / 32
+            bias = draw((groups, columns), torch.float32, device, generator) / 4 if index % 2 else None
             probs = None
             if index % 3 != 1:
                 probs = poison_tail(torch.rand(shape.rows, generator=generator), shape.sizes).to(device)
