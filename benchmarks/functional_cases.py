@@ -197,12 +197,12 @@ def _layers(d: Data) -> Iterator[Pair]:
         lambda: ops.grouped_mlp(d.x, d.stack, d.down, d.sizes, d.probs),
     )
     yield Pair(
-        "grouped_gemm_activation",
+        "grouped_gemm_swiglu",
         lambda: tp.grouped_gemm_activation(d.rows, d.weights, probs=d.probs),
         lambda: ops.grouped_gemm_activation(d.x, d.stack, d.sizes, d.probs),
     )
     yield Pair(
-        "grouped_gemm_activation, quantized",
+        "grouped_gemm_swiglu, quantized",
         lambda: tp.grouped_gemm_activation(d.rows, d.weights, probs=d.probs, format=BLOCKS),
         lambda: ops.grouped_gemm_activation_quantize(d.x, d.stack, d.sizes, BLOCKS, d.probs),
     )

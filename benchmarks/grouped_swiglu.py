@@ -72,7 +72,7 @@ def calls_of(shape: Experts, device: torch.device) -> dict[str, dict[str, Call]]
     return {
         "forward": {
             "fused": partial(ops.grouped_gemm_activation, *forward),
-            "interleaved": partial(ops.grouped_gemm_activation, *forward, interleave=32),
+            "interleaved": partial(ops.grouped_gemm_activation, *forward, activation="swiglu:interleave=32"),
             "without h": partial(ops.grouped_gemm_activation, *forward, keep_input=False),
             "steps": partial(forward_steps, *forward),
             "product": lambda: (ops.grouped_gemm(x, w1, sizes),),
@@ -81,7 +81,13 @@ def calls_of(shape: Experts, device: torch.device) -> dict[str, dict[str, Call]]
             f"into {format} rows": {
                 "fused": partial(ops.grouped_gemm_activation_quantize, x, w1, sizes, format, probs),
                 "interleaved": partial(
-                    ops.grouped_gemm_activation_quantize, x, w1, sizes, format, probs, interleave=32
+                    ops.grouped_gemm_activation_quantize,
+                    x,
+                    w1,
+                    sizes,
+                    format,
+                    probs,
+                    activation="swiglu:interleave=32",
                 ),
                 "without h": partial(
                     ops.grouped_gemm_activation_quantize, x, w1, sizes, format, probs, keep_input=False

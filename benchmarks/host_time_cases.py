@@ -56,7 +56,7 @@ def _activation(device: torch.device) -> Iterator[Pair]:
 
     yield Pair("swiglu", "chunk, silu, mul, mul", lambda x: ops.activation(x, probs), torch_swiglu, x)
     yield Pair(
-        "activation_quantize",
+        "swiglu_quantize",
         "the same, " + QUANTIZE,
         lambda x: ops.activation_quantize(x, BLOCKS, probs),
         lambda x: _torch_quantize(torch_swiglu(x)),
@@ -64,7 +64,7 @@ def _activation(device: torch.device) -> Iterator[Pair]:
         differentiable=False,
     )
     yield Pair(
-        "activation_backward_quantize",
+        "swiglu_backward_quantize",
         "mul, mul, cat, sum, two times " + QUANTIZE,
         lambda grad: ops.activation_backward_quantize(grad, wide, BLOCKS, one),
         torch_backward,

@@ -16,7 +16,7 @@ constexpr int64_t kFfnHidden = 256;
 constexpr int64_t kRows = 160;  // the groups below hold 144 of them: the last 16 belong to no expert
 constexpr int kSteps = 5;
 
-// fc2(swiglu(fc1(x)) * prob), each group of rows with its expert's weights.
+// fc2(activation(fc1(x)) * prob), each group of rows with its expert's weights.
 struct ExpertMlpImpl : torch::nn::Module {
   ExpertMlpImpl(tp::Recipe recipe, torch::Dtype dtype) : recipe(std::move(recipe)) {
     const auto options = torch::TensorOptions().dtype(dtype);
@@ -26,7 +26,7 @@ struct ExpertMlpImpl : torch::nn::Module {
 
   torch::Tensor forward(const torch::Tensor& x, const torch::Tensor& group_sizes,
                         const torch::Tensor& probs) {
-    const auto hidden = tp::swiglu(tp::grouped_linear(x, fc1, group_sizes, recipe), probs);
+    const auto hidden = tp::activation(tp::grouped_linear(x, fc1, group_sizes, recipe), probs);
     return tp::grouped_linear(hidden, fc2, group_sizes, recipe);
   }
 

@@ -21,11 +21,12 @@ c10::TypedOperatorHandle<Signature> find(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
-inline at::Tensor swiglu(const at::Tensor& input, const std::optional<at::Tensor>& probs) {
+inline at::Tensor activation(const at::Tensor& input, const std::optional<at::Tensor>& probs,
+                             c10::string_view key = "swiglu") {
   using Optional = std::optional<at::Tensor>;
-  using Signature = at::Tensor(const at::Tensor&, const Optional&, const Optional&, int64_t);
+  using Signature = at::Tensor(const at::Tensor&, const Optional&, const Optional&, c10::string_view);
   static const auto op = find<Signature>("transformer_plugin::activation");
-  return op.call(input, probs, /*group_sizes=*/std::nullopt, /*interleave=*/0);
+  return op.call(input, probs, /*group_sizes=*/std::nullopt, key);
 }
 
 // The formats of a linear layer's operands.

@@ -68,6 +68,7 @@ STRINGS = (
         "nvfp4:row_scaled",
         "nvfp4:4over6",
     ),
+    *("swiglu", "swiglu:interleave=32", "swiglu:interleave=16"),
     *("softmax", "sigmoid", "sqrtsoftplus", "max", "most_recent", "forward", "weight_grad", "e5m2", ""),
     *(
         "fp8_block:eps=1e999",
