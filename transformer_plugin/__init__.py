@@ -7,6 +7,7 @@ _library.load()
 from transformer_plugin import (  # noqa: E402
     _flops,
     _on_import,
+    activations,
     errors,
     formats,
     functional,
@@ -38,6 +39,7 @@ __all__ = [
     "LaunchOptions",
     "QuantizedTensor",
     "__version__",
+    "activations",
     "checkpoint",
     "clip_grad_norm_",
     "convert",

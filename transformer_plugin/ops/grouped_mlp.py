@@ -96,10 +96,9 @@ def grouped_mlp(
     Raises:
         TypeError, ValueError: as :func:`~transformer_plugin.ops.grouped_linear`.
     """
-    op = "grouped_mlp"
+    op, function = "grouped_mlp", key_of_activation(activation, "grouped_mlp")
     weights = [listed(fc1_weight, op, "fc1_weight"), listed(fc2_weight, op, "fc2_weight")]
     formats = layer_keys(op, input_format, weight_format, grad_format)
-    function = key_of_activation(activation, op)
     options = (*formats, quantized_fc1_weight, quantized_fc2_weight, function, max_sms, expected_rows)
     fc1_buffers = listed_or_none(fc1_main_grad, op, "fc1_main_grad")
     buffers = (fc1_buffers, listed_or_none(fc2_main_grad, op, "fc2_main_grad"))
