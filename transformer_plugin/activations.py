@@ -9,6 +9,7 @@ What the ops have for a function (:data:`TRAITS`, :attr:`Activation.traits`):
 function       gate    GEMM epilogue fused quantize
 ============== ======= ============= ===============
 ``swiglu``     yes     yes           yes
+``relu2``
 ============== ======= ============= ===============
 """
 
@@ -19,7 +20,7 @@ from typing import Literal, NamedTuple
 
 from transformer_plugin._arguments import check_fields
 
-Function = Literal["swiglu"]
+Function = Literal["swiglu", "relu2"]
 
 
 class ActivationTraits(NamedTuple):
@@ -35,6 +36,7 @@ class ActivationTraits(NamedTuple):
 
 TRAITS: dict[Function, ActivationTraits] = {
     "swiglu": ActivationTraits(gated=True, has_gemm_epilogue=True, has_fused_quantize=True),
+    "relu2": ActivationTraits(),
 }
 FUNCTIONS: tuple[Function, ...] = tuple(TRAITS)
 #: Columns of the gate, and of the linear part, that lie side by side where the two are interleaved.
@@ -42,7 +44,7 @@ INTERLEAVE = 32
 
 _OPTION = f"interleave={INTERLEAVE}"
 #: What errors about a key say: what was expected, and what to do.
-EXPECTED_KEY = f"an activation key: {', '.join(FUNCTIONS)}, then options like swiglu:{_OPTION}"
+EXPECTED_KEY = f"an activation key: {' or '.join(FUNCTIONS)}, then options like swiglu:{_OPTION}"
 KEY_ADVICE = "transformer_plugin.activations lists them"
 
 
@@ -51,7 +53,8 @@ class Activation:
     """A function between two products, and how the columns of its input lie.
 
     Attributes:
-        function: ``"swiglu"``: ``silu(gate) * linear``, where gate and linear part are columns of the input.
+        function: ``"swiglu"``: ``silu(gate) * linear``, where gate and linear part are columns of the input; or
+            ``"relu2"``: ``relu(x) ** 2``, without a gate.
         interleave: the order of the columns of a function with a gate. 0: all columns of the gate first. 32: blocks of
             32 columns of the gate and their 32 of the linear part, alternating; the number of features is then a
             multiple of 32 (TransformerEngine's ``glu_interleave_size``).
@@ -60,7 +63,8 @@ class Activation:
         TypeError: a field of another type. ValueError: another function, or an order that the function does not have.
 
     Source: of ``swiglu`` Shazeer, "GLU Variants Improve Transformer", 2020 (arXiv:2002.05202), equation 6 without
-    biases.
+    biases; of ``relu2`` So et al., "Primer: Searching for Efficient Transformers for Language Modeling", 2021
+    (arXiv:2109.08668).
     """
 
     function: Function = "swiglu"

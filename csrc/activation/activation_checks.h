@@ -16,7 +16,7 @@ void check_activation(const char* op, const at::Tensor& input, const std::option
 // grad [rows, F], for such an input.
 void check_activation_grad(const char* op, const at::Tensor& grad, const at::Tensor& input,
                            const Activation& activation);
-// Whether the ops that quantize the result take the activation.
-void check_fused_quantize(const char* op, const NamedActivation& activation);
+// Whether `op`, which quantizes what `unquantized_op` computes, takes the activation.
+void check_fused_quantize(const char* op, const char* unquantized_op, const NamedActivation& activation);
 
 }  // namespace transformer_plugin::activation

@@ -6,6 +6,7 @@
 
 #include "activation/activation_checks.h"
 #include "common/check.h"
+#include "common/key_options.h"
 
 namespace transformer_plugin::activation {
 namespace {
@@ -32,14 +33,15 @@ bool apply_option(Activation& activation, std::string_view option) {
 NamedActivation parse_activation(const char* op, std::string_view key) {
   NamedActivation activation;
   activation.key = key;
-  const size_t colon = key.find(':');
+  const std::string_view function = key.substr(0, key.find(':'));
   bool valid = false;
   for (size_t i = 0; i < std::size(kActivations); ++i) {
-    if (key.substr(0, colon) != kActivations[i].name) continue;
+    if (function != kActivations[i].name) continue;
     valid = true;
     activation.function = static_cast<ActivationFunction>(i);
   }
-  if (colon != std::string_view::npos) valid = valid && apply_option(activation, key.substr(colon + 1));
+  valid =
+      valid && apply_options(key, [&](std::string_view option) { return apply_option(activation, option); });
   TP_CHECK_VALUE(valid, op, "activation", grammar(), "'" << key << "'",
                  "transformer_plugin.activations lists them");
   return activation;
@@ -80,12 +82,13 @@ void check_activation_grad(const char* op, const Tensor& grad, const Tensor& inp
              activation.traits().gated ? "half the columns of 'input'" : "the columns of 'input'");
 }
 
-void check_fused_quantize(const char* op, const NamedActivation& activation) {
-  TP_CHECK_VALUE(activation.traits().has_fused_quantize, op, "activation", "swiglu",
-                 "'" << activation.key << "'", "Take activation, and quantize its result");
+void check_fused_quantize(const char* op, const char* unquantized_op, const NamedActivation& activation) {
+  TP_CHECK_VALUE(activation.traits().has_fused_quantize, op, "activation",
+                 "an activation that is quantized in one pass, swiglu", "'" << activation.key << "'",
+                 "Take " << unquantized_op << ", and quantize its result");
   TP_CHECK_VALUE(activation.interleave == 0, op, "activation",
                  "an activation whose columns of the gate lie first", "'" << activation.key << "'",
-                 "Take activation, and quantize its result");
+                 "Take " << unquantized_op << ", and quantize its result");
 }
 
 }  // namespace transformer_plugin::activation

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "common/check.h"
+#include "common/key_options.h"
 
 namespace transformer_plugin {
 namespace {
@@ -99,14 +100,7 @@ Format parse_format(const char* op, const char* argument, std::string_view key) 
   format.power_of_two_scales =
       format.family == FormatFamily::kFp8Block || format.family == FormatFamily::kMxFp8;
   if (format.is_nv()) format.element = DType::kFloat4E2M1;
-  std::string_view rest = colon == std::string_view::npos ? std::string_view() : key.substr(colon + 1);
-  valid = valid && (colon == std::string_view::npos || !rest.empty());
-  while (valid && !rest.empty()) {
-    const size_t comma = rest.find(',');
-    valid = apply_option(format, rest.substr(0, comma));
-    valid = valid && comma != rest.size() - 1;  // an empty option after the last comma
-    rest = comma == std::string_view::npos ? std::string_view() : rest.substr(comma + 1);
-  }
+  valid = valid && apply_options(key, [&](std::string_view option) { return apply_option(format, option); });
   valid = valid && agrees(format);
   TP_CHECK_VALUE(valid, op, argument, grammar(), "'" << key << "'", "transformer_plugin.formats lists them");
   return format;

@@ -1,4 +1,4 @@
-"""The examples in CONTRIBUTING.md of an op and of a format: their lists of files are short and complete."""
+"""The examples in CONTRIBUTING.md of an op, a format and an activation: their lists of files are short and complete."""
 
 from __future__ import annotations
 
@@ -29,6 +29,10 @@ FORMAT = "fp8_row"
 MOST_OF_A_FORMAT = 16
 #: How code names the format: its key, its family, its kernels, and the trait that no other format has.
 NAMES_OF_THE_FORMAT = r"fp8_row|Fp8Row|\bquantize_rows_|launch_quantize_rows|QuantizeRows|has_row_scales"
+
+ACTIVATION = "relu2"
+#: The most files that are edited to add an activation.
+MOST_OF_AN_ACTIVATION = 8
 
 
 def section(title: str, example: str) -> str:
@@ -77,3 +81,11 @@ def test_the_list_of_a_format_is_short_and_complete() -> None:
     assert {name for name in found - kernel if not name.startswith("transformer_plugin/testing/")} <= set(
         files
     )
+
+
+def test_the_list_of_an_activation_is_short_and_complete() -> None:
+    text = section("Add an activation", ACTIVATION)
+    files = re.findall(r"^\d+\. `([^`]+)`:", text, re.MULTILINE)
+    assert 0 < len(files) <= MOST_OF_AN_ACTIVATION and len(set(files)) == len(files)
+    found = tracked("-iw", ACTIVATION, "--", ".", ":!CONTRIBUTING.md", ":!tests/surface", ":!tests/nn")
+    assert found == set(files)

@@ -40,8 +40,23 @@ class Swiglu:
         return [grad_gate, grad * silu * prob], silu * linear
 
 
+class Relu2:
+    """relu(x) squared; a NaN stays one."""
+
+    @staticmethod
+    def value(x: Tensor) -> Tensor:
+        """The activation of a float32 input."""
+        return F.relu(x).square()
+
+    @staticmethod
+    def backward(grad: Tensor, prob: Tensor | float, x: Tensor) -> tuple[list[Tensor], Tensor]:
+        """The gradient of the input, and the activation."""
+        positive = F.relu(x)
+        return [grad * prob * (positive + positive)], positive.square()
+
+
 #: The value and the gradients of each function, of as many parts as its input has.
-FUNCTIONS: dict[Function, Any] = {"swiglu": Swiglu}
+FUNCTIONS: dict[Function, Any] = {"swiglu": Swiglu, "relu2": Relu2}
 
 
 def parsed(activation: str | Activation) -> Activation:

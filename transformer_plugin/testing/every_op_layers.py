@@ -97,6 +97,9 @@ def layer_calls(draw: Draw) -> Calls:
     for name, of_rows in (("", {}), ("groups", every_row)):
         yield "activation", name, {"input": draw(T, K), **probs, **of_rows}
         yield "activation_backward", name, {"grad": draw(T, K // 2), "input": draw(T, K), **probs, **of_rows}
+    without_gate = {"input": draw(T, K), **probs, "activation": "relu2"}
+    yield "activation", "without a gate", without_gate
+    yield "activation_backward", "without a gate", {"grad": draw(T, K), **without_gate}
 
 
 def _token_calls(draw: Draw, mlp: dict[str, Any], roles: dict[str, str]) -> Calls:

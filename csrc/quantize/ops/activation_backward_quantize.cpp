@@ -35,7 +35,7 @@ struct ActivationBackwardCall {
 Format check_arguments(const ActivationBackwardCall& call) {
   const Tensor& input = call.input;
   const activation::NamedActivation activation = activation::parse_activation(kOp, call.activation_key);
-  activation::check_fused_quantize(kOp, activation);
+  activation::check_fused_quantize(kOp, "activation_backward", activation);
   const Format format = fused_format(kOp, "format", call.key, !call.group_sizes);
   activation::check_activation(kOp, input, call.probs, activation);
   activation::check_activation_grad(kOp, call.grad, input, activation);

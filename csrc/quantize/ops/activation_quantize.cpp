@@ -36,7 +36,7 @@ constexpr const char* kIntermediate =
 Format check_arguments(const ActivationQuantizeCall& call) {
   const Tensor& input = call.input;
   const activation::NamedActivation activation = activation::parse_activation(kOp, call.activation_key);
-  activation::check_fused_quantize(kOp, activation);
+  activation::check_fused_quantize(kOp, "activation", activation);
   check_directions(kOp, call.directions);
   const Format format = fused_format(kOp, "format", call.key, !call.group_sizes);
   activation::check_activation(kOp, input, call.probs, activation);
