@@ -107,7 +107,7 @@ CALLS: list[tuple[str, Callable[[], Tensor]]] = [
 
 def test_every_op_with_a_node_is_tested() -> None:
     named = set()
-    for path in (ROOT / "csrc").rglob("*.cpp"):
+    for path in [path for kind in ("*.cpp", "*.h") for path in (ROOT / "csrc").rglob(kind)]:
         for text in re.findall(r"kName = ([^;]+);", path.read_text()):
             named |= set(re.findall(r'"(\w+)"', text))
     assert named == {name for name, _ in CALLS}

@@ -23,7 +23,7 @@ BELOW: dict[str, set[str]] = {
     "quantize/cuda": {"common", "activation", "quantize/args"},
     "quantize/ops": {"common", "distributed", "activation", "quantize/args"},
     "norm": {"common", "quantize/args", "quantize/cpu", "quantize/cuda", "quantize/ops"},
-    "gemm/args": {"common"},
+    "gemm/args": {"common", "activation"},
     "gemm/generic": {"common", "quantize/cuda", "gemm/args"},
     "routing": {"common", "gemm/generic"},
     "gemm/cpu": {"common", "quantize/ops", "gemm/args", "gemm/generic"},
