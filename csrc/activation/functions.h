@@ -35,16 +35,16 @@ struct Swiglu {
   }
 };
 
-// relu(x)^2 * prob. A NaN stays one.
+// relu(x)^2 * prob. A NaN stays one, and relu(-0) is 0.
 struct Relu2 {
   static constexpr ActivationFunction kFunction = ActivationFunction::kRelu2;
 
   TP_HOST_DEVICE float value(float x, float, float prob) const {
-    const float positive = x < 0.0f ? 0.0f : x;
+    const float positive = x <= 0.0f ? 0.0f : x;
     return positive * positive * prob;
   }
   TP_HOST_DEVICE ActivationGradient gradient(float grad, float x, float, float prob) const {
-    const float positive = x < 0.0f ? 0.0f : x;
+    const float positive = x <= 0.0f ? 0.0f : x;
     return {grad * prob * (positive + positive), 0.0f, positive * positive};
   }
 };

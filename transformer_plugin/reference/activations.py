@@ -41,17 +41,21 @@ class Swiglu:
 
 
 class Relu2:
-    """relu(x) squared; a NaN stays one."""
+    """relu(x) squared; a NaN stays one, and relu(-0) is 0, which torch leaves open."""
+
+    @staticmethod
+    def relu(x: Tensor) -> Tensor:
+        return torch.where(x <= 0, 0.0, x)
 
     @staticmethod
     def value(x: Tensor) -> Tensor:
         """The activation of a float32 input."""
-        return F.relu(x).square()
+        return Relu2.relu(x).square()
 
     @staticmethod
     def backward(grad: Tensor, prob: Tensor | float, x: Tensor) -> tuple[list[Tensor], Tensor]:
         """The gradient of the input, and the activation."""
-        positive = F.relu(x)
+        positive = Relu2.relu(x)
         return [grad * prob * (positive + positive)], positive.square()
 
 

@@ -56,10 +56,11 @@ struct ActivationEpilogueBase {
   static_assert(activation::kIsGated<Function>, "a tile is half gate, half linear part");
   static constexpr bool kAllowsHalfN = false;
   CUtensorMap h, linear;  // interleaved: all columns of h. Otherwise `h` has the gate's, `linear` the others
-  [[no_unique_address]] Function function;
-  T* h_data;  // [T, 2 features], or null if h is not stored
+  T* h_data;              // [T, 2 features], or null if h is not stored
   const float* probs;
   int features;
+  // Without [[no_unique_address]]: host and device compiler would lay out the derived classes differently.
+  Function function;
 
   void set_activation(const ActivationKernelArgs& args) {
     const GroupedGemmArgs& gemm = args.product;

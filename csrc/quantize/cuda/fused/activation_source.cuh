@@ -11,8 +11,8 @@ struct ActivationSource {
   using Value = T;
   static constexpr int kBlocks = sizeof(T) == 2 ? 3 : 1;
 
-  [[no_unique_address]] Function function;
   const float* probs;  // [rows], or null for 1
+  Function function;
 
   template <typename Args>
   __device__ __forceinline__ void load(const Args& args, const Tile& tile, int warp, int lane,

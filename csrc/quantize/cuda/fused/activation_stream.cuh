@@ -132,8 +132,8 @@ inline constexpr int kColumnBlocks = 4;
 
 template <typename T, typename Function, typename Stream, DType element>
 __global__ void __launch_bounds__(kThreads, kRowBlocks)
-    activation_quantize_rows_kernel(const __grid_constant__ QuantizeArgs kernel_args, Function function,
-                                    const float* probs) {
+    activation_quantize_rows_kernel(const __grid_constant__ QuantizeArgs kernel_args, const float* probs,
+                                    Function function) {
   pdl_wait();
   const QuantizeArgs args = assume_streamable(kernel_args, Stream::kGranularity);
   const Tile tile = block_tile(args.layout);
@@ -150,8 +150,8 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks)
 
 template <typename T, typename Function, typename Stream, DType element>
 __global__ void __launch_bounds__(kThreads, kColumnBlocks)
-    activation_quantize_columns_kernel(const __grid_constant__ QuantizeArgs kernel_args, Function function,
-                                       const float* probs) {
+    activation_quantize_columns_kernel(const __grid_constant__ QuantizeArgs kernel_args, const float* probs,
+                                       Function function) {
   pdl_wait();
   __shared__ typename Stream::Columns columns;
   __shared__ StreamTile<T> staged;
@@ -181,10 +181,10 @@ void launch_activation_stream(const QuantizeArgs& args, Function function, const
       constexpr DType e = decltype(element)::value;
       if (args.transposed) {
         launch_pdl(activation_quantize_columns_kernel<T, Function, Stream, e>, block_grid(args.layout),
-                   kThreads, 0, stream, args, function, probs);
+                   kThreads, 0, stream, args, probs, function);
       } else {
         launch_pdl(activation_quantize_rows_kernel<T, Function, Stream, e>, tile_grid(args.layout), kThreads,
-                   0, stream, args, function, probs);
+                   0, stream, args, probs, function);
       }
     };
     args.dtype == DType::kFloat16 ? launch(__half{}) : launch(__nv_bfloat16{});

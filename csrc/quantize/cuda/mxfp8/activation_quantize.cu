@@ -19,7 +19,7 @@ void launch_activation_quantize_mx(const QuantizeArgs& args, const Activation& a
     visit_float_fp8(args.dtype, args.element, [&](auto type, auto element) {
       using Source = ActivationSource<decltype(type), decltype(function)>;
       quantize_mx_kernel<Source, decltype(element)::value>
-          <<<grid, kThreads, 0, cuda_stream>>>(args, Source{function, probs});
+          <<<grid, kThreads, 0, cuda_stream>>>(args, Source{probs, function});
     });
     check_launch("quantize_mx_kernel");
   });

@@ -9,7 +9,7 @@ void launch_activation_quantize_nv(const NvArgs& args, const Activation& activat
                                    void* stream) {
   activation::visit_quantized_function(activation, [&](auto function) {
     const auto source = [&](auto type) {
-      return ActivationSource<decltype(type), decltype(function)>{function, probs};
+      return ActivationSource<decltype(type), decltype(function)>{probs, function};
     };
     launch_quantize_nv_source(args, source, stream);
   });
