@@ -63,8 +63,15 @@ Tensor grouped_linear_meta(const LinearCall& call) {
 
 Tensor native_product(const LinearCall& call) {
   const Quantized input{call.input, Tensor(), Tensor()}, weight{call.weight[0], Tensor(), Tensor()};
-  return gemm_of(input, weight, call.group_sizes, call.bias, call.bias_scale, true, call.input.scalar_type(),
-                 call.options, call.weight, call.buffers.out);
+  return gemm_of({.a = input,
+                  .b = weight,
+                  .matrices = call.weight,
+                  .group_sizes = call.group_sizes,
+                  .bias = call.bias,
+                  .bias_scale = call.bias_scale,
+                  .dtype = call.input.scalar_type(),
+                  .options = call.options,
+                  .out = call.buffers.out});
 }
 
 // Whether the call is one product, which checks its arguments itself.

@@ -73,8 +73,14 @@ Hidden fc1_activation(QuantizedOperand input, QuantizedWeight weight, const MlpA
                                          columns, zero_tail);
     return hidden;
   }
-  hidden.fc1_out = gemm_of(input.rowwise, weight.forward, mlp.group_sizes, mlp.fc1_bias, std::nullopt, true,
-                           mlp.input.scalar_type(), mlp.options, weight.matrices, std::nullopt, zero_tail);
+  hidden.fc1_out = gemm_of({.a = input.rowwise,
+                            .b = weight.forward,
+                            .matrices = weight.matrices,
+                            .group_sizes = mlp.group_sizes,
+                            .bias = mlp.fc1_bias,
+                            .dtype = mlp.input.scalar_type(),
+                            .options = mlp.options,
+                            .zero_tail = zero_tail});
   input = {};
   weight = {};
   if (!fuses_quantize(mlp.activation, formats.input, formats.input_key)) {
@@ -118,9 +124,14 @@ HiddenGradient fc2_dgrad_activation_backward(Quantized grad, const WeightForBack
                                              const SavedHidden& saved, const OperandFormats& formats,
                                              const HiddenNeedsGrad& wanted) {
   const auto& [fc1_out, group_sizes, probs, activation, options, zero_tail] = saved;
-  Tensor grad_activation =
-      gemm_of(grad, fc2.values, group_sizes, std::nullopt, std::nullopt, fc2.values.transposed,
-              fc1_out.scalar_type(), options, fc2.matrices(), std::nullopt, zero_tail);
+  Tensor grad_activation = gemm_of({.a = grad,
+                                    .b = fc2.values,
+                                    .matrices = fc2.matrices(),
+                                    .group_sizes = group_sizes,
+                                    .transpose_b = fc2.values.transposed,
+                                    .dtype = fc1_out.scalar_type(),
+                                    .options = options,
+                                    .zero_tail = zero_tail});
   grad = {};
   HiddenGradient result;
   if (fuses_gradient_quantize(saved, formats, wanted)) {

@@ -107,9 +107,16 @@ Tensor forward_of(const MlpArguments& mlp, const OperandFormats& formats, const 
   if (wanted.fc1_out) kept.fc2_matrices = fc2.matrices;
   const OptionalTensor bias_scale = mlp.fc2_bias ? OptionalTensor(mlp.probs) : std::nullopt;
   const bool sums = mlp.rows.given();
-  const Tensor output = gemm_of(hidden.activation.rowwise, fc2.forward, mlp.group_sizes, mlp.fc2_bias,
-                                bias_scale, true, mlp.input.scalar_type(), mlp.options, fc2.matrices,
-                                sums ? std::nullopt : mlp.buffers.out, mlp.zero_tail());
+  const Tensor output = gemm_of({.a = hidden.activation.rowwise,
+                                 .b = fc2.forward,
+                                 .matrices = fc2.matrices,
+                                 .group_sizes = mlp.group_sizes,
+                                 .bias = mlp.fc2_bias,
+                                 .bias_scale = bias_scale,
+                                 .dtype = mlp.input.scalar_type(),
+                                 .options = mlp.options,
+                                 .out = sums ? kNoTensor : mlp.buffers.out,
+                                 .zero_tail = mlp.zero_tail()});
   return sums ? mlp.rows.sum(output, mlp.buffers.out) : output;
 }
 
@@ -317,9 +324,15 @@ variable_list GroupedMlpFunction::gradients(AutogradContext* ctx, const variable
   if (wants_input) {
     const OptionalTensor out = saved_dgrad_out(ctx, kOp, grad);
     const WeightForBackward fc1 = WeightSource{kept.fc1_matrices, {}, shard}.for_backward(kept.fc1, formats);
-    grad_input =
-        gemm_of(fc1_grad.rowwise, fc1.values, group_sizes, std::nullopt, std::nullopt, fc1.values.transposed,
-                dtype, options, fc1.matrices(), rows.given() ? std::nullopt : out, zero_tail);
+    grad_input = gemm_of({.a = fc1_grad.rowwise,
+                          .b = fc1.values,
+                          .matrices = fc1.matrices(),
+                          .group_sizes = group_sizes,
+                          .transpose_b = fc1.values.transposed,
+                          .dtype = dtype,
+                          .options = options,
+                          .out = rows.given() ? kNoTensor : out,
+                          .zero_tail = zero_tail});
     fc1_grad.rowwise = {};
     if (rows.given()) grad_input = rows.sum(grad_input, out);
   }

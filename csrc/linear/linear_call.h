@@ -9,6 +9,7 @@
 #include "common/quantized.h"
 #include "gemm/args/launch_options.h"
 #include "linear/caller_buffers.h"
+#include "linear/no_tensor.h"
 #include "linear/operand_formats.h"
 #include "linear/weights.h"
 #include "sharded/weight_shard.h"
@@ -34,7 +35,6 @@ struct DelayedScales {
   const std::optional<at::Tensor>& scale;  // none: the scales are those of the data
   const std::optional<at::Tensor>& amax;
 };
-inline const std::optional<at::Tensor> kNoTensor = std::nullopt;
 
 // input [..., K] and weight [N, K]; or, with group sizes, input [T, K] and weight [G, N, K] or several [N, K].
 // `quantized_weight` (linear/quantized_weight.h) is read instead of `weight`, which then gives sizes and dtype only.

@@ -55,8 +55,15 @@ QuantizedWeight weight_operand(const LinearCall& call, const OperandFormats& for
 }
 
 Tensor product_of(const LinearCall& call, const QuantizedOperand& input, const QuantizedWeight& weight) {
-  return gemm_of(input.rowwise, weight.forward, call.group_sizes, call.bias, call.bias_scale, true,
-                 call.input.scalar_type(), call.options, weight.matrices, call.buffers.out);
+  return gemm_of({.a = input.rowwise,
+                  .b = weight.forward,
+                  .matrices = weight.matrices,
+                  .group_sizes = call.group_sizes,
+                  .bias = call.bias,
+                  .bias_scale = call.bias_scale,
+                  .dtype = call.input.scalar_type(),
+                  .options = call.options,
+                  .out = call.buffers.out});
 }
 
 // Unquantized operands of linear: the op below autograd, which traces show.
@@ -206,9 +213,14 @@ class Backward {
     const WeightForBackward weight =
         scale_ ? WeightForBackward{delayed_weight()} : source.for_backward(saved_.weight, formats_);
     const Tensor result =
-        as_matrix(gemm_of(grad, weight.values, group_sizes_, std::nullopt, std::nullopt,
-                          weight.values.transposed, grad_.scalar_type(), options_, weight.matrices(),
-                          saved_dgrad_out(ctx_, group_sizes_ ? "grouped_linear" : "linear", grad_)));
+        as_matrix(gemm_of({.a = grad,
+                           .b = weight.values,
+                           .matrices = weight.matrices(),
+                           .group_sizes = group_sizes_,
+                           .transpose_b = weight.values.transposed,
+                           .dtype = grad_.scalar_type(),
+                           .options = options_,
+                           .out = saved_dgrad_out(ctx_, group_sizes_ ? "grouped_linear" : "linear", grad_)}));
     return ranks_.is_sharded() ? reduce_scatter_rows(result, ranks_) : result;
   }
 

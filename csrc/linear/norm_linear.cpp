@@ -140,9 +140,11 @@ Outputs forward_of(const NormLinear& layer, const OperandFormats& formats, const
   const WeightSource source{layer.weight, layer.quantized_weight, layer.shard};
   const QuantizedWeight weight = source.for_forward(formats, wanted.normalized);
   kept.weight = weight.backward;
-  return {
-      gemm_of(input.rowwise, weight.forward, kNone, layer.bias, kNone, true, layer.norm.input.scalar_type()),
-      normalized};
+  return {gemm_of({.a = input.rowwise,
+                   .b = weight.forward,
+                   .bias = layer.bias,
+                   .dtype = layer.norm.input.scalar_type()}),
+          normalized};
 }
 
 // What the linear layer wants, and its gradients; `input` is that of the normalized values. `weight`: null if it wants none.
@@ -193,7 +195,8 @@ LayerGradients quantized_gradients(const Tensor& grad, const NormCall& norm, Sav
     }
     if (wanted.input) {
       const Quantized w = weight();
-      result.input = gemm_of(g.values.rowwise, w, kNone, kNone, kNone, w.transposed, grad.scalar_type());
+      result.input =
+          gemm_of({.a = g.values.rowwise, .b = w, .transpose_b = w.transposed, .dtype = grad.scalar_type()});
     }
     if (sizes && result.bias.defined()) result.bias = result.bias.squeeze(0);
   }

@@ -44,39 +44,41 @@ Quantized as_traceable(const Quantized& operand) {
 
 namespace {
 
-void gemm_into(const Quantized& given_a, const Quantized& given_b, const OptionalTensor& group_sizes,
-               const OptionalTensor& bias, const OptionalTensor& bias_scale, bool transpose_b,
-               const LaunchOptions& options, at::TensorList matrices, const Tensor& out) {
-  const Quantized a = as_traceable(given_a), b = as_traceable(given_b);
+at::TensorList matrices_of(const GemmCall& call, const Quantized& b) {
+  return call.matrices.empty() ? at::TensorList(b.data) : call.matrices;
+}
+
+void gemm_into(const GemmCall& call) {
+  const Quantized a = as_traceable(call.a), b = as_traceable(call.b);
   const Scales a_scale(a), b_scale(b);
   const QuantizedKeys keys = keys_of(a, a_scale, b, b_scale);
-  if (matrices.empty()) matrices = b.data;
   TORCH_INTERNAL_ASSERT(!a.row_index.defined());
-  if (group_sizes) {
-    call_grouped_gemm_out(a.data, matrices, *group_sizes, out, bias, bias_scale, transpose_b, options, keys);
+  if (call.group_sizes) {
+    call_grouped_gemm_out(a.data, matrices_of(call, b), *call.group_sizes, *call.out, call.bias,
+                          call.bias_scale, call.transpose_b, call.options, keys);
   } else {
-    call_gemm_out(a.data, b.data, as_matrix(out), transpose_b, false, keys, bias);
+    call_gemm_out(a.data, b.data, as_matrix(*call.out), call.transpose_b, false, keys, call.bias);
   }
-  mark_written(out);
+  mark_written(*call.out);
 }
 
 }  // namespace
 
-Tensor gemm_of(const Quantized& a, const Quantized& b, const OptionalTensor& group_sizes,
-               const OptionalTensor& bias, const OptionalTensor& bias_scale, bool transpose_b,
-               at::ScalarType dtype, const LaunchOptions& options, at::TensorList matrices,
-               const OptionalTensor& out, bool zero_tail) {
-  if (out) {
-    gemm_into(a, b, group_sizes, bias, bias_scale, transpose_b, options, matrices, *out);
-    return *out;
+Tensor gemm_of(const GemmCall& call) {
+  if (call.out) {
+    gemm_into(call);
+    return *call.out;
   }
+  const Quantized &a = call.a, &b = call.b;
   const Scales a_scale(a), b_scale(b);
   const QuantizedKeys keys = keys_of(a, a_scale, b, b_scale);
-  const OptionalTensor none;
-  if (matrices.empty()) matrices = b.data;
-  return group_sizes ? call_grouped_gemm(a.data, matrices, *group_sizes, bias, bias_scale, transpose_b, dtype,
-                                         none, as_optional(a.row_index), options, keys, zero_tail)
-                     : call_gemm(a.data, b.data, bias, transpose_b, dtype, none, keys);
+  if (!call.group_sizes) {
+    return call_gemm(a.data, b.data, call.bias, call.transpose_b, call.dtype, std::nullopt, keys);
+  }
+  return ops::grouped_gemm(a.data, matrices_of(call, b), *call.group_sizes, call.bias, call.bias_scale,
+                           call.transpose_b, call.dtype, std::nullopt, as_optional(a.row_index),
+                           call.options.max_sms, call.options.expected_rows, keys.a_scale, keys.b_scale,
+                           keys.a, keys.b, call.zero_tail);
 }
 
 Tensor wgrad_of(const Quantized& grad, const Quantized& input, const OptionalTensor& group_sizes,
@@ -88,7 +90,7 @@ Tensor wgrad_of(const Quantized& grad, const Quantized& input, const OptionalTen
                                                  as_optional(grad.row_index))
                        : call_gemm(grad.data.t(), input.data, none, false, dtype);
   }
-  if (!group_sizes) return gemm_of(grad, input, none, none, none, true, dtype);
+  if (!group_sizes) return gemm_of({.a = grad, .b = input, .dtype = dtype});
   const Scales grad_scale(grad), input_scale(input);
   return call_grouped_gemm_wgrad(grad.data, input.data, *group_sizes, dtype, none, none, options,
                                  keys_of(grad, grad_scale, input, input_scale));

@@ -34,17 +34,6 @@ inline void call_gemm_out(const at::Tensor& a, const at::Tensor& b, const at::Te
 }
 
 // `b`: one tensor [G, .., ..], or a matrix for each group.
-inline at::Tensor call_grouped_gemm(const at::Tensor& a, at::TensorList b, const at::Tensor& group_sizes,
-                                    OptionalTensorArg bias, OptionalTensorArg bias_scale, bool transpose_b,
-                                    std::optional<at::ScalarType> dtype,
-                                    OptionalTensorArg alpha = std::nullopt,
-                                    OptionalTensorArg rows = std::nullopt, LaunchOptions options = {},
-                                    const QuantizedKeys& keys = {}, bool zero_tail = true) {
-  return ops::grouped_gemm(a, b, group_sizes, bias, bias_scale, transpose_b, dtype, alpha, rows,
-                           options.max_sms, options.expected_rows, keys.a_scale, keys.b_scale, keys.a, keys.b,
-                           zero_tail);
-}
-
 inline void call_grouped_gemm_out(const at::Tensor& a, at::TensorList b, const at::Tensor& group_sizes,
                                   const at::Tensor& out, OptionalTensorArg bias, OptionalTensorArg bias_scale,
                                   bool transpose_b, LaunchOptions options, const QuantizedKeys& keys) {

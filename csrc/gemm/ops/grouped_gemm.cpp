@@ -232,8 +232,8 @@ class GroupedGemmFunction : public DifferentiableTwice<GroupedGemmFunction> {
     if (rows) ctx->saved_data["num_rows"] = a.sym_size(0);
     save_options(ctx, {max_sms, expected_rows});
     const BelowAutograd guard;
-    return call_grouped_gemm(a, b, group_sizes, bias, bias_scale, transpose_b, dtype, alpha, rows,
-                             {max_sms, expected_rows}, {}, zero_tail);
+    return ops::grouped_gemm(a, b, group_sizes, bias, bias_scale, transpose_b, dtype, alpha, rows, max_sms,
+                             expected_rows, std::nullopt, std::nullopt, "none", "none", zero_tail);
   }
 
   static bool has_entry(const AutogradContext* ctx, const char* name) {
@@ -249,8 +249,11 @@ class GroupedGemmFunction : public DifferentiableTwice<GroupedGemmFunction> {
       for (Tensor& matrix : matrices) matrix = matrix.to(common);
     }
     const bool transpose_b = !has_entry(ctx, "not_transposed");
-    const Tensor taken = call_grouped_gemm(grad.to(common), matrices, sizes, std::nullopt, std::nullopt,
-                                           !transpose_b, dtype, alpha, std::nullopt, saved_options(ctx));
+    const LaunchOptions options = saved_options(ctx);
+    const Tensor taken =
+        ops::grouped_gemm(grad.to(common), matrices, sizes, std::nullopt, std::nullopt, !transpose_b, dtype,
+                          alpha, std::nullopt, options.max_sms, options.expected_rows, std::nullopt,
+                          std::nullopt, "none", "none", /*zero_tail=*/true);
     return rows ? ops::gather_rows_backward(taken, *rows, sizes, ctx->saved_data["num_rows"].toSymInt())
                 : taken;
   }

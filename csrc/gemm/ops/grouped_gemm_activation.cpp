@@ -63,6 +63,13 @@ TwoTensors grouped_gemm_activation(const Tensor& a, const Tensor& b, const Tenso
   return gemm_activation_steps(product);
 }
 
+Tensor product_of(const Tensor& a, const Tensor& b, const Tensor& sizes, const OptionalTensor& bias,
+                  bool transpose_b, const OptionalTensor& rows, const LaunchOptions& options) {
+  return ops::grouped_gemm(a, b, sizes, bias, std::nullopt, transpose_b, std::nullopt, std::nullopt, rows,
+                           options.max_sms, options.expected_rows, std::nullopt, std::nullopt, "none", "none",
+                           /*zero_tail=*/true);
+}
+
 // One result of the kernel, which its node returns. No edge leads to it.
 struct Computed {
   const Tensor& result;
@@ -77,7 +84,7 @@ struct ProductGradients {
     const LaunchOptions options{ctx->saved_data["max_sms"].toInt(), ctx->saved_data["expected_rows"].toInt()};
     const OptionalTensor none;
     if (ctx->needs_input_grad(0)) {
-      a = call_grouped_gemm(grad_h, matrices, sizes, none, none, false, std::nullopt, none, none, options);
+      a = product_of(grad_h, matrices, sizes, none, /*transpose_b=*/false, none, options);
       if (rows) a = ops::gather_rows_backward(a, *rows, sizes, ctx->saved_data["num_rows"].toSymInt());
     }
     if (ctx->needs_input_grad(1)) {
@@ -181,8 +188,7 @@ class GroupedGemmActivationFunction : public DifferentiableOnce<GroupedGemmActiv
     const OptionalTensor probs = as_optional(saved[3]), bias = as_optional(saved[4]),
                          rows = as_optional(saved[5]);
     const LaunchOptions options{ctx->saved_data["max_sms"].toInt(), ctx->saved_data["expected_rows"].toInt()};
-    const Tensor h = call_grouped_gemm(saved[0], saved[1], sizes, bias, std::nullopt, true, std::nullopt,
-                                       std::nullopt, rows, options);
+    const Tensor h = product_of(saved[0], saved[1], sizes, bias, /*transpose_b=*/true, rows, options);
     const auto [grad_h, grad_probs] = gradients_of_activation(
         grads[0], h, sizes, probs, activation::saved_key(ctx), probs && ctx->needs_input_grad(3));
     // needs_input_grad does not count tensors that are not given.
