@@ -63,15 +63,7 @@ Tensor grouped_linear_meta(const LinearCall& call) {
 
 Tensor native_product(const LinearCall& call) {
   const Quantized input{call.input, Tensor(), Tensor()}, weight{call.weight[0], Tensor(), Tensor()};
-  return gemm_of({.a = input,
-                  .b = weight,
-                  .matrices = call.weight,
-                  .group_sizes = call.group_sizes,
-                  .bias = call.bias,
-                  .bias_scale = call.bias_scale,
-                  .dtype = call.input.scalar_type(),
-                  .options = call.options,
-                  .out = call.buffers.out});
+  return product_of(call, input, weight, call.weight);
 }
 
 // Whether the call is one product, which checks its arguments itself.

@@ -73,4 +73,8 @@ struct LinearCall {
   void check_memory() const;
 };
 
+// The product of the layer; `matrices`: read in place of the data of `weight`, if there are any.
+at::Tensor product_of(const LinearCall& call, const Quantized& input, const Quantized& weight,
+                      at::TensorList matrices);
+
 }  // namespace transformer_plugin::linear

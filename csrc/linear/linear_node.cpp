@@ -54,18 +54,6 @@ QuantizedWeight weight_operand(const LinearCall& call, const OperandFormats& for
   return {weight, call.shard.is_sharded() ? Quantized{call.weight[0], Tensor(), Tensor()} : weight};
 }
 
-Tensor product_of(const LinearCall& call, const QuantizedOperand& input, const QuantizedWeight& weight) {
-  return gemm_of({.a = input.rowwise,
-                  .b = weight.forward,
-                  .matrices = weight.matrices,
-                  .group_sizes = call.group_sizes,
-                  .bias = call.bias,
-                  .bias_scale = call.bias_scale,
-                  .dtype = call.input.scalar_type(),
-                  .options = call.options,
-                  .out = call.buffers.out});
-}
-
 // Unquantized operands of linear: the op below autograd, which traces show.
 Tensor native_product(const LinearCall& call) {
   const BelowAutograd guard;
@@ -355,7 +343,7 @@ class LinearFunction : public DifferentiableFunction<LinearFunction> {
       saved.scale = *call.delayed.scale;
       if (call.delayed.amax) saved.amax = untracked_amax(*call.delayed.amax);
     }
-    return product_of(call, input, weight);
+    return product_of(call, input.rowwise, weight.forward, weight.matrices);
   }
 
   // Of this rank's operands, unquantized: two tensors were saved. The bias's gradient is float32; the autograd engine casts it to the
@@ -391,7 +379,8 @@ class LinearFunction : public DifferentiableFunction<LinearFunction> {
 Tensor linear_forward(const LinearCall& call, const OperandFormats& formats) {
   const SharedOffsets shared(or_undefined(call.group_sizes));
   const QuantizedOperand input = input_operand(call, formats, call.group_sizes, false);
-  return product_of(call, input, weight_operand(call, formats, false));
+  const QuantizedWeight weight = weight_operand(call, formats, false);
+  return product_of(call, input.rowwise, weight.forward, weight.matrices);
 }
 
 Tensor linear_with_gradient(const LinearCall& call, const OperandFormats& formats) {
