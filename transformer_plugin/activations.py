@@ -44,7 +44,9 @@ INTERLEAVE = 32
 
 _OPTION = f"interleave={INTERLEAVE}"
 #: What errors about a key say: what was expected, and what to do.
-EXPECTED_KEY = f"an activation key: {' or '.join(FUNCTIONS)}, then options like swiglu:{_OPTION}"
+EXPECTED_KEY = (
+    f"an activation key: {', '.join(FUNCTIONS[:-1])} or {FUNCTIONS[-1]}, then options like swiglu:{_OPTION}"
+)
 KEY_ADVICE = "transformer_plugin.activations lists them"
 
 

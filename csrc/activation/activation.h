@@ -91,7 +91,7 @@ TP_HOST_DEVICE float sum_of_tile(const float* terms) {
 void activation_cpu(const ActivationArgs& args);
 void activation_backward_cpu(const ActivationBackwardArgs& args);
 void launch_activation(const ActivationArgs& args, void* stream);
-// Adds the row sums of tiles, starting from zero. With a single tile `partial` is already the result.
+// Adds the row sums of tiles, starting from zero. Does nothing if `partial` is grad_probs.
 void launch_add_row_sums(const ActivationBackwardArgs& args, void* stream);
 void launch_activation_backward(const ActivationBackwardArgs& args, void* stream);
 

@@ -13,13 +13,21 @@ namespace {
 
 using at::Tensor;
 
-std::string grammar() {
-  std::string names;
-  for (size_t i = 0; i < std::size(kActivations); ++i) {
-    if (i > 0) names += i + 1 == std::size(kActivations) ? " or " : ", ";
-    names += kActivations[i].name;
+// "a, b or c": the names of the functions that `wanted` is true for.
+template <typename Wanted>
+std::string names_of_functions(Wanted&& wanted) {
+  std::string text, last;
+  for (const ActivationTraits& traits : kActivations) {
+    if (!wanted(traits)) continue;
+    if (!last.empty()) text += (text.empty() ? "" : ", ") + last;
+    last = traits.name;
   }
-  return "an activation key: " + names + ", then options like swiglu:interleave=32";
+  return text.empty() ? last : text + " or " + last;
+}
+
+std::string grammar() {
+  return "an activation key: " + names_of_functions([](const ActivationTraits&) { return true; }) +
+         ", then options like swiglu:interleave=32";
 }
 
 bool apply_option(Activation& activation, std::string_view option) {
@@ -84,8 +92,9 @@ void check_activation_grad(const char* op, const Tensor& grad, const Tensor& inp
 
 void check_fused_quantize(const char* op, const char* unquantized_op, const NamedActivation& activation) {
   TP_CHECK_VALUE(activation.traits().has_fused_quantize, op, "activation",
-                 "an activation that is quantized in one pass, swiglu", "'" << activation.key << "'",
-                 "Take " << unquantized_op << ", and quantize its result");
+                 "an activation that is quantized in one pass, " << names_of_functions(
+                     [](const ActivationTraits& traits) { return traits.has_fused_quantize; }),
+                 "'" << activation.key << "'", "Take " << unquantized_op << ", and quantize its result");
   TP_CHECK_VALUE(activation.interleave == 0, op, "activation",
                  "an activation whose columns of the gate lie first", "'" << activation.key << "'",
                  "Take " << unquantized_op << ", and quantize its result");

@@ -21,17 +21,28 @@ enum class ActivationFunction : int32_t { kSwiglu, kRelu2 };
 
 // What there is for a function. Ops ask for a trait, not for a function by name.
 struct ActivationTraits {
+  ActivationFunction function;
   std::string_view name;
   bool gated;                       // the input is [rows, 2F], a gate and a linear part; else [rows, F]
   bool has_gemm_epilogue = false;   // grouped_gemm_activation is one kernel on Hopper
   bool has_fused_quantize = false;  // activation_quantize and activation_backward_quantize take it
 };
 
-// In the order of ActivationFunction.
 inline constexpr ActivationTraits kActivations[] = {
-    {"swiglu", true, true, true},
-    {"relu2", false},
+    {ActivationFunction::kSwiglu, "swiglu", true, true, true},
+    {ActivationFunction::kRelu2, "relu2", false},
 };
+
+// Whether the table has the order of ActivationFunction, and fused kernels only of functions with a gate: they have no others.
+constexpr bool is_table_consistent() {
+  int32_t index = 0;
+  for (const ActivationTraits& traits : kActivations) {
+    if (static_cast<int32_t>(traits.function) != index++) return false;
+    if (!traits.gated && (traits.has_gemm_epilogue || traits.has_fused_quantize)) return false;
+  }
+  return true;
+}
+static_assert(is_table_consistent());
 
 inline constexpr int kInterleave = 32;
 

@@ -1,5 +1,5 @@
 // The functions that a description (activation/description.h) names, of one element, in FP32. A kernel takes one of them as a
-// template parameter, and what it is told at run time as a member of that.
+// template parameter. `of` fills in what a function is told at run time, such as a clamp, which would be a member.
 #pragma once
 
 #include "activation/description.h"
@@ -19,6 +19,7 @@ struct ActivationGradient {
 // silu(gate) * linear * prob, silu(a) = a / (1 + exp(-a)).
 struct Swiglu {
   static constexpr ActivationFunction kFunction = ActivationFunction::kSwiglu;
+  static Swiglu of(const Activation&) { return {}; }
 
   TP_HOST_DEVICE float value(float gate, float linear, float prob) const {
     return gate * sigmoid_of_number_f32(gate) * linear * prob;
@@ -38,6 +39,7 @@ struct Swiglu {
 // relu(x)^2 * prob. A NaN stays one, and relu(-0) is 0.
 struct Relu2 {
   static constexpr ActivationFunction kFunction = ActivationFunction::kRelu2;
+  static Relu2 of(const Activation&) { return {}; }
 
   TP_HOST_DEVICE float value(float x, float, float prob) const {
     const float positive = x <= 0.0f ? 0.0f : x;
@@ -56,8 +58,8 @@ inline constexpr bool kIsGated = kActivations[static_cast<int32_t>(Function::kFu
 template <typename Visit>
 void visit_function(const Activation& activation, Visit&& visit) {
   switch (activation.function) {
-    case ActivationFunction::kSwiglu: return visit(Swiglu{});
-    case ActivationFunction::kRelu2: return visit(Relu2{});
+    case ActivationFunction::kSwiglu: return visit(Swiglu::of(activation));
+    case ActivationFunction::kRelu2: return visit(Relu2::of(activation));
   }
 }
 

@@ -1,4 +1,4 @@
-// Row sums over lanes, as a tree in the order of the gradient of SwiGLU's probabilities
+// Row sums over lanes, as a tree in the order of the gradient of an activation's probabilities
 // (activation/activation.h).
 #pragma once
 

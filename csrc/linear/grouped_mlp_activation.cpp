@@ -4,7 +4,6 @@
 
 #include "common/ops/activation.h"
 #include "common/ops/gemm.h"
-#include "gemm/dispatch/activation_gemm.h"
 #include "gemm/dispatch/run_gemm.h"
 #include "gemm/ops/calls.h"
 #include "linear/nonfinite.h"

@@ -17,7 +17,7 @@ struct MlpArguments {
   at::TensorList fc2_weight;                  // [G, H, F]; or G matrices
   const at::Tensor& group_sizes;              // [G]
   const at::Tensor& probs;                    // [T]; with `rows` [S], as the rows
-  const std::optional<at::Tensor>& fc1_bias;  // [G, 2F]
+  const std::optional<at::Tensor>& fc1_bias;  // [G, 2F], without a gate [G, F]
   const std::optional<at::Tensor>& fc2_bias;  // [G, H]
   // The weights as quantize_weight returned them (linear/quantized_weight.h), read instead of the weights.
   const std::optional<at::TensorList>&quantized_fc1, &quantized_fc2;
@@ -59,7 +59,7 @@ struct SavedHidden {
   bool zero_tail;  // as in MlpArguments
 };
 
-// `fc1_out`: its gradient in the format of gradients, with that of the bias, [G, 2F], if needed. `probs`, [T]: the activation's contribution to
+// `fc1_out`: its gradient in the format of gradients, with that of the bias, as the bias, if needed. `probs`, [T]: the activation's contribution to
 // the gradient of the probabilities.
 struct HiddenGradient {
   QuantizedGradient fc1_out;

@@ -5,7 +5,6 @@
 #include "common/group_offsets.h"
 #include "common/row_index.h"
 #include "common/tensor.h"
-#include "gemm/dispatch/activation_gemm.h"
 #include "gemm/dispatch/checks.h"
 #include "linear/deferred_wgrad.h"
 #include "linear/main_grad.h"
@@ -21,9 +20,12 @@ namespace {
 
 using at::Tensor;
 
-void check_widths(const Argument& input, const Argument& fc2_weight, const OperandFormats& formats) {
+void check_widths(const Argument& input, const Argument& fc2_weight, const OperandFormats& formats,
+                  bool gated) {
   check_block_width(input, -1, formats, "Pad it with zeros, for example with torch.nn.functional.pad");
-  check_block_width(fc2_weight, -1, formats, "Pad the weights with zeros, both halves of the first");
+  check_block_width(
+      fc2_weight, -1, formats,
+      gated ? "Pad the weights with zeros, both halves of the first" : "Pad the weights with zeros");
 }
 
 // What buffers may not share memory with, besides each other.
@@ -96,7 +98,7 @@ OperandFormats check_grouped_mlp(const MlpArguments& mlp, std::string_view input
   activation::check_interleave({mlp.op, fc1_name.c_str(), fc1_weight.first()}, features, mlp.activation);
   check_launch_options(mlp.op, mlp.options);
   check_ragged_formats(mlp.op, formats);
-  check_widths(input, {mlp.op, fc2_name.c_str(), fc2_weight.first()}, formats);
+  check_widths(input, {mlp.op, fc2_name.c_str(), fc2_weight.first()}, formats, gated);
   check_quantized_weight("quantized_fc1_weight", mlp.quantized_fc1, fc1_weight, formats);
   check_quantized_weight("quantized_fc2_weight", mlp.quantized_fc2, fc2_weight, formats);
   check_main_grads(mlp, fc1_weight, fc2_weight);

@@ -53,7 +53,8 @@ def activation(
     """An activation times ``probs``: ``silu(gate) * linear * probs`` for SwiGLU.
 
     Args:
-        input: ``[T, 2F]``, plain or an unquantized ragged :class:`~transformer_plugin.tensor.GroupedTensor`.
+        input: ``[T, 2F]``, without a gate ``[T, F]``; plain or an unquantized ragged
+            :class:`~transformer_plugin.tensor.GroupedTensor`.
         probs: float32 ``[T]``, or None for 1.
         activation: the function and the order of the columns of ``input``, as for
             :func:`transformer_plugin.ops.activation`.
@@ -70,7 +71,7 @@ def activation(
         TypeError, ValueError: as :func:`transformer_plugin.ops.activation` and :func:`transformer_plugin.ops.quantize`;
             arguments of the quantization without a format.
 
-    Source: Shazeer, "GLU Variants Improve Transformer", 2020 (arXiv:2002.05202), equation 6 without biases.
+    Source: of the functions :class:`~transformer_plugin.activations.Activation`.
     """
     op = "activation"
     rows, key = rows_of(input, group_sizes, op, "input"), key_of_activation(activation, op)
@@ -108,7 +109,7 @@ def activation_backward(
         seed: int64 ``[1]``, of formats with stochastic rounding.
 
     Returns:
-        The gradient of ``input`` ``[T, 2F]`` with the groups, and that of ``probs`` float32 ``[T]``, ``[0]`` without
+        The gradient of ``input`` with the groups, and that of ``probs`` float32 ``[T]``, ``[0]`` without
         ``probs``. Not differentiable.
 
     Raises:

@@ -171,11 +171,11 @@ def grouped_mlp(
     Args:
         input: ``[T, H]``, plain or an unquantized ragged :class:`~transformer_plugin.tensor.GroupedTensor`.
         fc1_weight: ``[G, 2F, H]``, plain or an unquantized :class:`~transformer_plugin.tensor.GroupedTensor`; or G
-            matrices ``[2F, H]``.
+            matrices ``[2F, H]``. Without a gate F rows.
         fc2_weight: ``[G, H, F]``, likewise.
         group_sizes: int32 or int64 ``[G]``; None if ``input`` has its own.
         probs: float32 ``[T]``, the factor of each row; None for 1.
-        fc1_bias, fc2_bias: ``[G, 2F]`` and ``[G, H]``.
+        fc1_bias, fc2_bias: ``[G, 2F]`` or ``[G, F]``, and ``[G, H]``.
         recipe: as for :func:`linear`.
         activation: the function and the order of the columns of the first product, as for
             :func:`transformer_plugin.ops.activation`.
@@ -218,10 +218,11 @@ def grouped_gemm_activation(
 
     Args:
         a: ``[T, K]``, plain or an unquantized ragged :class:`~transformer_plugin.tensor.GroupedTensor`.
-        b: ``[G, 2F, K]``, plain or an unquantized :class:`~transformer_plugin.tensor.GroupedTensor`.
+        b: ``[G, 2F, K]``, without a gate ``[G, F, K]``; plain or an unquantized
+            :class:`~transformer_plugin.tensor.GroupedTensor`.
         group_sizes: int32 or int64 ``[G]``; None if ``a`` has its own.
         probs: float32 ``[T]``, or None for 1.
-        bias: ``[G, 2F]``, likewise.
+        bias: as many columns as ``b`` has rows, ``[G, 2F]``, likewise.
         format: of the result; None for the dtype of ``a``. ``fp8_block`` and ``mxfp8`` leave the epilogue of the
             product quantized.
         columnwise, seed: as for :func:`quantize`, with a format.
@@ -229,7 +230,7 @@ def grouped_gemm_activation(
         launch_options: of the kernel.
 
     Returns:
-        The activation ``[T, F]`` and ``h [T, 2F]``, with the groups of ``a``. Differentiable without a format.
+        The activation ``[T, F]`` and ``h``, with the groups of ``a``. Differentiable without a format.
 
     Raises:
         TypeError, ValueError: as :func:`transformer_plugin.ops.grouped_gemm_activation` and

@@ -1,4 +1,5 @@
-"""Activations. Shapes: T rows (tokens), F features of the hidden layer; [T, 2F] inputs of functions with a gate.
+"""Activations. Shapes: T rows (tokens), F features of the hidden layer; [T, 2F] inputs of functions with a gate, [T, F]
+of those without.
 
 ``activation`` is a key with options or a :class:`~transformer_plugin.activations.Activation`: the function, and the
 order of the columns of its input. ``"swiglu"``: ``silu(gate) * linear``, the gate in the first F columns and the linear
@@ -30,7 +31,7 @@ def activation(
     """An activation times a probability per row: ``silu(gate) * linear * probs`` for SwiGLU.
 
     Args:
-        input: ``[T, 2F]`` float32, bfloat16 or float16. Any strides.
+        input: ``[T, 2F]``, for a function without a gate ``[T, F]``; float32, bfloat16 or float16. Any strides.
         probs: ``[T]`` float32, or None for 1.
         group_sizes: ``[G]`` int32 or int64: only the first ``group_sizes.sum()`` rows are read and written, the content
             of the others is unspecified. None for all T rows.
@@ -43,11 +44,11 @@ def activation(
     sum in a fixed order.
 
     Raises:
-        TypeError: another dtype. ValueError: other dimensions, an odd number of columns, another device, another
-            ``activation``, F that is not a multiple of 32 where it interleaves; on a CPU also group sizes that are
-            negative or sum to more than T.
+        TypeError: another dtype. ValueError: other dimensions, an odd number of columns with a gate, another device,
+            another ``activation``, F that is not a multiple of 32 where it interleaves; on a CPU also group sizes
+            that are negative or sum to more than T.
 
-    Source: Shazeer, "GLU Variants Improve Transformer", 2020 (arXiv:2002.05202), equation 6 without biases.
+    Source: of the functions :class:`~transformer_plugin.activations.Activation`.
     """
     key = key_of_activation(activation, "activation")
     return _ops.activation.default(input, probs, group_sizes, key)
@@ -68,7 +69,7 @@ def activation_backward(
             read.
 
     Returns:
-        ``grad_input [T, 2F]`` in the dtype and the order of columns of ``input``, and ``grad_probs [T]`` float32
+        ``grad_input`` in the sizes, the dtype and the order of columns of ``input``, and ``grad_probs [T]`` float32
         (``[0]`` when ``probs`` is None): ``grad_probs[i]`` is the sum over j of ``grad[i, j]`` times the activation
         without ``probs``, for SwiGLU ``grad[i, j] * silu(gate[i, j]) * linear[i, j]``. Past the groups ``grad_probs``
         is 0, and the content of ``grad_input`` is unspecified.

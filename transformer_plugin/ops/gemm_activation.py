@@ -50,10 +50,10 @@ def grouped_gemm_activation(
 
     Args:
         a: ``[T, K]`` float32, bfloat16 or float16; with ``rows`` any number of rows.
-        b: ``[G, 2F, K]``, the dtype of ``a``.
+        b: ``[G, 2F, K]``, without a gate ``[G, F, K]``; the dtype of ``a``.
         group_sizes: int32 or int64 ``[G]``.
         probs: float32 ``[T]``, or None for 1.
-        bias: ``[G, 2F]``, any float dtype, added to the FP32 sum.
+        bias: as many columns as ``b`` has rows, ``[G, 2F]``, any float dtype, added to the FP32 sum.
         activation: the function and the order of the columns of ``h``.
         keep_input: whether to return ``h``. Without it a gradient recomputes the product.
         rows: int32 or int64 ``[T]``: ``a[rows[i]]`` replaces ``a[i]``, as in

@@ -76,11 +76,11 @@ def grouped_mlp(
 
     Args:
         input: ``[T, H]`` float32, bfloat16 or float16.
-        fc1_weight, fc2_weight: ``[G, 2F, H]`` in the dtype of ``input``, the gate in the first F rows of a group, and
-            ``[G, H, F]``; or G matrices each (:mod:`transformer_plugin.ops.linear`).
+        fc1_weight, fc2_weight: ``[G, 2F, H]`` (without a gate ``[G, F, H]``) and ``[G, H, F]`` in the dtype of
+            ``input``; or G matrices each (:mod:`transformer_plugin.ops.linear`).
         group_sizes: int32 or int64 ``[G]``. For a backward with ``nvfp4`` multiples of 16, as T.
         probs: float32 ``[T]``: the factor of a row's activation, and of its second bias.
-        fc1_bias, fc2_bias: ``[G, 2F]`` and ``[G, H]``, any float dtype.
+        fc1_bias, fc2_bias: ``[G, 2F]`` (without a gate ``[G, F]``) and ``[G, H]``, any float dtype.
         input_format, weight_format, grad_format: of both products; for ``mxfp8`` H and F are multiples of 32.
         quantized_fc1_weight, quantized_fc2_weight: of :func:`~transformer_plugin.ops.quantize_weight`, read instead.
         activation: as in :func:`~transformer_plugin.ops.activation`; the order is that of the rows of ``fc1_weight``.

@@ -37,8 +37,6 @@ Tensor kept(const GroupedGemmActivation& product, const Tensor& h) {
   return product.keep_input ? h : empty(h, {0, h.size(1)}, h.scalar_type());
 }
 
-}  // namespace
-
 void check_probs(const Argument& probs, const Argument& rows) {
   check_dtype(probs, {at::kFloat});
   check_dim(probs, 1);
@@ -46,6 +44,8 @@ void check_probs(const Argument& probs, const Argument& rows) {
   check_size(probs, 0, rows.tensor.sym_size(0), meaning.c_str());
   check_same_device(probs, rows);
 }
+
+}  // namespace
 
 activation::NamedActivation check_activation_product(const char* op, const Tensor& a, const Tensor& b,
                                                      const Tensor& group_sizes, const OptionalTensor& probs,
@@ -79,17 +79,16 @@ TwoTensors gemm_activation_steps(const GroupedGemmActivation& product) {
   return {act, kept(product, h)};
 }
 
-ThreeTensors gemm_activation_quantize_steps(const GroupedGemmActivation& product,
-                                            const ActivationQuantize& result) {
+ThreeTensors gemm_activation_quantize_steps(const GroupedGemmActivation& product, std::string_view format) {
   const Tensor h = product_of(product);
   const Tensor& group_sizes = product.problem.group_sizes;
   constexpr quantize::Directions directions{true, false};
   const quantize::Outputs act =
       product.activation.traits().has_fused_quantize && product.activation.interleave == 0
-          ? quantize::call_activation_quantize(h, result.key, product.probs, group_sizes, directions,
+          ? quantize::call_activation_quantize(h, format, product.probs, group_sizes, directions,
                                                product.activation.key)
           : quantize::call_quantize(ops::activation(h, product.probs, std::nullopt, product.activation.key),
-                                    result.key, group_sizes, directions);
+                                    format, group_sizes, directions);
   return {act.data, act.scale, kept(product, h)};
 }
 

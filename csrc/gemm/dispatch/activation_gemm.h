@@ -16,8 +16,6 @@
 
 namespace transformer_plugin::gemm {
 
-void check_probs(const Argument& probs, const Argument& rows);
-
 // The checks of all ops that apply an activation, of this key, to a GEMM.
 activation::NamedActivation check_activation_product(
     const char* op, const at::Tensor& a, const at::Tensor& b, const at::Tensor& group_sizes,
@@ -35,20 +33,14 @@ struct GroupedGemmActivation {
   int64_t capacity() const { return problem.rows(); }
 };
 
-// The format of act, quantized along rows; a format with block scales.
-struct ActivationQuantize {
-  const Format& format;
-  std::string_view key;
-};
-
 using TwoTensors = std::tuple<at::Tensor, at::Tensor>;
 using ThreeTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
 // The product and the activation one after the other, with the bits of the kernels.
 TwoTensors gemm_activation_steps(const GroupedGemmActivation& product);
 // Data, scales and h.
-ThreeTensors gemm_activation_quantize_steps(const GroupedGemmActivation& product,
-                                            const ActivationQuantize& result);
+// `format`: of act, quantized along rows; with block scales.
+ThreeTensors gemm_activation_quantize_steps(const GroupedGemmActivation& product, std::string_view format);
 
 #ifdef TRANSFORMER_PLUGIN_CUDA
 // What is launched in one kernel.

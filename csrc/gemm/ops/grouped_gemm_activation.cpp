@@ -81,7 +81,7 @@ struct ProductGradients {
 
   ProductGradients(AutogradContext* ctx, const Tensor& grad_h, const Tensor& a_rows, const Tensor& matrices,
                    const Tensor& sizes, const OptionalTensor& rows, size_t place_of_bias) {
-    const LaunchOptions options{ctx->saved_data["max_sms"].toInt(), ctx->saved_data["expected_rows"].toInt()};
+    const LaunchOptions options = saved_options(ctx);
     const OptionalTensor none;
     if (ctx->needs_input_grad(0)) {
       a = product_of(grad_h, matrices, sizes, none, /*transpose_b=*/false, none, options);
@@ -99,8 +99,7 @@ struct ProductGradients {
 void save_product(AutogradContext* ctx, const Tensor& a, const OptionalTensor& bias,
                   const OptionalTensor& rows, const LaunchOptions& options) {
   ctx->saved_data["has_bias"] = bias.has_value();
-  ctx->saved_data["max_sms"] = options.max_sms;
-  ctx->saved_data["expected_rows"] = options.expected_rows;
+  save_options(ctx, options);
   if (rows) ctx->saved_data["num_rows"] = a.sym_size(0);
 }
 
@@ -187,7 +186,7 @@ class GroupedGemmActivationFunction : public DifferentiableOnce<GroupedGemmActiv
     const SharedOffsets shared(sizes);
     const OptionalTensor probs = as_optional(saved[3]), bias = as_optional(saved[4]),
                          rows = as_optional(saved[5]);
-    const LaunchOptions options{ctx->saved_data["max_sms"].toInt(), ctx->saved_data["expected_rows"].toInt()};
+    const LaunchOptions options = saved_options(ctx);
     const Tensor h = product_of(saved[0], saved[1], sizes, bias, /*transpose_b=*/true, rows, options);
     const auto [grad_h, grad_probs] = gradients_of_activation(
         grads[0], h, sizes, probs, activation::saved_key(ctx), probs && ctx->needs_input_grad(3));

@@ -80,7 +80,7 @@ ThreeTensors grouped_gemm_activation_quantize(const Tensor& a, const Tensor& b, 
     return gemm_activation_quantize_cuda(product, *kernel, format);
   }
 #endif
-  return gemm_activation_quantize_steps(product, {format, key});
+  return gemm_activation_quantize_steps(product, key);
 }
 
 }  // namespace

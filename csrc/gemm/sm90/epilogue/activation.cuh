@@ -67,6 +67,7 @@ struct ActivationEpilogueBase {
     const int64_t half = gemm.n / 2;
     h_data = static_cast<T*>(gemm.out);
     probs = args.probs;
+    function = Function::of(args.activation);
     features = static_cast<int>(half);
     if (!h_data) return;
     h = rows_map(gemm, h_data, interleaved ? 2 * half : half, 2 * half);

@@ -20,7 +20,7 @@ struct Packed8Gradients {
   float sum;
 };
 
-// Two features of EightGradients from their sigmoids: replaces the values by gradients and returns the sum of
+// Two features of Packed8Gradients from their sigmoids: replaces the values by gradients and returns the sum of
 // the terms.
 template <typename T>
 __device__ __forceinline__ float gradients_of_two(const activation::Swiglu& swiglu, float2 sigmoid,
