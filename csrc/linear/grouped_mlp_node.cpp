@@ -141,16 +141,17 @@ SavedTensors unpack(AutogradContext* ctx, const OperandFormats& formats) {
   };
   SavedTensors saved =
       SavedTensors::unpack(ctx->get_saved_variables(), count("fc1_matrices"), count("fc2_matrices"));
-  for (Quantized* operand : {&saved.input, &saved.activation}) {
-    operand->format = formats.input;
-    operand->key = formats.input_key;
-    // Values without scales are not transposed.
-    operand->transposed = operand->scale.defined();
-  }
-  for (Quantized* weight : {&saved.fc1, &saved.fc2}) {
-    weight->format = formats.weight;
-    weight->key = formats.weight_key;
-  }
+  const auto has_format = [](Quantized& operand, const Format& format, std::string_view key) {
+    operand.format = format;
+    operand.key = key;
+  };
+  has_format(saved.input, formats.input, formats.input_key);
+  has_format(saved.activation, formats.input, formats.input_key);
+  has_format(saved.fc1, formats.weight, formats.weight_key);
+  has_format(saved.fc2, formats.weight, formats.weight_key);
+  // Values without scales are not transposed.
+  saved.input.transposed = saved.input.scale.defined();
+  saved.activation.transposed = saved.activation.scale.defined();
   saved.fc1.transposed = ctx->saved_data["fc1_columns"].toBool();
   saved.fc2.transposed = ctx->saved_data["fc2_columns"].toBool();
   if (reads_tokens(formats.input, formats.input_key)) saved.input.row_index = saved.rows.source;
