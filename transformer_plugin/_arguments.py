@@ -6,7 +6,7 @@ import functools
 import inspect
 import numbers
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import MISSING, fields
 from typing import Any, NamedTuple, TypeVar
 
@@ -187,6 +187,11 @@ def check_dtype(owner: str, argument: str, tensor: object, *dtypes: torch.dtype)
             f"transformer_plugin::{owner}: argument '{argument}': expected one of the dtypes {allowed}, got {got}. "
             "Convert it with .to() first."
         )
+
+
+def one_of(names: Sequence[str]) -> str:
+    """``"a, b or c"``."""
+    return f"{', '.join(names[:-1])} or {names[-1]}"
 
 
 def class_name(instance: object) -> str:

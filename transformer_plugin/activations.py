@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from transformer_plugin._arguments import check_fields
+from transformer_plugin._arguments import check_fields, one_of
 
 Function = Literal["swiglu", "relu2"]
 
@@ -44,9 +44,7 @@ INTERLEAVE = 32
 
 _OPTION = f"interleave={INTERLEAVE}"
 #: What errors about a key say: what was expected, and what to do.
-EXPECTED_KEY = (
-    f"an activation key: {', '.join(FUNCTIONS[:-1])} or {FUNCTIONS[-1]}, then options like swiglu:{_OPTION}"
-)
+EXPECTED_KEY = f"an activation key: {one_of(FUNCTIONS)}, then options like swiglu:{_OPTION}"
 KEY_ADVICE = "transformer_plugin.activations lists them"
 
 

@@ -25,7 +25,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from transformer_plugin._arguments import check_fields
+from transformer_plugin._arguments import check_fields, one_of
 from transformer_plugin._float32 import float32, is_epsilon, shortest
 
 Family = Literal["none", "bf16", "fp8_tensor", "fp8_row", "fp8_block", "mxfp8", "nvfp4"]
@@ -82,13 +82,8 @@ _EXCLUSIONS = (
     ("square_blocks", ("random_hadamard",)),
 )
 
-
-def _names_of(families: tuple[Family, ...]) -> str:
-    return f"{', '.join(families[:-1])} or {families[-1]}"
-
-
 #: What errors about a key say: what was expected, and what to do.
-EXPECTED_KEY = f"a format key: {_names_of(FAMILIES)}, then options like fp8_block:e4m3,pow2,square,eps=1e-12"
+EXPECTED_KEY = f"a format key: {one_of(FAMILIES)}, then options like fp8_block:e4m3,pow2,square,eps=1e-12"
 KEY_ADVICE = "transformer_plugin.formats lists them"
 
 
@@ -161,7 +156,7 @@ class Format:
             expected = "a finite number that is not negative"
             raise _error("epsilon", expected, str(self.epsilon), "Use 0 for none")
         if not self.is_quantized and (self.element != "e4m3" or self.power_of_two_scales or self.epsilon > 0):
-            expected = f"{_names_of(QUANTIZED)}, which have scales"
+            expected = f"{one_of(QUANTIZED)}, which have scales"
             raise _error("family", expected, repr(self.family), "Leave the rest out")
         self._set_scales()
         self._check_options()

@@ -1,10 +1,8 @@
 // activation and activation_backward: kernel arguments and gradients (activation/activation.h).
 #include "activation/activation.h"
 
-#include <ATen/ops/arange.h>
-
 #include "activation/activation_checks.h"
-#include "activation/saved_key.h"
+#include "activation/node.h"
 #include "common/autograd.h"
 #include "common/check.h"
 #include "common/group_offsets.h"
@@ -117,13 +115,6 @@ std::tuple<Tensor, Tensor> activation_backward(const Tensor& grad, const Tensor&
   return outputs;
 }
 
-// With zeros past the last group: callers of autograd may add up the gradients of all rows.
-Tensor before_tail(const Tensor& rows, const Tensor& group_sizes) {
-  const Tensor end = group_sizes.clamp_min(0).sum();
-  const Tensor index = at::arange(c10::Scalar(rows.sym_size(0)), end.options());
-  return rows.masked_fill(index.ge(end).unsqueeze(1), 0.0);
-}
-
 class ActivationNode : public DifferentiableOnce<ActivationNode> {
  public:
   static constexpr const char* kName = "activation";
@@ -142,8 +133,8 @@ class ActivationNode : public DifferentiableOnce<ActivationNode> {
     const OptionalTensor probs = as_optional(saved[1]), group_sizes = as_optional(saved[2]);
     const auto [grad_input, grad_probs] =
         ops::activation_backward(grads[0], saved[0], probs, group_sizes, saved_key(ctx));
-    return {group_sizes ? before_tail(grad_input, *group_sizes) : grad_input, probs ? grad_probs : Tensor(),
-            Tensor(), Tensor()};
+    return {group_sizes ? zero_past_groups(grad_input, *group_sizes) : grad_input,
+            probs ? grad_probs : Tensor(), Tensor(), Tensor()};
   }
 };
 

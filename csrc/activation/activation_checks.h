@@ -13,6 +13,8 @@ void check_interleave(const Argument& argument, const c10::SymInt& features, con
 // input [rows, 2F], without a gate [rows, F], and probs [rows].
 void check_activation(const char* op, const at::Tensor& input, const std::optional<at::Tensor>& probs,
                       const Activation& activation);
+// One for each row of `rows`; `meaning` says which those are.
+void check_probs(const Argument& probs, const Argument& rows, const char* meaning);
 // grad [rows, F], for such an input.
 void check_activation_grad(const char* op, const at::Tensor& grad, const at::Tensor& input,
                            const Activation& activation);

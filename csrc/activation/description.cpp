@@ -6,27 +6,15 @@
 
 #include "activation/activation_checks.h"
 #include "common/check.h"
-#include "common/key_options.h"
+#include "common/keys.h"
 
 namespace transformer_plugin::activation {
 namespace {
 
 using at::Tensor;
 
-// "a, b or c": the names of the functions that `wanted` is true for.
-template <typename Wanted>
-std::string names_of_functions(Wanted&& wanted) {
-  std::string text, last;
-  for (const ActivationTraits& traits : kActivations) {
-    if (!wanted(traits)) continue;
-    if (!last.empty()) text += (text.empty() ? "" : ", ") + last;
-    last = traits.name;
-  }
-  return text.empty() ? last : text + " or " + last;
-}
-
 std::string grammar() {
-  return "an activation key: " + names_of_functions([](const ActivationTraits&) { return true; }) +
+  return "an activation key: " + names_in(kActivations, [](const ActivationTraits&) { return true; }) +
          ", then options like swiglu:interleave=32";
 }
 
@@ -72,11 +60,14 @@ void check_activation(const char* op, const Tensor& input, const std::optional<T
                  "Concatenate the two halves along the last dimension");
   check_interleave(input_argument, input.sym_size(1) / 2, activation);
   if (!probs) return;
-  const Argument probs_argument{op, "probs", *probs};
-  check_dtype(probs_argument, {at::kFloat});
-  check_dim(probs_argument, 1);
-  check_size(probs_argument, 0, input.sym_size(0), "the rows of 'input'");
-  check_same_device(probs_argument, input_argument);
+  check_probs({op, "probs", *probs}, input_argument, "the rows of 'input'");
+}
+
+void check_probs(const Argument& probs, const Argument& rows, const char* meaning) {
+  check_dtype(probs, {at::kFloat});
+  check_dim(probs, 1);
+  check_size(probs, 0, rows.tensor.sym_size(0), meaning);
+  check_same_device(probs, rows);
 }
 
 void check_activation_grad(const char* op, const Tensor& grad, const Tensor& input,
@@ -92,8 +83,8 @@ void check_activation_grad(const char* op, const Tensor& grad, const Tensor& inp
 
 void check_fused_quantize(const char* op, const char* unquantized_op, const NamedActivation& activation) {
   TP_CHECK_VALUE(activation.traits().has_fused_quantize, op, "activation",
-                 "an activation that is quantized in one pass, " << names_of_functions(
-                     [](const ActivationTraits& traits) { return traits.has_fused_quantize; }),
+                 "an activation that is quantized in one pass, " << names_in(
+                     kActivations, [](const ActivationTraits& traits) { return traits.has_fused_quantize; }),
                  "'" << activation.key << "'", "Take " << unquantized_op << ", and quantize its result");
   TP_CHECK_VALUE(activation.interleave == 0, op, "activation",
                  "an activation whose columns of the gate lie first", "'" << activation.key << "'",

@@ -25,7 +25,7 @@ struct ActivationTraits {
   std::string_view name;
   bool gated;                       // the input is [rows, 2F], a gate and a linear part; else [rows, F]
   bool has_gemm_epilogue = false;   // grouped_gemm_activation is one kernel on Hopper
-  bool has_fused_quantize = false;  // activation_quantize and activation_backward_quantize take it
+  bool has_fused_quantize = false;  // activation_quantize and activation_backward_quantize have kernels
 };
 
 inline constexpr ActivationTraits kActivations[] = {
@@ -53,11 +53,15 @@ struct Activation {
   const ActivationTraits& traits() const { return kActivations[static_cast<int32_t>(function)]; }
   // Columns of the input per feature of the output.
   int64_t columns_per_feature() const { return traits().gated ? 2 : 1; }
+  // Whether activation_quantize and activation_backward_quantize take it.
+  bool is_quantized_in_one_pass() const { return traits().has_fused_quantize && interleave == 0; }
 };
+
+inline constexpr std::string_view kDefaultKey = "swiglu";  // of the schemas
 
 // With the key that says it, for host code that calls ops.
 struct NamedActivation : Activation {
-  std::string_view key = "swiglu";
+  std::string_view key = kDefaultKey;
 };
 
 // Parses `key`; raises a four-part ValueError that names `op` and its argument 'activation'.

@@ -1,5 +1,5 @@
 // The functions that a description (activation/description.h) names, of one element, in FP32. A kernel takes one of them as a
-// template parameter. `of` fills in what a function is told at run time, such as a clamp, which would be a member.
+// template parameter. `of` makes the functor from the description; parameters known at run time are members of a functor.
 #pragma once
 
 #include "activation/description.h"

@@ -7,25 +7,13 @@
 #include <string>
 
 #include "common/check.h"
-#include "common/key_options.h"
+#include "common/keys.h"
 
 namespace transformer_plugin {
 namespace {
 
-// "a, b or c": the names of the families that `wanted` is true for.
-template <typename Wanted>
-std::string names_of_families(Wanted&& wanted) {
-  std::string text, last;
-  for (const FormatFamilyTraits& family : kFormatFamilies) {
-    if (!wanted(family)) continue;
-    if (!last.empty()) text += (text.empty() ? "" : ", ") + last;
-    last = family.name;
-  }
-  return text.empty() ? last : text + " or " + last;
-}
-
 std::string grammar() {
-  return "a format key: " + names_of_families([](const FormatFamilyTraits&) { return true; }) +
+  return "a format key: " + names_in(kFormatFamilies, [](const FormatFamilyTraits&) { return true; }) +
          ", then options like fp8_block:e4m3,pow2,square,eps=1e-12";
 }
 
@@ -84,7 +72,7 @@ bool agrees(const Format& format) {
 }  // namespace
 
 std::string families_with(bool FormatFamilyTraits::*trait) {
-  return names_of_families([&](const FormatFamilyTraits& family) { return family.*trait; });
+  return names_in(kFormatFamilies, [&](const FormatFamilyTraits& family) { return family.*trait; });
 }
 
 Format parse_format(const char* op, const char* argument, std::string_view key) {

@@ -21,8 +21,8 @@ using at::Tensor;
 // Block scales are computed within a tile. A scale for a whole matrix, and the amax of nvfp4, need the whole matrix first, so
 // these formats run the steps one by one.
 bool fuses_quantize(const activation::Activation& activation, const Format& format, std::string_view key) {
-  return activation.traits().has_fused_quantize && activation.interleave == 0 && format.has_blocks() &&
-         !format.is_nv() && !marks_nonfinite(key);
+  return activation.is_quantized_in_one_pass() && format.has_blocks() && !format.is_nv() &&
+         !marks_nonfinite(key);
 }
 
 // Both halves of the gradient must begin at a tile. The gradient of a bias is summed before quantization, so it needs the steps.

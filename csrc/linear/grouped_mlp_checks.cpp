@@ -87,11 +87,8 @@ OperandFormats check_grouped_mlp(const MlpArguments& mlp, std::string_view input
   const c10::SymInt all_groups =
       fc1_weight.is_list() ? groups : unsharded_size(fc1_weight.first(), mlp.shard);
   check_groups({mlp.op, "group_sizes", mlp.group_sizes}, input, fc1_weight.name, all_groups);
-  check_dtype(probs, {at::kFloat});
-  check_dim(probs, 1);
-  check_size(probs, 0, mlp.sized_as_rows().sym_size(0),
-             mlp.rows.given() ? "the entries of 'source'" : "the rows of 'input'");
-  check_same_device(probs, input);
+  activation::check_probs(probs, {mlp.op, "input", mlp.sized_as_rows()},
+                          mlp.rows.given() ? "the entries of 'source'" : "the rows of 'input'");
   if (mlp.fc1_bias) check_bias({mlp.op, "fc1_bias", *mlp.fc1_bias}, input, all_groups, linear);
   if (mlp.fc2_bias) check_bias({mlp.op, "fc2_bias", *mlp.fc2_bias}, input, all_groups, fc2_weight.rows());
   const std::string fc1_name = fc1_weight.first_name(), fc2_name = fc2_weight.first_name();

@@ -6,7 +6,7 @@
 #include <string>
 #include <utility>
 
-#include "activation/saved_key.h"
+#include "activation/node.h"
 #include "common/autograd.h"
 #include "common/ops/gemm.h"
 #include "common/shared_offsets.h"

@@ -37,14 +37,6 @@ Tensor kept(const GroupedGemmActivation& product, const Tensor& h) {
   return product.keep_input ? h : empty(h, {0, h.size(1)}, h.scalar_type());
 }
 
-void check_probs(const Argument& probs, const Argument& rows) {
-  check_dtype(probs, {at::kFloat});
-  check_dim(probs, 1);
-  const std::string meaning = std::string("the rows of '") + rows.name + "'";
-  check_size(probs, 0, rows.tensor.sym_size(0), meaning.c_str());
-  check_same_device(probs, rows);
-}
-
 }  // namespace
 
 activation::NamedActivation check_activation_product(const char* op, const Tensor& a, const Tensor& b,
@@ -64,7 +56,10 @@ activation::NamedActivation check_activation_product(const char* op, const Tenso
   activation::check_interleave(b_argument, b.sym_size(1) / 2, activation);
   check_groups({op, "group_sizes", group_sizes}, a_argument, b_argument);
   if (rows) check_row_index({op, "rows", *rows}, a_argument);
-  if (probs) check_probs({op, "probs", *probs}, rows ? Argument{op, "rows", *rows} : a_argument);
+  if (probs) {
+    const Argument of_rows = rows ? Argument{op, "rows", *rows} : a_argument;
+    activation::check_probs({op, "probs", *probs}, of_rows, rows ? "the rows of 'rows'" : "the rows of 'a'");
+  }
   if (bias) check_bias({op, "bias", *bias}, a_argument, b.sym_size(0), b.sym_size(1));
   check_launch_options(op, options);
   return activation;
@@ -84,7 +79,7 @@ ThreeTensors gemm_activation_quantize_steps(const GroupedGemmActivation& product
   const Tensor& group_sizes = product.problem.group_sizes;
   constexpr quantize::Directions directions{true, false};
   const quantize::Outputs act =
-      product.activation.traits().has_fused_quantize && product.activation.interleave == 0
+      product.activation.is_quantized_in_one_pass()
           ? quantize::call_activation_quantize(h, format, product.probs, group_sizes, directions,
                                                product.activation.key)
           : quantize::call_quantize(ops::activation(h, product.probs, std::nullopt, product.activation.key),

@@ -1,8 +1,6 @@
 // grouped_gemm_activation: the rows of each group times the group's matrix, then an activation times a probability; with
 // its gradient.
-#include <ATen/ops/arange.h>
-
-#include "activation/saved_key.h"
+#include "activation/node.h"
 #include "common/autograd.h"
 #include "common/group_offsets.h"
 #include "common/ops/activation.h"
@@ -103,19 +101,12 @@ void save_product(AutogradContext* ctx, const Tensor& a, const OptionalTensor& b
   if (rows) ctx->saved_data["num_rows"] = a.sym_size(0);
 }
 
-// With zeros past the last group.
-Tensor before_tail(const Tensor& rows, const Tensor& group_sizes) {
-  const Tensor end = group_sizes.clamp_min(0).sum();
-  const Tensor index = at::arange(c10::Scalar(rows.sym_size(0)), end.options());
-  return rows.masked_fill(index.ge(end), 0.0);
-}
-
 // Of h and of probs, the latter undefined if not wanted.
 std::pair<Tensor, Tensor> gradients_of_activation(const Tensor& grad, const Tensor& h, const Tensor& sizes,
                                                   const OptionalTensor& probs, std::string_view key,
                                                   bool wants_probs) {
   const auto [grad_h, grad_probs] = ops::activation_backward(grad, h, probs, std::nullopt, key);
-  return {grad_h, wants_probs ? before_tail(grad_probs, sizes) : Tensor()};
+  return {grad_h, wants_probs ? activation::zero_past_groups(grad_probs, sizes) : Tensor()};
 }
 
 // Three nodes have the name of the op. With h as a result, the product and the activation have one each: torch's

@@ -1,6 +1,7 @@
-// The options of a key such as "fp8_block:e4m3,square": after a colon, separated by commas.
+// What keys such as "fp8_block:e4m3,square" share: options after a colon, separated by commas, and the names that errors list.
 #pragma once
 
+#include <string>
 #include <string_view>
 
 namespace transformer_plugin {
@@ -17,6 +18,18 @@ bool apply_options(std::string_view key, Apply&& apply) {
     if (comma == std::string_view::npos) return true;
     rest = rest.substr(comma + 1);
   }
+}
+
+// "a, b or c": the names of the rows of a table that `wanted` is true for.
+template <typename Table, typename Wanted>
+std::string names_in(const Table& table, Wanted&& wanted) {
+  std::string text, last;
+  for (const auto& row : table) {
+    if (!wanted(row)) continue;
+    if (!last.empty()) text += (text.empty() ? "" : ", ") + last;
+    last = row.name;
+  }
+  return text.empty() ? last : text + " or " + last;
 }
 
 }  // namespace transformer_plugin
