@@ -125,8 +125,8 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "linear(Tensor input, Tensor weight, Tensor? bias=None, str input_format=\"none\", "
       "str weight_format=\"none\", str grad_format=\"none\", Tensor[]? quantized_weight=None, "
       "Tensor? main_grad=None, bool accumulate=True, str weight_grad=\"none\", Tensor? wgrad_queue=None, "
-      "bool save_original_input=False, Tensor? dgrad_out=None, str weight_shard=\"\", int input_ranks=1, "
-      "str input_group=\"\") -> Tensor");
+      "bool save_original_input=False, Tensor? dgrad_out=None, str weight_shard=\"\", int sequence_parallel_size=1, "
+      "str sequence_parallel_group=\"\") -> Tensor");
   m.def(
       "linear_out(Tensor input, Tensor weight, Tensor(a!) out, Tensor? bias=None, str input_format=\"none\", "
       "str weight_format=\"none\", str grad_format=\"none\", Tensor[]? quantized_weight=None, "
@@ -289,7 +289,7 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "(Tensor grad_rows, Tensor grad_weights)");
 
   // expert_parallel: sends tokens to the experts on other ranks and back (expert_parallel/ops/plan.cpp). group_name "": this
-  // process alone. wanted: the gradients that autograd will compute (1: of the rows, 2: of the weights), which it fills in.
+  // process alone. grads_needed: the gradients that autograd will compute (1: of the rows, 2: of the weights), which it fills in.
   // expand: rows of the experts [capacity, H]; without it the received rows [N, H].
   m.def(
       "plan(Tensor topk_idx, int num_experts, SymInt max_tokens, SymInt capacity, int alignment=1, int num_ranks=1, "
@@ -302,11 +302,11 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "Tensor overflow, Tensor received, Tensor position, Tensor required_tokens)");
   m.def(
       "dispatch(Tensor tokens, Tensor? topk_weights, Tensor slot, Tensor source, str group_name=\"\", "
-      "int timeout_ms=-1, int wanted=-1, bool expand=True, Tensor? received=None, Tensor? position=None) -> "
+      "int timeout_ms=-1, int grads_needed=-1, bool expand=True, Tensor? received=None, Tensor? position=None) -> "
       "(Tensor recv, Tensor recv_weights)");
   m.def(
       "dispatch_out(Tensor tokens, Tensor? topk_weights, Tensor slot, Tensor source, Tensor(a!) recv, "
-      "Tensor(b!)? recv_weights=None, str group_name=\"\", int timeout_ms=-1, int wanted=-1, "
+      "Tensor(b!)? recv_weights=None, str group_name=\"\", int timeout_ms=-1, int grads_needed=-1, "
       "Tensor? received=None, Tensor? position=None) -> ()");
   m.def(
       "dispatch_backward(Tensor? grad_recv, Tensor? grad_recv_weights, Tensor slot, SymInt num_tokens, "
@@ -315,7 +315,7 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "(Tensor grad_tokens, Tensor grad_topk_weights)");
   m.def(
       "combine(Tensor rows, Tensor slot, Tensor source, SymInt num_tokens, str group_name=\"\", int timeout_ms=-1, "
-      "int wanted=-1, bool expand=True, Tensor? received=None, Tensor? position=None) -> Tensor");
+      "int grads_needed=-1, bool expand=True, Tensor? received=None, Tensor? position=None) -> Tensor");
   m.def(
       "combine_backward(Tensor grad, Tensor slot, Tensor source, str group_name=\"\", int timeout_ms=-1, "
       "bool expand=True, Tensor? received=None, Tensor? position=None) -> Tensor");
@@ -324,30 +324,30 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "int timeout_ms=-1, Tensor? received=None, Tensor? position=None) -> ()");
   m.def(
       "select_transport(int num_ranks, str device_type) -> (str transport, str reason)");  // which moves tokens, and why
-  // tensor_parallel: collectives along the first dimension, over c10d groups. num_ranks: the size of the group. wanted: 1 if
+  // tensor_parallel: collectives along the first dimension, over c10d groups. num_ranks: the size of the group. needs_grad: 1 if
   // autograd will compute the gradient, which autograd fills in.
   m.def(
-      "all_gather(Tensor part, int num_ranks=1, str group_name=\"\", int timeout_ms=-1, int wanted=-1) -> Tensor");
+      "all_gather(Tensor input, int num_ranks=1, str group_name=\"\", int timeout_ms=-1, int needs_grad=-1) -> Tensor");
   m.def(
-      "reduce_scatter(Tensor parts, int num_ranks=1, str group_name=\"\", int timeout_ms=-1, int wanted=-1) -> Tensor");
+      "reduce_scatter(Tensor input, int num_ranks=1, str group_name=\"\", int timeout_ms=-1, int needs_grad=-1) -> Tensor");
   m.def(
-      "all_gather_list_out(Tensor[] parts, Tensor(a!)[] out, int num_ranks=1, str group_name=\"\", "
+      "all_gather_list_out(Tensor[] inputs, Tensor(a!)[] out, int num_ranks=1, str group_name=\"\", "
       "int timeout_ms=-1) -> ()");
   m.def(
-      "reduce_scatter_out(Tensor parts, Tensor(a!) out, bool accumulate=False, int num_ranks=1, "
+      "reduce_scatter_out(Tensor input, Tensor(a!) out, bool accumulate=False, int num_ranks=1, "
       "str group_name=\"\", int timeout_ms=-1, float factor=1.0) -> ()");
-  // start_all_gather, start_reduce_scatter: the same begun on a side stream, and a token for finish_all_gather and
-  // finish_reduce_scatter, which give the result. after: computed meanwhile, for compilers that order ops by operands.
+  // start_all_gather, start_reduce_scatter: the same begun on a side stream, and a work tensor for finish_all_gather and
+  // finish_reduce_scatter, which give the result. depends_on: computed meanwhile, for compilers that order ops by operands.
   m.def(
-      "start_all_gather(Tensor part, int num_ranks=1, str group_name=\"\", int timeout_ms=-1, int wanted=-1) -> Tensor");
+      "start_all_gather(Tensor input, int num_ranks=1, str group_name=\"\", int timeout_ms=-1, int needs_grad=-1) -> Tensor");
   m.def(
-      "finish_all_gather(Tensor token, Tensor part, int num_ranks=1, str group_name=\"\", int timeout_ms=-1, "
-      "Tensor? after=None) -> Tensor");
+      "finish_all_gather(Tensor work, Tensor input, int num_ranks=1, str group_name=\"\", int timeout_ms=-1, "
+      "Tensor? depends_on=None) -> Tensor");
   m.def(
-      "start_reduce_scatter(Tensor parts, int num_ranks=1, str group_name=\"\", int timeout_ms=-1, int wanted=-1) -> Tensor");
+      "start_reduce_scatter(Tensor input, int num_ranks=1, str group_name=\"\", int timeout_ms=-1, int needs_grad=-1) -> Tensor");
   m.def(
-      "finish_reduce_scatter(Tensor token, Tensor parts, int num_ranks=1, str group_name=\"\", int timeout_ms=-1, "
-      "Tensor? after=None) -> Tensor");
+      "finish_reduce_scatter(Tensor work, Tensor input, int num_ranks=1, str group_name=\"\", int timeout_ms=-1, "
+      "Tensor? depends_on=None) -> Tensor");
   m.def("all_reduce(Tensor input, int num_ranks=1, str group_name=\"\", int timeout_ms=-1) -> Tensor");
   m.def(
       "copy_to_group(Tensor(a) input, int num_ranks=1, str group_name=\"\", int timeout_ms=-1) -> Tensor(a)");
@@ -367,7 +367,7 @@ TORCH_LIBRARY(transformer_plugin, m) {
   // (sharded/weight_shard.h). gather_weight: the tensors of one direction of the unsharded weight, from this rank's.
   // gather_weight_list: a stack of unsharded matrices, from this rank's rows of each.
   // reduce_gradient_out: the sum over ranks of this rank's rows of gradients [ranks * n, ...] of the unsharded weight; the
-  // other two begin it, and wait for it, in a compiled graph not before `after` is computed.
+  // other two begin it, and wait for it, in a compiled graph not before `depends_on` is computed.
   // configure_gathers: how many weights ahead of their use a group gathers, and whether in CUDA graphs, too. count_gathers:
   // collectives, those begun early, uses of these, early ones that were dropped, bytes sent. invalidate_prefetched: nothing
   // gathered before is used. enter_gather_region, leave_gather_region: the input, at the borders of what is captured alone.
@@ -379,7 +379,7 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "reduce_gradient_out(Tensor unsharded_grad, Tensor weight, Tensor(a!) out, bool accumulate, str shard) -> ()");
   m.def("start_reduce_gradient(Tensor unsharded_grad, Tensor weight, str shard) -> Tensor");
   m.def(
-      "finish_reduce_gradient(Tensor token, Tensor unsharded_grad, Tensor weight, str shard, Tensor? after=None) -> Tensor");
+      "finish_reduce_gradient(Tensor work, Tensor unsharded_grad, Tensor weight, str shard, Tensor? depends_on=None) -> Tensor");
   m.def("configure_gathers(str group_name, int distance, bool in_graphs=False) -> ()");
   m.def("clear_gathers(str group_name) -> ()");
   m.def("count_gathers(str group_name) -> int[]");

@@ -73,7 +73,7 @@ def _activation_product(a: Shape, b: Shape, *_: Any, **__: Any) -> int:
 
 
 def _linear(input: Shape, weight: Shape, *args: Any, **kwargs: Any) -> int:
-    ranks: int = _argument("input_ranks", 12, args, kwargs, 1)
+    ranks: int = _argument("sequence_parallel_size", 12, args, kwargs, 1)
     return 2 * prod(input) * weight[-2] * ranks
 
 

@@ -140,7 +140,7 @@ class ActivationNode : public DifferentiableOnce<ActivationNode> {
 
 Tensor activation_autograd(const Tensor& input, const OptionalTensor& probs,
                            const OptionalTensor& group_sizes, std::string_view key) {
-  if (any_wants_grad(input, probs)) return ActivationNode::apply(input, probs, group_sizes, key);
+  if (any_requires_grad(input, probs)) return ActivationNode::apply(input, probs, group_sizes, key);
   const BelowAutograd guard;
   return ops::activation(input, probs, group_sizes, key);
 }

@@ -18,11 +18,13 @@
 
 namespace transformer_plugin {
 
-inline bool wants_grad(const at::Tensor& tensor) { return tensor.defined() && tensor.requires_grad(); }
-inline bool wants_grad(const std::optional<at::Tensor>& tensor) { return tensor && wants_grad(*tensor); }
-inline bool wants_grad(at::TensorList tensors) {
+inline bool requires_grad(const at::Tensor& tensor) { return tensor.defined() && tensor.requires_grad(); }
+inline bool requires_grad(const std::optional<at::Tensor>& tensor) {
+  return tensor && requires_grad(*tensor);
+}
+inline bool requires_grad(at::TensorList tensors) {
   return std::any_of(tensors.begin(), tensors.end(),
-                     [](const at::Tensor& tensor) { return wants_grad(tensor); });
+                     [](const at::Tensor& tensor) { return requires_grad(tensor); });
 }
 
 // For forward-mode differentiation.
@@ -38,8 +40,8 @@ inline bool has_tangent(at::TensorList tensors) {
 // Whether the call must be recorded. If not, an op calls its kernel directly, which saves the cost of a node.
 // A tensor with a tangent goes to the node, which rejects it: the kernel would ignore the tangent.
 template <typename... Tensors>
-bool any_wants_grad(const Tensors&... tensors) {
-  return (at::GradMode::is_enabled() && (wants_grad(tensors) || ...)) || (has_tangent(tensors) || ...);
+bool any_requires_grad(const Tensors&... tensors) {
+  return (at::GradMode::is_enabled() && (requires_grad(tensors) || ...)) || (has_tangent(tensors) || ...);
 }
 
 inline at::Tensor or_undefined(const std::optional<at::Tensor>& tensor) {
@@ -110,7 +112,7 @@ class DifferentiableFunction : public CheckedFunction<Self> {
       const at::AutoGradMode mode(Self::keeps_graphs(ctx));
       results = Self::gradients(ctx, grads);
     }
-    if (wants_grad(at::TensorList(grads)) || wants_grad(at::TensorList(saved)))
+    if (requires_grad(at::TensorList(grads)) || requires_grad(at::TensorList(saved)))
       refuse(Self::op_of(ctx), torch::autograd::collect_next_edges(grads, saved), results);
     return results;
   }

@@ -37,7 +37,7 @@ void check_written(const Argument& buffer) {
 
 void check_written(const char* op, const char* name, at::TensorList out) {
   const auto is_plain = [](const at::Tensor& tensor) { return !tensor.is_neg() && !tensor.is_conj(); };
-  if (!wants_grad(out) && !has_tangent(out) && std::all_of(out.begin(), out.end(), is_plain)) return;
+  if (!requires_grad(out) && !has_tangent(out) && std::all_of(out.begin(), out.end(), is_plain)) return;
   for (size_t i = 0; i < out.size(); ++i) check_written({op, entry(name, i).c_str(), out[i]});
 }
 

@@ -55,7 +55,7 @@ void connect_gradient(const Tensor& value, const Tensor& source) { check_connect
 
 void connect_gradient_autograd(const Tensor& value, const Tensor& source) {
   check_connected(value, source);
-  if (!any_wants_grad(source)) return;
+  if (!any_requires_grad(source)) return;
   TP_CHECK_VALUE(!value.is_view(), kOp, "value", "a new tensor, which is no view", describe(value),
                  "Detach it first");
   const auto node = make_node<PassOn>();

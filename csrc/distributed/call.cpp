@@ -21,7 +21,7 @@ std::string value_text(const Field& field, int64_t value) {
     case FieldKind::kDtype: return dtype_name(static_cast<at::ScalarType>(value));
     case FieldKind::kFlag: return value ? "True" : "False";
     case FieldKind::kGiven: return value ? "given" : "None";
-    case FieldKind::kWanted: return value ? "wanted" : "not wanted";
+    case FieldKind::kNeedsGrad: return value ? "needed" : "not needed";
     case FieldKind::kPerCall: return "that of call " + std::to_string(value) + " of the group";
     default: return std::to_string(value);
   }

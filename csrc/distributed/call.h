@@ -16,10 +16,10 @@ namespace transformer_plugin::distributed {
 enum class FieldKind : int32_t {
   // The same on all ranks, and the same in all calls of one kind: the fields of a call's signature.
   kNumber,
-  kDtype,   // an at::ScalarType
-  kFlag,    // printed as "True" or "False"
-  kGiven,   // whether an optional argument is present: "given" or "None"
-  kWanted,  // whether a gradient is computed: "wanted" or "not wanted"
+  kDtype,      // an at::ScalarType
+  kFlag,       // printed as "True" or "False"
+  kGiven,      // whether an optional argument is present: "given" or "None"
+  kNeedsGrad,  // whether a gradient is computed: "needed" or "not needed"
   // Not part of the signature, because they differ from call to call.
   kPerCall,  // the number of the group's call that made what this one uses; 0: unknown, equal to any
   kPerRank,  // a size that may differ between ranks

@@ -13,21 +13,21 @@ bool PendingCollectives::Entry::wait_at(const StreamContext& here) const {
   return true;
 }
 
-int64_t PendingCollectives::add(StartedCollective collective, const Tensor& token) {
+int64_t PendingCollectives::add(StartedCollective collective, const Tensor& work) {
   Entry entry{std::move(collective), std::nullopt};
-  if (token.defined()) entry.token = token.storage().getWeakStorageImpl();
+  if (work.defined()) entry.work = work.storage().getWeakStorageImpl();
   const std::lock_guard<std::mutex> lock(mutex_);
   entries_.emplace(++count_, std::move(entry));
   return count_;
 }
 
 std::optional<PendingCollectives::Found> PendingCollectives::find(const void* owner,
-                                                                  const Tensor& token) const {
+                                                                  const Tensor& work) const {
   const std::lock_guard<std::mutex> lock(mutex_);
   for (const auto& [number, entry] : entries_) {
-    if (entry.collective.owner != owner || entry.discarded || !entry.token) continue;
-    const auto storage = entry.token->lock();
-    if (storage && storage->data() == token.storage().data()) return Found{number, entry.collective};
+    if (entry.collective.owner != owner || entry.discarded || !entry.work) continue;
+    const auto storage = entry.work->lock();
+    if (storage && storage->data() == work.storage().data()) return Found{number, entry.collective};
   }
   return std::nullopt;
 }

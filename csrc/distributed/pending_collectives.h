@@ -21,7 +21,7 @@
 namespace transformer_plugin::distributed {
 
 struct StartedCollective {
-  const void* owner;  // the object that started it, which alone finds it by its token
+  const void* owner;  // the object that started it, which alone finds it by its work tensor
   const char* op;
   std::vector<at::Tensor> operands;  // what it reads, and memory that it uses meanwhile
   std::vector<at::Tensor> outputs;
@@ -36,11 +36,11 @@ class PendingCollectives {
     StartedCollective collective;
   };
 
-  // Returns its number, by which the other functions know it. `token`: a tensor that the op returns, and that the op which uses
-  // the result is given; undefined: none. When the token is freed, the collective counts as discarded.
-  int64_t add(StartedCollective collective, const at::Tensor& token = {});
-  // That with this token, or with another tensor in the same memory.
-  std::optional<Found> find(const void* owner, const at::Tensor& token) const;
+  // Returns its number, by which the other functions know it. `work`: a tensor that the op returns, and that the op which uses
+  // the result is given; undefined: none. When the work tensor is freed, the collective counts as discarded.
+  int64_t add(StartedCollective collective, const at::Tensor& work = {});
+  // That with this work tensor, or with another tensor in the same memory.
+  std::optional<Found> find(const void* owner, const at::Tensor& work) const;
 
   // Of a number that is not in the registry any more, these do nothing.
   // The current stream waits. The operands are freed, the outputs stay.
@@ -57,10 +57,10 @@ class PendingCollectives {
  private:
   struct Entry {
     StartedCollective collective;
-    std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> token;
+    std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> work;
     bool discarded = false;
 
-    bool is_discarded() const { return discarded || (token && token->expired()); }
+    bool is_discarded() const { return discarded || (work && work->expired()); }
     // Whether the tensors can be freed, after a wait if one is needed.
     bool wait_at(const StreamContext& here) const;
   };

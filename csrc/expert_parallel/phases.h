@@ -41,8 +41,8 @@ inline constexpr Field kCapacity{6, "capacity", FieldKind::kNumber};
 inline constexpr Field kAlignment{7, "alignment", FieldKind::kNumber};
 inline constexpr Field kRaise{8, "raise_on_overflow", FieldKind::kFlag};
 inline constexpr Field kWeights{9, "topk_weights", FieldKind::kGiven};
-inline constexpr Field kRowsGradient{10, "the gradient of the rows", FieldKind::kWanted};
-inline constexpr Field kWeightsGradient{11, "the gradient of topk_weights", FieldKind::kWanted};
+inline constexpr Field kRowsGradient{10, "the gradient of the rows", FieldKind::kNeedsGrad};
+inline constexpr Field kWeightsGradient{11, "the gradient of topk_weights", FieldKind::kNeedsGrad};
 inline constexpr Field kPlan{12, "the plan", FieldKind::kPerCall};
 inline constexpr Field kTokens{13, "tokens", FieldKind::kPerRank};
 // those that this rank's plan was made for

@@ -21,8 +21,8 @@ namespace {
 void check_shard(const LinearCall& call) {
   const sharded::WeightShard& shard = call.shard;
   if (!shard.is_sharded()) return;
-  TP_CHECK_VALUE(!shard.each && !shard.is_external(), call.op, "weight_shard",
-                 "a key without 'each' and 'handle'", "'" << shard.key << "'",
+  TP_CHECK_VALUE(!shard.is_list && !shard.is_external(), call.op, "weight_shard",
+                 "a key without 'list' and 'handle'", "'" << shard.key << "'",
                  "Leave out the scales: linear and grouped_linear then compute them from the data");
   check_weight_shard({call.op, "weight", call.weight}, shard, {});
 }

@@ -31,8 +31,8 @@ c10::SymInt check_embedding(const Tensor& indices, const Tensor& weight, int64_t
   check_same_device(places, table);
   const c10::SymInt rows = unsharded_size(weight, shard);
   TP_CHECK_VALUE(!shard.is_sharded() || weight.sym_size(0) * shard.ranks >= shard.rows, kOp, "weight",
-                 "a part of the " << shard.rows << " rows on each of " << shard.ranks << " ranks",
-                 describe(weight), "Cut the table as transformer_plugin.parallel.shard_ does");
+                 "a shard of the " << shard.rows << " rows on each of " << shard.ranks << " ranks",
+                 describe(weight), "Shard the table as transformer_plugin.parallel.shard_ does");
   TP_CHECK_VALUE(padding_idx >= -1 && c10::SymInt(padding_idx) < rows, kOp, "padding_idx",
                  "-1 for none, or a row of the table", padding_idx, "Pass a row of the table");
   return rows;
@@ -108,7 +108,7 @@ class EmbeddingFunction : public DifferentiableOnce<EmbeddingFunction> {
 
 Tensor embedding_autograd(const Tensor& indices, const Tensor& weight, int64_t padding_idx,
                           std::string_view weight_shard) {
-  if (!any_wants_grad(weight)) return redispatch(indices, weight, padding_idx, weight_shard);
+  if (!any_requires_grad(weight)) return redispatch(indices, weight, padding_idx, weight_shard);
   check_embedding(indices, weight, padding_idx, sharded::parse_weight_shard(kOp, weight_shard));
   return EmbeddingFunction::apply(indices, weight, padding_idx, weight_shard);
 }

@@ -27,7 +27,7 @@ class ExternalDestination : public WgradDestination {
                is_one_group ? std::vector<Tensor>{unsharded[0].unsqueeze(0)} : unsharded, false, options);
     variable_list gradients = sharded::external_gradients(unsharded, shards_, shard_);
     for (size_t i = 0; i < weight_.count; ++i) {
-      if (weight_.wants(i) && !gradients[i].defined()) refuse_capture(weight_, "main_grad", false);
+      if (weight_.needs_grad(i) && !gradients[i].defined()) refuse_capture(weight_, "main_grad", false);
     }
     return gradients;
   }

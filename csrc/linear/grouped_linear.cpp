@@ -28,7 +28,7 @@ OperandFormats check_grouped_linear(const LinearCall& call) {
   const OperandFormats formats = call.formats();
   const Argument input{call.op, "input", call.input};
   const WeightArgument weight{call.op, "weight", call.weight};
-  if (formats.native()) {
+  if (formats.unquantized()) {
     check_grouped_operand(input, 2);
   } else {
     check_dtype(input, kFloatTypes);
@@ -38,7 +38,7 @@ OperandFormats check_grouped_linear(const LinearCall& call) {
   check_weight_size(weight, 2, call.input.sym_size(1), "the columns of 'input'");
   const c10::SymInt rows = call.out_features();
   check_layer_widths(input, weight, rows, formats);
-  const bool has_all = weight.is_list() || call.shard.each;
+  const bool has_all = weight.is_list() || call.shard.is_list;
   const c10::SymInt groups = has_all ? weight.groups() : unsharded_size(weight.first(), call.shard);
   check_groups({call.op, "group_sizes", *call.group_sizes}, input, weight.name, groups);
   if (call.bias) check_bias({call.op, "bias", *call.bias}, input, groups, rows);
@@ -61,7 +61,7 @@ Tensor grouped_linear_meta(const LinearCall& call) {
   return empty(call.input, {call.input.sym_size(0), call.out_features()}, call.input.scalar_type());
 }
 
-Tensor native_product(const LinearCall& call) {
+Tensor unquantized_product(const LinearCall& call) {
   const Quantized input{call.input, Tensor(), Tensor()}, weight{call.weight[0], Tensor(), Tensor()};
   return product_of(call, input, weight, call.weight);
 }
@@ -76,7 +76,7 @@ bool is_one_product(const LinearCall& call) {
 Tensor checked_product(const LinearCall& call) {
   if (call.input.is_cuda()) check_earlier_sizes(call.op);
   try {
-    return native_product(call);
+    return unquantized_product(call);
   } catch (const c10::Error&) {
     check_quantizable(call.op, call.input, call.weight[0], call.group_sizes, check_grouped_linear(call),
                       false);
@@ -92,7 +92,7 @@ Tensor grouped_linear(const LinearCall& call) {
   const OperandFormats formats = check_grouped_linear(call);
   check_quantizable(call.op, call.input, call.weight[0], call.group_sizes, formats, false);
   const BelowAutograd guard;
-  return call.is_native_here() ? native_product(call) : linear_forward(call, formats);
+  return call.is_local_and_unquantized() ? unquantized_product(call) : linear_forward(call, formats);
 }
 
 // Calls the op below autograd.
@@ -115,10 +115,11 @@ Tensor redispatch(const LinearCall& call) {
 }
 
 Tensor grouped_linear_autograd(const LinearCall& call) {
-  if (!any_wants_grad(call.input, call.weight, call.bias, call.bias_scale)) return redispatch(call);
+  if (!any_requires_grad(call.input, call.weight, call.bias, call.bias_scale)) return redispatch(call);
   if (is_one_product(call)) return checked_product(call);
   const OperandFormats formats = check_grouped_linear(call);
-  check_quantizable(call.op, call.input, call.weight[0], call.group_sizes, formats, wants_grad(call.weight));
+  check_quantizable(call.op, call.input, call.weight[0], call.group_sizes, formats,
+                    requires_grad(call.weight));
   return linear_with_gradient(call, formats);
 }
 

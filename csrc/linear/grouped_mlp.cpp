@@ -46,7 +46,7 @@ template <Kernel kernel>
 Tensor run(const MlpArguments& mlp, std::string_view input_format, std::string_view weight_format,
            std::string_view grad_format) {
   if constexpr (kernel == Kernel::kAutograd) {
-    if (any_wants_grad(mlp.input, mlp.fc1_weight, mlp.fc2_weight, mlp.probs, mlp.fc1_bias, mlp.fc2_bias)) {
+    if (any_requires_grad(mlp.input, mlp.fc1_weight, mlp.fc2_weight, mlp.probs, mlp.fc1_bias, mlp.fc2_bias)) {
       return GroupedMlpFunction::apply(mlp.input, mlp.fc1_weight, mlp.fc2_weight, mlp.probs, mlp.fc1_bias,
                                        mlp.fc2_bias, mlp,
                                        check_grouped_mlp(mlp, input_format, weight_format, grad_format));

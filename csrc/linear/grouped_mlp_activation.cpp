@@ -27,11 +27,12 @@ bool fuses_quantize(const activation::Activation& activation, const Format& form
 
 // Both halves of the gradient must begin at a tile. The gradient of a bias is summed before quantization, so it needs the steps.
 bool fuses_gradient_quantize(const SavedHidden& saved, const OperandFormats& formats,
-                             const HiddenNeedsGrad& wanted) {
+                             const HiddenNeedsGrad& needs_grad) {
   constexpr int64_t kTwoTiles = 256;
   const c10::SymInt columns = saved.fc1_out.sym_size(1);
   return fuses_quantize(saved.activation, formats.grad, formats.grad_key) &&
-         (wanted.input || wanted.weight) && !wanted.bias && columns > 0 && columns % kTwoTiles == 0;
+         (needs_grad.input || needs_grad.weight) && !needs_grad.bias && columns > 0 &&
+         columns % kTwoTiles == 0;
 }
 
 // The sizes for ops that compute all rows without them.
@@ -99,17 +100,18 @@ Hidden fc1_activation(QuantizedOperand input, QuantizedWeight weight, const MlpA
 namespace {
 
 QuantizedGradient quantize_fc1_out_gradient(const Tensor& grad, const SavedHidden& saved,
-                                            const OperandFormats& formats, const HiddenNeedsGrad& wanted) {
+                                            const OperandFormats& formats,
+                                            const HiddenNeedsGrad& needs_grad) {
   const auto& [fc1_out, group_sizes, probs, activation, options, zero_tail] = saved;
   QuantizedGradient result;
-  if (formats.native()) {
+  if (formats.unquantized()) {
     result.values =
         quantize_operand(grad, group_sizes, formats.grad, formats.grad_key, true, true, zero_tail);
-  } else if (wanted.input || wanted.weight) {
-    result = quantize_gradient(grad, group_sizes, formats.grad, formats.grad_key, wanted.input, wanted.weight,
-                               wanted.bias, zero_tail);
+  } else if (needs_grad.input || needs_grad.weight) {
+    result = quantize_gradient(grad, group_sizes, formats.grad, formats.grad_key, needs_grad.input,
+                               needs_grad.weight, needs_grad.bias, zero_tail);
   }
-  if (wanted.bias && !result.bias.defined()) {
+  if (needs_grad.bias && !result.bias.defined()) {
     std::tie(result.bias, std::ignore) =
         ops::grouped_bias_backward(grad, group_sizes, std::nullopt, std::nullopt);
   }
@@ -121,7 +123,7 @@ QuantizedGradient quantize_fc1_out_gradient(const Tensor& grad, const SavedHidde
 // Two steps in every format: the gradient of SwiGLU in the epilogue of the product takes longer.
 HiddenGradient fc2_dgrad_activation_backward(Quantized grad, const WeightForBackward& fc2,
                                              const SavedHidden& saved, const OperandFormats& formats,
-                                             const HiddenNeedsGrad& wanted) {
+                                             const HiddenNeedsGrad& needs_grad) {
   const auto& [fc1_out, group_sizes, probs, activation, options, zero_tail] = saved;
   Tensor grad_activation = gemm_of({.a = grad,
                                     .b = fc2.values,
@@ -133,7 +135,7 @@ HiddenGradient fc2_dgrad_activation_backward(Quantized grad, const WeightForBack
                                     .zero_tail = zero_tail});
   grad = {};
   HiddenGradient result;
-  if (fuses_gradient_quantize(saved, formats, wanted)) {
+  if (fuses_gradient_quantize(saved, formats, needs_grad)) {
     quantize::ActivationBackwardQuantized quantized = quantize::call_activation_backward_quantize(
         grad_activation, fc1_out, formats.grad_key, probs, group_sizes, activation.key, zero_tail);
     result.fc1_out.values = operand_of(std::move(quantized.values), formats.grad, formats.grad_key);
@@ -144,7 +146,7 @@ HiddenGradient fc2_dgrad_activation_backward(Quantized grad, const WeightForBack
   std::tie(grad_fc1_out, result.probs) = ops::activation_backward(
       grad_activation, fc1_out, probs, used_sizes(group_sizes, zero_tail), activation.key);
   grad_activation.reset();
-  result.fc1_out = quantize_fc1_out_gradient(grad_fc1_out, saved, formats, wanted);
+  result.fc1_out = quantize_fc1_out_gradient(grad_fc1_out, saved, formats, needs_grad);
   return result;
 }
 

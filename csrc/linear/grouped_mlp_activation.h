@@ -69,6 +69,6 @@ struct HiddenGradient {
 // The data gradient of fc2 and the activation's backward. From the rowwise gradient of the output, of which it takes ownership.
 HiddenGradient fc2_dgrad_activation_backward(Quantized grad, const WeightForBackward& fc2,
                                              const SavedHidden& saved, const OperandFormats& formats,
-                                             const HiddenNeedsGrad& wanted);
+                                             const HiddenNeedsGrad& needs_grad);
 
 }  // namespace transformer_plugin::linear

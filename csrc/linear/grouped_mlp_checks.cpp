@@ -99,8 +99,8 @@ OperandFormats check_grouped_mlp(const MlpArguments& mlp, std::string_view input
   check_quantized_weight("quantized_fc1_weight", mlp.quantized_fc1, fc1_weight, formats);
   check_quantized_weight("quantized_fc2_weight", mlp.quantized_fc2, fc2_weight, formats);
   check_main_grads(mlp, fc1_weight, fc2_weight);
-  TP_CHECK_VALUE(!mlp.shard.each, mlp.op, "weight_shard",
-                 "no 'each': the matrices of both weights have different rows", "'" << mlp.shard.key << "'",
+  TP_CHECK_VALUE(!mlp.shard.is_list, mlp.op, "weight_shard",
+                 "no 'list': the matrices of both weights have different rows", "'" << mlp.shard.key << "'",
                  "Call grouped_linear for each weight");
   TP_CHECK_VALUE(!mlp.shard.is_external(), mlp.op, "weight_shard",
                  "a key without 'handle', which stands for one weight", "'" << mlp.shard.key << "'",

@@ -1,7 +1,5 @@
 #include "linear/grouped_mlp_node.h"
 
-#include <ATen/ops/add.h>
-
 #include <array>
 #include <string>
 #include <utility>
@@ -84,27 +82,27 @@ struct SavedTensors {
 
 // The order of the steps is the order in which stochastic rounding draws its seeds. Operands that are not saved are freed before
 // the next allocation.
-Tensor forward_of(const MlpArguments& mlp, const OperandFormats& formats, const NeedsGrad& wanted,
+Tensor forward_of(const MlpArguments& mlp, const OperandFormats& formats, const NeedsGrad& needs_grad,
                   SavedTensors& kept) {
   const SharedOffsets shared(mlp.group_sizes, mlp.zero_tail());
-  check_quantizable(mlp, formats, wanted.fc1_weight || wanted.fc2_weight);
+  check_quantizable(mlp, formats, needs_grad.fc1_weight || needs_grad.fc2_weight);
   const BelowAutograd guard;
   QuantizedOperand input = rows_operand(mlp.input, mlp.rows, mlp.group_sizes, formats.input,
-                                        formats.input_key, true, wanted.fc1_weight);
+                                        formats.input_key, true, needs_grad.fc1_weight);
   const WeightSource fc1_source{mlp.fc1_weight, mlp.quantized_fc1, mlp.shard},
       fc2_source{mlp.fc2_weight, mlp.quantized_fc2, mlp.shard};
-  QuantizedWeight fc1 = fc1_source.for_forward(formats, wanted.input);
-  if (wanted.fc1_weight) kept.input = input.columnwise;
+  QuantizedWeight fc1 = fc1_source.for_forward(formats, needs_grad.input);
+  if (needs_grad.fc1_weight) kept.input = input.columnwise;
   kept.fc1 = fc1.backward;
-  if (wanted.input) kept.fc1_matrices = fc1.matrices;
-  Hidden hidden =
-      fc1_activation(std::move(input), std::move(fc1), mlp, formats, wanted.fc2_weight, wanted.fc1_out);
-  if (wanted.fc1_out) kept.fc1_out = hidden.fc1_out;
-  if (wanted.fc2_weight) kept.activation = hidden.activation.columnwise;
+  if (needs_grad.input) kept.fc1_matrices = fc1.matrices;
+  Hidden hidden = fc1_activation(std::move(input), std::move(fc1), mlp, formats, needs_grad.fc2_weight,
+                                 needs_grad.fc1_out);
+  if (needs_grad.fc1_out) kept.fc1_out = hidden.fc1_out;
+  if (needs_grad.fc2_weight) kept.activation = hidden.activation.columnwise;
   hidden.fc1_out.reset();
-  const QuantizedWeight fc2 = fc2_source.for_forward(formats, wanted.fc1_out);
+  const QuantizedWeight fc2 = fc2_source.for_forward(formats, needs_grad.fc1_out);
   kept.fc2 = fc2.backward;
-  if (wanted.fc1_out) kept.fc2_matrices = fc2.matrices;
+  if (needs_grad.fc1_out) kept.fc2_matrices = fc2.matrices;
   const OptionalTensor bias_scale = mlp.fc2_bias ? OptionalTensor(mlp.probs) : std::nullopt;
   const bool sums = mlp.rows.given();
   const Tensor output = gemm_of({.a = hidden.activation.rowwise,
@@ -196,13 +194,13 @@ std::pair<Tensor, Tensor> fc2_bias_gradients(AutogradContext* ctx, const Tensor&
                                              const Tensor& bias, size_t weights) {
   if (!ctx->saved_data["has_fc2_bias"].toBool()) return {};
   const bool has_fc1_bias = ctx->saved_data["has_fc1_bias"].toBool();
-  const bool wants_bias = ctx->needs_input_grad(weights + (has_fc1_bias ? 3 : 2));
-  const bool wants_probs = ctx->needs_input_grad(weights + 1);
-  if (!wants_bias && !wants_probs) return {};
+  const bool needs_bias_grad = ctx->needs_input_grad(weights + (has_fc1_bias ? 3 : 2));
+  const bool needs_probs_grad = ctx->needs_input_grad(weights + 1);
+  if (!needs_bias_grad && !needs_probs_grad) return {};
   const Tensor grad_rows = rows.given() ? rows.gather(grad, group_sizes) : grad;
   const auto [grad_bias, grad_probs] = ops::grouped_bias_backward(
-      grad_rows, group_sizes, wants_probs ? as_optional(bias) : std::nullopt, probs);
-  return {wants_bias ? grad_bias : Tensor(), wants_probs ? grad_probs : Tensor()};
+      grad_rows, group_sizes, needs_probs_grad ? as_optional(bias) : std::nullopt, probs);
+  return {needs_bias_grad ? grad_bias : Tensor(), needs_probs_grad ? grad_probs : Tensor()};
 }
 
 }  // namespace
@@ -211,11 +209,12 @@ Tensor GroupedMlpFunction::forward(AutogradContext* ctx, const Tensor& input, at
                                    at::TensorList fc2_weight, const Tensor& probs,
                                    const OptionalTensor& fc1_bias, const OptionalTensor& fc2_bias,
                                    const MlpArguments& mlp, const OperandFormats& formats) {
-  NeedsGrad wanted{input.requires_grad(), wants_grad(fc1_weight), wants_grad(fc2_weight)};
-  wanted.fc1_out = wanted.input || wanted.fc1_weight || wants_grad(fc1_bias) || probs.requires_grad();
+  NeedsGrad needs_grad{input.requires_grad(), requires_grad(fc1_weight), requires_grad(fc2_weight)};
+  needs_grad.fc1_out =
+      needs_grad.input || needs_grad.fc1_weight || requires_grad(fc1_bias) || probs.requires_grad();
   const bool scales_bias = fc2_bias && probs.requires_grad();
   SavedTensors kept;
-  const Tensor output = forward_of(mlp, formats, wanted, kept);
+  const Tensor output = forward_of(mlp, formats, needs_grad, kept);
   kept.group_sizes = mlp.group_sizes;
   kept.probs = probs;
   if (scales_bias) kept.fc2_bias = *fc2_bias;
@@ -223,10 +222,12 @@ Tensor GroupedMlpFunction::forward(AutogradContext* ctx, const Tensor& input, at
   ctx->save_for_backward(kept.pack());
   save_matrices(ctx, "fc1_matrices", fc1_weight.size(), kept.fc1_matrices.size());
   save_matrices(ctx, "fc2_matrices", fc2_weight.size(), kept.fc2_matrices.size());
-  if (wanted.fc1_weight) save_wgrad_destination(ctx, kFc1MainGrad, mlp.fc1_main_grad, fc1_weight, mlp.shard);
-  if (wanted.fc2_weight) save_wgrad_destination(ctx, kFc2MainGrad, mlp.fc2_main_grad, fc2_weight, mlp.shard);
+  if (needs_grad.fc1_weight)
+    save_wgrad_destination(ctx, kFc1MainGrad, mlp.fc1_main_grad, fc1_weight, mlp.shard);
+  if (needs_grad.fc2_weight)
+    save_wgrad_destination(ctx, kFc2MainGrad, mlp.fc2_main_grad, fc2_weight, mlp.shard);
   save_weight_shard(ctx, mlp.shard);
-  if (wanted.input) save_dgrad_out(ctx, mlp.buffers);
+  if (needs_grad.input) save_dgrad_out(ctx, mlp.buffers);
   ctx->saved_data["input_format"] = std::string(formats.input_key);
   ctx->saved_data["weight_format"] = std::string(formats.weight_key);
   ctx->saved_data["grad_format"] = std::string(formats.grad_key);
@@ -246,10 +247,9 @@ Tensor GroupedMlpFunction::forward(AutogradContext* ctx, const Tensor& input, at
 // Otherwise lowers the peak of memory: a weight gradient that is larger than the tensors freed after it is computed late. That
 // of fc2 then follows the activation's backward, and that of fc1 follows the data gradient.
 variable_list GroupedMlpFunction::gradients(AutogradContext* ctx, const variable_list& grads) {
-  const std::string input_key = ctx->saved_data["input_format"].toStringRef();
-  const std::string weight_key = ctx->saved_data["weight_format"].toStringRef();
-  const std::string grad_key = ctx->saved_data["grad_format"].toStringRef();
-  const OperandFormats formats = operand_formats(kOp, input_key, weight_key, grad_key);
+  const auto key = [&](const char* name) -> std::string_view { return ctx->saved_data[name].toStringRef(); };
+  const OperandFormats formats =
+      operand_formats(kOp, key("input_format"), key("weight_format"), key("grad_format"));
   const SavedTensors kept = unpack(ctx, formats);
   const LaunchOptions options = saved_options(ctx);
   const Tensor &grad = grads[0], &group_sizes = kept.group_sizes, &probs = kept.probs;
@@ -262,33 +262,35 @@ variable_list GroupedMlpFunction::gradients(AutogradContext* ctx, const variable
   const sharded::WeightShard shard = saved_weight_shard(ctx);
   const auto fc1_destination = wgrad_destination({ctx, 1, fc1_count}, kFc1MainGrad, shard);
   const auto fc2_destination = wgrad_destination({ctx, 1 + fc1_count, fc2_count}, kFc2MainGrad, shard);
-  const bool wants_fc1 = fc1_destination != nullptr, wants_fc2 = fc2_destination != nullptr,
-             wants_input = ctx->needs_input_grad(0), wants_probs = ctx->needs_input_grad(weights + 1),
-             wants_fc1_bias = ctx->saved_data["has_fc1_bias"].toBool() && ctx->needs_input_grad(weights + 2);
-  const bool wants_fc1_out = wants_input || wants_fc1 || wants_fc1_bias || wants_probs;
+  const bool needs_fc1_grad = fc1_destination != nullptr, needs_fc2_grad = fc2_destination != nullptr,
+             needs_input_grad = ctx->needs_input_grad(0),
+             needs_probs_grad = ctx->needs_input_grad(weights + 1),
+             has_fc1_bias = ctx->saved_data["has_fc1_bias"].toBool(),
+             needs_bias_grad = has_fc1_bias && ctx->needs_input_grad(weights + 2);
+  const bool needs_fc1_out_grad = needs_input_grad || needs_fc1_grad || needs_bias_grad || needs_probs_grad;
   auto [grad_fc2_bias, grad_probs] =
       fc2_bias_gradients(ctx, grad, rows, group_sizes, probs, kept.fc2_bias, weights);
   Tensor grad_input, grad_fc1_bias;
   variable_list grad_fc1(fc1_count), grad_fc2(fc2_count);
-  QuantizedOperand g;
-  if (wants_fc1_out || wants_fc2) {
+  QuantizedOperand g, fc1_grad;  // the gradients of the outputs of fc2 and fc1
+  if (needs_fc1_out_grad || needs_fc2_grad) {
     // A deferred weight gradient keeps rows of its own, because the caller may write to the gradient.
-    const bool copies = wants_fc2 && (fc2_destination->is_deferred() ||
-                                      !reads_gradient(grad, kept.activation.data, formats.grad, grad_key));
+    const bool copies =
+        needs_fc2_grad && (fc2_destination->is_deferred() ||
+                           !reads_gradient(grad, kept.activation.data, formats.grad, formats.grad_key));
     g = rows_operand(rows.given() && !copies ? grad.contiguous() : grad, rows, group_sizes, formats.grad,
-                     grad_key, wants_fc1_out, wants_fc2, copies);
+                     formats.grad_key, needs_fc1_out_grad, needs_fc2_grad, copies);
   }
   const SavedTensorRelease release(ctx);
-  QuantizedOperand fc1_grad;  // the gradient of the output of fc1
   const auto compute_fc2_wgrad = [&] {
-    if (wants_fc2) {
+    if (needs_fc2_grad) {
       grad_fc2 = fc2_destination->compute({g.columnwise, kept.activation, group_sizes, dtype, options});
     }
     g.columnwise = {};
     release(kept.activation.data);
   };
   const auto compute_fc1_wgrad = [&] {
-    if (wants_fc1) {
+    if (needs_fc1_grad) {
       Quantized input = kept.input;
       if (input.row_index.defined() && !fc1_destination->is_deferred()) {
         input.data = rows.gather(input.data, group_sizes);
@@ -299,30 +301,28 @@ variable_list GroupedMlpFunction::gradients(AutogradContext* ctx, const variable
     fc1_grad.columnwise = {};
     if (kept.input.scale.defined()) release(kept.input.data);
   };
-  const bool fc2_is_late =
-      wants_fc2 && fc2_destination->allocates() && grows(g.columnwise, kept.activation, group_sizes, dtype);
+  const bool fc2_is_late = needs_fc2_grad && fc2_destination->allocates() &&
+                           grows(g.columnwise, kept.activation, group_sizes, dtype);
   if (!fc2_is_late) compute_fc2_wgrad();
-  if (wants_fc1_out) {
+  if (needs_fc1_out_grad) {
     WeightForBackward fc2 = WeightSource{kept.fc2_matrices, {}, shard}.for_backward(kept.fc2, formats);
     const auto activation = activation::parse_activation(kOp, activation::saved_key(ctx));
     HiddenGradient hidden = fc2_dgrad_activation_backward(
         std::move(g.rowwise), fc2, {kept.fc1_out, group_sizes, probs, activation, options, zero_tail},
-        formats, {wants_input, wants_fc1, wants_fc1_bias});
+        formats, {needs_input_grad, needs_fc1_grad, needs_bias_grad});
     fc2 = {};
     release(kept.fc1_out);
     if (quantized_in_forward(ctx, kept.fc2, "fc2_given")) release(kept.fc2.data);
     fc1_grad = std::move(hidden.fc1_out.values);
     grad_fc1_bias = hidden.fc1_out.bias;
-    if (wants_probs) {
-      grad_probs = grad_probs.defined() ? at::add(grad_probs, hidden.probs) : hidden.probs;
-    }
+    if (needs_probs_grad) grad_probs = grad_probs.defined() ? grad_probs.add(hidden.probs) : hidden.probs;
   }
   if (fc2_is_late) compute_fc2_wgrad();
-  const bool fc1_is_late = wants_fc1 && fc1_destination->allocates() &&
+  const bool fc1_is_late = needs_fc1_grad && fc1_destination->allocates() &&
                            quantized_in_forward(ctx, kept.fc1, "fc1_given") &&
                            grows(fc1_grad.columnwise, kept.input, group_sizes, dtype);
   if (!fc1_is_late) compute_fc1_wgrad();
-  if (wants_input) {
+  if (needs_input_grad) {
     const OptionalTensor out = saved_dgrad_out(ctx, kOp, grad);
     const WeightForBackward fc1 = WeightSource{kept.fc1_matrices, {}, shard}.for_backward(kept.fc1, formats);
     grad_input = gemm_of({.a = fc1_grad.rowwise,
@@ -340,8 +340,8 @@ variable_list GroupedMlpFunction::gradients(AutogradContext* ctx, const variable
   fc1_grad.rowwise = {};
   if (quantized_in_forward(ctx, kept.fc1, "fc1_given")) release(kept.fc1.data);
   if (fc1_is_late) compute_fc1_wgrad();
-  if (wants_fc2) fc2_destination->finish(grad_fc2, grad_input);
-  if (wants_fc1) fc1_destination->finish(grad_fc1, grad_input);
+  if (needs_fc2_grad) fc2_destination->finish(grad_fc2, grad_input);
+  if (needs_fc1_grad) fc1_destination->finish(grad_fc1, grad_input);
   return in_order_of_inputs(grad_input, grad_fc1, grad_fc2,
                             {grad_probs, grad_fc1_bias, grad_fc2_bias, Tensor(), Tensor()});
 }

@@ -8,10 +8,10 @@
 #include "gemm/dispatch/checks.h"
 #include "gemm/generic/dense_gemm.h"
 #include "gemm/ops/leading_dims.h"
-#include "linear/input_rows.h"
 #include "linear/linear_node.h"
 #include "linear/main_grad.h"
 #include "linear/quantized_weight.h"
+#include "linear/sequence_parallel_input.h"
 #include "linear/sharded_weight.h"
 
 namespace transformer_plugin::linear {
@@ -28,21 +28,21 @@ constexpr const char *kOp = "linear", *kOutOp = "linear_out";
 std::vector<c10::SymInt> output_sizes(const LinearCall& call) {
   std::vector<c10::SymInt> sizes(call.input.sym_sizes().begin(), call.input.sym_sizes().end());
   sizes.back() = call.out_features();
-  sizes[0] = sizes[0] * call.input_ranks.ranks;
+  sizes[0] = sizes[0] * call.sequence_parallel.size;
   return sizes;
 }
 
 Tensor shaped(const Tensor& output, const LinearCall& call) {
   if (call.buffers.out) return output;
-  return call.input_ranks.is_sharded() ? output.view_symint(output_sizes(call))
-                                       : from_matrix(output, call.input);
+  return call.sequence_parallel.is_sharded() ? output.view_symint(output_sizes(call))
+                                             : from_matrix(output, call.input);
 }
 
 OperandFormats check_linear(const LinearCall& call) {
   const OperandFormats formats = call.formats();
   const Argument input{call.op, "input", call.input}, weight{call.op, "weight", call.weight[0]};
   const WeightArgument weights{call.op, "weight", call.weight};
-  check_dtype(input, formats.native() ? kGemmTypes : kFloatTypes);
+  check_dtype(input, formats.unquantized() ? kGemmTypes : kFloatTypes);
   TP_CHECK_VALUE(call.input.dim() > 0, call.op, "input", "at least 1 dimension", describe(call.input),
                  "Reshape it first");
   check_pair(weight, input, 2);
@@ -54,7 +54,7 @@ OperandFormats check_linear(const LinearCall& call) {
   check_weight_gradient(call.main_grad, weights, false, call.input);
   check_save_original_input(call.op, call.save_original_input, formats);
   check_caller_buffers(input, call.out_features(), call.buffers);
-  check_input_ranks(input, call.input_ranks, call.buffers);
+  check_sequence_parallel(input, call.sequence_parallel, call.buffers);
   call.check_memory();
   return formats;
 }
@@ -65,7 +65,7 @@ Tensor linear_meta(const LinearCall& call) {
 }
 
 // The product of unquantized operands, [..., N], in the buffer if there is one.
-Tensor native_product(const LinearCall& call) {
+Tensor unquantized_product(const LinearCall& call) {
   const Tensor x = as_matrix(call.input), w = transposed_view(call.weight[0]);
   const OptionalTensor& out = call.buffers.out;
   if (!out) return from_matrix(dense_gemm(x, w, call.bias, x.scalar_type()), call.input);
@@ -77,7 +77,7 @@ Tensor native_product(const LinearCall& call) {
 Tensor linear(const LinearCall& call) {
   const OperandFormats formats = check_linear(call);
   const BelowAutograd guard;
-  if (call.is_native_here()) return native_product(call);
+  if (call.is_local_and_unquantized()) return unquantized_product(call);
   const Tensor x = as_matrix(call.input);
   check_quantizable(call.op, x, call.weight[0], call.group_sizes, formats, false);
   return shaped(linear_forward(call.with_input(x), formats), call);
@@ -98,19 +98,19 @@ Tensor redispatch(const LinearCall& call) {
   }
   return ops::linear(call.input, call.weight[0], call.bias, input_key, weight_key, grad_key,
                      call.quantized_weight, main_grad, accumulate, weight_grad, queue,
-                     call.save_original_input, dgrad_out, call.shard.key, call.input_ranks.ranks,
-                     call.input_ranks.group);
+                     call.save_original_input, dgrad_out, call.shard.key, call.sequence_parallel.size,
+                     call.sequence_parallel.group);
 }
 
 Tensor linear_autograd(const LinearCall& call) {
-  if (!any_wants_grad(call.input, call.weight, call.bias)) return redispatch(call);
+  if (!any_requires_grad(call.input, call.weight, call.bias)) return redispatch(call);
   // The op below autograd checks a plain call.
   if (call.is_plain()) {
     if (!call.weight[0].defined()) refuse_none(call.op, 1);
     return linear_with_gradient(call, {});
   }
   const OperandFormats formats = check_linear(call);
-  if (call.is_native_here()) return linear_with_gradient(call, formats);
+  if (call.is_local_and_unquantized()) return linear_with_gradient(call, formats);
   const OptionalTensor& dgrad_out = call.buffers.dgrad_out;
   const bool into_buffer =
       dgrad_out && call.input.dim() != 2 && call.input.requires_grad() && !is_traced(call.input);
@@ -124,8 +124,8 @@ Tensor entry_of(const Tensor& input, const Tensor& weight, const OptionalTensor&
                 std::string_view input_format, std::string_view weight_format, std::string_view grad_format,
                 OptionalList quantized_weight, const OptionalTensor& main_grad, bool accumulate,
                 std::string_view weight_grad, const OptionalTensor& wgrad_queue, bool save_original_input,
-                const OptionalTensor& dgrad_out, std::string_view weight_shard, int64_t input_ranks,
-                std::string_view input_group) {
+                const OptionalTensor& dgrad_out, std::string_view weight_shard,
+                int64_t sequence_parallel_size, std::string_view sequence_parallel_group) {
   const OptionalList buffers = main_grad ? OptionalList(at::TensorList(*main_grad)) : std::nullopt;
   const sharded::WeightShard shard = sharded::parse_weight_shard(kOp, weight_shard);
   return run({kOp,
@@ -140,7 +140,7 @@ Tensor entry_of(const Tensor& input, const Tensor& weight, const OptionalTensor&
               {buffers, accumulate, weight_grad, wgrad_queue},
               {std::nullopt, dgrad_out},
               save_original_input,
-              {input_ranks, input_group},
+              {sequence_parallel_size, sequence_parallel_group},
               shard});
 }
 

@@ -16,18 +16,18 @@
 
 namespace transformer_plugin::linear {
 
-// The ranks over which the rows of an input are sharded (linear/input_rows.h).
-struct InputRanks {
-  int64_t ranks = 1;  // 1: the input has all rows
+// The ranks over which the rows of an input are sharded (linear/sequence_parallel_input.h).
+struct SequenceParallel {
+  int64_t size = 1;  // 1: the input has all rows
   std::string_view group = {};
 
-  bool is_sharded() const { return ranks > 1; }
+  bool is_sharded() const { return size > 1; }
 };
 
 struct FormatKeys {
   std::string_view input = "none", weight = "none", grad = "none";
 
-  bool native() const { return input == "none" && weight == "none" && grad == "none"; }
+  bool unquantized() const { return input == "none" && weight == "none" && grad == "none"; }
 };
 
 // Delayed scaling (linear/delayed_scaling.h).
@@ -49,22 +49,36 @@ struct LinearCall {
   MainGrad main_grad = {};
   CallerBuffers buffers = {};
   bool save_original_input = false;  // for the weight gradient, which quantizes it in the backward
-  InputRanks input_ranks = {};
+  SequenceParallel sequence_parallel = {};
   const sharded::WeightShard& shard = sharded::kUnsharded;
   DelayedScales delayed = {kNoTensor, kNoTensor};
 
   OperandFormats formats() const { return operand_formats(op, keys.input, keys.weight, keys.grad); }
   // Whether it is the product of this rank's own operands, not quantized.
-  bool is_native_here() const { return keys.native() && !shard.is_sharded() && !input_ranks.is_sharded(); }
+  bool is_local_and_unquantized() const {
+    return keys.unquantized() && !shard.is_sharded() && !sequence_parallel.is_sharded();
+  }
   // Whether the call has no option, only operands in the dtype of the input.
   bool is_plain() const {
-    return is_native_here() && !quantized_weight && !main_grad.given() && !buffers.given();
+    return is_local_and_unquantized() && !quantized_weight && !main_grad.given() && !buffers.given();
   }
   // The same with the input as a matrix.
   LinearCall with_input(const at::Tensor& matrix) const {
-    return {
-        op,      matrix,    weight,  group_sizes,         bias,        bias_scale, keys,   quantized_weight,
-        options, main_grad, buffers, save_original_input, input_ranks, shard,      delayed};
+    return {op,
+            matrix,
+            weight,
+            group_sizes,
+            bias,
+            bias_scale,
+            keys,
+            quantized_weight,
+            options,
+            main_grad,
+            buffers,
+            save_original_input,
+            sequence_parallel,
+            shard,
+            delayed};
   }
   c10::SymInt out_features() const {
     return group_sizes ? unsharded_rows({op, "weight", weight}, shard) : unsharded_size(weight[0], shard);

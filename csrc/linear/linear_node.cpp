@@ -13,8 +13,8 @@
 #include "gemm/ops/calls.h"
 #include "gemm/ops/leading_dims.h"
 #include "linear/delayed_scaling.h"
-#include "linear/input_rows.h"
 #include "linear/products.h"
+#include "linear/sequence_parallel_input.h"
 #include "linear/sharded_weight.h"
 #include "linear/weight_source.h"
 #include "linear/wgrad_destination.h"
@@ -39,9 +39,9 @@ QuantizedOperand input_operand(const LinearCall& call, const OperandFormats& for
   const std::string_view key = formats.input_key;
   if (call.delayed.scale)
     return {quantize_delayed(call.input, sizes, call.delayed, formats, ScaleRole::kInput), {}};
-  if (!call.input_ranks.is_sharded())
+  if (!call.sequence_parallel.is_sharded())
     return quantize_operand(call.input, sizes, format, key, true, columnwise);
-  return all_gather_operand(call.input, call.input_ranks, sizes, format, key, true, columnwise);
+  return all_gather_operand(call.input, call.sequence_parallel, sizes, format, key, true, columnwise);
 }
 
 // `backward`: also what the backward needs.
@@ -55,7 +55,7 @@ QuantizedWeight weight_operand(const LinearCall& call, const OperandFormats& for
 }
 
 // Unquantized operands of linear: the op below autograd, which traces show.
-Tensor native_product(const LinearCall& call) {
+Tensor unquantized_product(const LinearCall& call) {
   const BelowAutograd guard;
   constexpr std::string_view none = "none";
   if (!call.buffers.out) {
@@ -113,7 +113,7 @@ class Backward {
         saved_(SavedTensors::unpack(ctx->get_saved_variables())),
         formats_(operand_formats("linear", text("input_format"), text("weight_format"), text("grad_format"))),
         options_(saved_options(ctx)),
-        ranks_{number("input_ranks", 1), text("input_group")},
+        ranks_{number("sequence_parallel_size", 1), text("sequence_parallel_group")},
         shard_(saved_weight_shard(ctx)),
         matrices_(static_cast<size_t>(number("matrices", 1))),
         group_sizes_(as_optional(saved_.group_sizes)),
@@ -133,21 +133,21 @@ class Backward {
     const SharedOffsets shared(saved_.column_sizes);
     const auto destination =
         wgrad_destination({ctx_, 1, matrices_, group_sizes_.has_value()}, kMainGrad, shard_);
-    const bool wants_input = ctx_->needs_input_grad(0), wants_weight = destination != nullptr;
+    const bool needs_input_grad = ctx_->needs_input_grad(0), needs_weight_grad = destination != nullptr;
     Tensor grad_input, grad_bias, grad_scale;
     variable_list grad_weight(matrices_);
-    if (wants_input || wants_weight) {
-      const QuantizedGradient grad = quantized_gradient(wants_input, wants_weight);
+    if (needs_input_grad || needs_weight_grad) {
+      const QuantizedGradient grad = quantized_gradient(needs_input_grad, needs_weight_grad);
       grad_bias = grad.bias;
-      const bool weight_first = wants_weight && destination->goes_first();
+      const bool weight_first = needs_weight_grad && destination->goes_first();
       if (weight_first) grad_weight = compute_weight(*destination, grad.values);
-      if (wants_input) {
+      if (needs_input_grad) {
         grad_input = data_gradient(grad.values.rowwise);
       } else {
         announce_use_in_backward(ctx_, kMainGrad, shard_);
       }
-      if (wants_weight && !weight_first) grad_weight = compute_weight(*destination, grad.values);
-      if (wants_weight) destination->finish(grad_weight, grad_input);
+      if (needs_weight_grad && !weight_first) grad_weight = compute_weight(*destination, grad.values);
+      if (needs_weight_grad) destination->finish(grad_weight, grad_input);
     }
     if (!grad_bias.defined()) std::tie(grad_bias, grad_scale) = bias_gradients_of();
     variable_list result{grad_input};
@@ -238,7 +238,7 @@ class Backward {
   SavedTensors saved_;
   const OperandFormats formats_;
   const LaunchOptions options_;
-  const InputRanks ranks_;
+  const SequenceParallel ranks_;
   const sharded::WeightShard shard_;
   const size_t matrices_;  // how many tensors the weight is
   const OptionalTensor group_sizes_, column_sizes_, scale_, amax_;
@@ -260,27 +260,27 @@ class LinearFunction : public DifferentiableFunction<LinearFunction> {
   static Tensor forward(AutogradContext* ctx, const Tensor& input, at::TensorList weight,
                         const OptionalTensor& bias, const OptionalTensor& bias_scale, const LinearCall& call,
                         const OperandFormats& formats) {
-    const bool wants_input = input.requires_grad(), wants_weight = wants_grad(weight);
-    if (wants_weight) save_wgrad_destination(ctx, kMainGrad, call.main_grad, weight, call.shard);
-    if (wants_input) save_dgrad_out(ctx, call.buffers);
-    if (call.is_native_here() && !call.group_sizes) {
-      variable_list saved{wants_weight ? input : Tensor(), wants_input ? weight[0] : Tensor()};
+    const bool needs_input_grad = input.requires_grad(), needs_weight_grad = requires_grad(weight);
+    if (needs_weight_grad) save_wgrad_destination(ctx, kMainGrad, call.main_grad, weight, call.shard);
+    if (needs_input_grad) save_dgrad_out(ctx, call.buffers);
+    if (call.is_local_and_unquantized() && !call.group_sizes) {
+      variable_list saved{needs_weight_grad ? input : Tensor(), needs_input_grad ? weight[0] : Tensor()};
       if (bias) saved.emplace_back();  // stands for it: an entry of saved_data would cost more host time
       ctx->save_for_backward(std::move(saved));
-      return native_product(call);
+      return unquantized_product(call);
     }
     save_options_of(ctx, call);
     SavedTensors saved;
-    if (wants_grad(bias_scale)) saved.bias = *bias;
+    if (requires_grad(bias_scale)) saved.bias = *bias;
     saved.bias_scale = or_undefined(bias_scale);
-    const Tensor output = forward_of(ctx, call, formats, saved, {wants_input, wants_weight});
+    const Tensor output = forward_of(ctx, call, formats, saved, {needs_input_grad, needs_weight_grad});
     ctx->save_for_backward(saved.pack());
     return output;
   }
 
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
-    const bool is_native = ctx->saved_data.find(kIsGrouped) == ctx->saved_data.end();
-    return is_native ? native_gradients(ctx, grads[0]) : Backward(ctx, grads[0]).run();
+    const bool is_unquantized = ctx->saved_data.find(kIsGrouped) == ctx->saved_data.end();
+    return is_unquantized ? unquantized_gradients(ctx, grads[0]) : Backward(ctx, grads[0]).run();
   }
 
  private:
@@ -293,14 +293,14 @@ class LinearFunction : public DifferentiableFunction<LinearFunction> {
     const auto& [input_key, weight_key, grad_key] = call.keys;
     ctx->saved_data[kIsGrouped] = call.group_sizes.has_value();
     if (call.bias) ctx->saved_data[kHasBias] = true;
-    if (!call.keys.native()) {
+    if (!call.keys.unquantized()) {
       ctx->saved_data["input_format"] = std::string(input_key);
       ctx->saved_data["weight_format"] = std::string(weight_key);
       ctx->saved_data["grad_format"] = std::string(grad_key);
     }
-    if (call.input_ranks.is_sharded()) {
-      ctx->saved_data["input_ranks"] = call.input_ranks.ranks;
-      ctx->saved_data["input_group"] = std::string(call.input_ranks.group);
+    if (call.sequence_parallel.is_sharded()) {
+      ctx->saved_data["sequence_parallel_size"] = call.sequence_parallel.size;
+      ctx->saved_data["sequence_parallel_group"] = std::string(call.sequence_parallel.group);
     }
     if (call.weight.size() > 1) ctx->saved_data["matrices"] = static_cast<int64_t>(call.weight.size());
     save_options(ctx, call.options);
@@ -311,30 +311,30 @@ class LinearFunction : public DifferentiableFunction<LinearFunction> {
   static bool keeps_original(const LinearCall& call, const OperandFormats& formats) {
     if (call.delayed.scale) return false;
     // Another rounding would draw other numbers.
-    if (call.input_ranks.is_sharded()) return !formats.input.stochastic_rounding;
-    return call.save_original_input && !formats.native();
+    if (call.sequence_parallel.is_sharded()) return !formats.input.stochastic_rounding;
+    return call.save_original_input && !formats.unquantized();
   }
 
   static Tensor forward_of(AutogradContext* ctx, const LinearCall& call, const OperandFormats& formats,
-                           SavedTensors& saved, NeedsGrad wants) {
+                           SavedTensors& saved, NeedsGrad needs_grad) {
     const BelowAutograd guard;
     const OptionalTensor column_sizes =
-        wants.weight && !call.delayed.scale
-            ? column_groups(call.input, call.group_sizes, formats, call.input_ranks.ranks)
+        needs_grad.weight && !call.delayed.scale
+            ? column_groups(call.input, call.group_sizes, formats, call.sequence_parallel.size)
             : call.group_sizes;
     const SharedOffsets shared(or_undefined(column_sizes));
     saved.group_sizes = or_undefined(call.group_sizes);
     saved.column_sizes = or_undefined(column_sizes);
     const bool original = keeps_original(call, formats);
-    const QuantizedOperand input = input_operand(call, formats, column_sizes, wants.weight && !original);
-    const QuantizedWeight weight = weight_operand(call, formats, wants.input);
-    if (wants.weight && original) {
+    const QuantizedOperand input = input_operand(call, formats, column_sizes, needs_grad.weight && !original);
+    const QuantizedWeight weight = weight_operand(call, formats, needs_grad.input);
+    if (needs_grad.weight && original) {
       ctx->saved_data["original_input"] = true;
       saved.input.data = call.input;
-    } else if (wants.weight) {
+    } else if (needs_grad.weight) {
       saved.input = call.delayed.scale ? input.rowwise : input.columnwise;
     }
-    if (wants.input) {
+    if (needs_grad.input) {
       saved.weight = weight.backward;
       saved.matrices = weight.matrices_to_save();
       if (saved.weight.transposed) ctx->saved_data["weight_columns"] = true;
@@ -348,7 +348,7 @@ class LinearFunction : public DifferentiableFunction<LinearFunction> {
 
   // Of this rank's operands, unquantized: two tensors were saved. The bias's gradient is float32; the autograd engine casts it to the
   // bias's dtype.
-  static variable_list native_gradients(AutogradContext* ctx, const Tensor& grad_output) {
+  static variable_list unquantized_gradients(AutogradContext* ctx, const Tensor& grad_output) {
     const variable_list saved = ctx->get_saved_variables();
     const Tensor grad = as_matrix(grad_output);
     Tensor grad_input, grad_weight, grad_bias;

@@ -30,7 +30,7 @@ Tensor meta(const LinearCall& call) {
 }
 
 Tensor differentiable(const LinearCall& call) {
-  if (!any_wants_grad(call.input, call.weight, call.bias, call.bias_scale)) return run(call);
+  if (!any_requires_grad(call.input, call.weight, call.bias, call.bias_scale)) return run(call);
   check_delayed_scaling(call);
   const Tensor x = as_matrix(call.input);
   check_delayed_memory(call, x);

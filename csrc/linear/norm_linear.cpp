@@ -112,7 +112,7 @@ struct Outputs {
   Tensor output, normalized;  // [T, N] and [T, K], the latter if requested
 };
 // The order of the steps is the order in which stochastic rounding draws its seeds.
-Outputs forward_of(const NormLinear& layer, const OperandFormats& formats, const NeedsGrad& wanted,
+Outputs forward_of(const NormLinear& layer, const OperandFormats& formats, const NeedsGrad& needs_grad,
                    SavedTensors& kept) {
   const BelowAutograd guard;
   Tensor normalized;
@@ -122,15 +122,15 @@ Outputs forward_of(const NormLinear& layer, const OperandFormats& formats, const
     kept.stats = blocks.stats;
     input.rowwise = {blocks.data, blocks.scale, Tensor(), formats.input, formats.input_key};
   } else {
-    if (wanted.normalized) {
+    if (needs_grad.normalized) {
       norm::NormWithStats made = norm::call_norm_forward(layer.norm);
       normalized = std::move(made.output);
       kept.stats = std::move(made.stats);
     } else {
       normalized = norm::call_norm(layer.norm);
     }
-    const bool columns = wanted.weight && keeps_columns(formats);
-    input = formats.native()
+    const bool columns = needs_grad.weight && keeps_columns(formats);
+    input = formats.unquantized()
                 ? QuantizedOperand{{normalized, Tensor(), Tensor()}, {}}
                 : quantize_operand(normalized, kNone, formats.input, formats.input_key, true, columns);
     if (columns) kept.columns = std::move(input.columnwise);
@@ -138,7 +138,7 @@ Outputs forward_of(const NormLinear& layer, const OperandFormats& formats, const
   input.columnwise = {};
   if (!layer.return_normalized) normalized.reset();
   const WeightSource source{layer.weight, layer.quantized_weight, layer.shard};
-  const QuantizedWeight weight = source.for_forward(formats, wanted.normalized);
+  const QuantizedWeight weight = source.for_forward(formats, needs_grad.normalized);
   kept.weight = weight.backward;
   return {gemm_of({.a = input.rowwise,
                    .b = weight.forward,
@@ -147,7 +147,7 @@ Outputs forward_of(const NormLinear& layer, const OperandFormats& formats, const
           normalized};
 }
 
-// What the linear layer wants, and its gradients; `input` is that of the normalized values. `weight`: null if it wants none.
+// Which gradients of the linear layer are needed, and these; `input` is that of the normalized values. `weight`: null if not.
 struct LayerNeedsGrad {
   bool input;
   WgradDestination* weight;
@@ -159,48 +159,49 @@ struct LayerGradients {
 };
 using UnshardedWeight = std::function<Quantized()>;  // as the data gradient reads it
 LayerGradients unquantized_gradients(const Tensor& grad, const NormCall& norm, const UnshardedWeight& weight,
-                                     const LayerNeedsGrad& wanted) {
+                                     const LayerNeedsGrad& needs_grad) {
   LayerGradients result;
-  if (wanted.weight) {
+  if (needs_grad.weight) {
     const Tensor normalized = norm::call_norm(norm);
-    if (wanted.weight->allocates()) {
+    if (needs_grad.weight->allocates()) {
       result.weight = {call_gemm(grad.t(), normalized, kNone, false, grad.scalar_type())};
     } else {
       const Quantized g{grad, Tensor(), Tensor()}, x{normalized, Tensor(), Tensor()};
-      result.weight = wanted.weight->compute({g, x, std::nullopt, grad.scalar_type()});
+      result.weight = needs_grad.weight->compute({g, x, std::nullopt, grad.scalar_type()});
     }
   }
-  if (wanted.input) result.input = call_gemm(grad, weight().data, kNone, false, grad.scalar_type());
-  if (wanted.bias) result.bias = ops::bias_backward(grad);
+  if (needs_grad.input) result.input = call_gemm(grad, weight().data, kNone, false, grad.scalar_type());
+  if (needs_grad.bias) result.bias = ops::bias_backward(grad);
   return result;
 }
 
 // The weight gradient first, whose operands are then freed.
 LayerGradients quantized_gradients(const Tensor& grad, const NormCall& norm, SavedTensors kept,
                                    const UnshardedWeight& weight, const OperandFormats& formats,
-                                   const LayerNeedsGrad& wanted) {
+                                   const LayerNeedsGrad& needs_grad) {
   LayerGradients result;
-  const bool wants_weight = wanted.weight != nullptr;
-  if (wanted.input || wants_weight) {
-    const OptionalTensor sizes = wants_weight ? column_groups(grad, kNone, formats) : kNone;
-    QuantizedGradient g = quantize_gradient(grad, sizes, formats.grad, formats.grad_key, wanted.input,
-                                            wants_weight, wanted.bias);
+  const bool needs_weight_grad = needs_grad.weight != nullptr;
+  if (needs_grad.input || needs_weight_grad) {
+    const OptionalTensor sizes = needs_weight_grad ? column_groups(grad, kNone, formats) : kNone;
+    QuantizedGradient g = quantize_gradient(grad, sizes, formats.grad, formats.grad_key, needs_grad.input,
+                                            needs_weight_grad, needs_grad.bias);
     result.bias = std::move(g.bias);
-    if (wants_weight) {
+    if (needs_weight_grad) {
       if (!kept.columns.data.defined()) {
         kept.columns = weight_gradient_operand(norm::call_norm(norm), sizes, formats);
       }
-      result.weight = wanted.weight->compute({g.values.columnwise, kept.columns, sizes, grad.scalar_type()});
+      result.weight =
+          needs_grad.weight->compute({g.values.columnwise, kept.columns, sizes, grad.scalar_type()});
       g.values.columnwise = kept.columns = {};
     }
-    if (wanted.input) {
+    if (needs_grad.input) {
       const Quantized w = weight();
       result.input =
           gemm_of({.a = g.values.rowwise, .b = w, .transpose_b = w.transposed, .dtype = grad.scalar_type()});
     }
     if (sizes && result.bias.defined()) result.bias = result.bias.squeeze(0);
   }
-  if (wanted.bias && !result.bias.defined()) result.bias = ops::bias_backward(grad);
+  if (needs_grad.bias && !result.bias.defined()) result.bias = ops::bias_backward(grad);
   return result;
 }
 
@@ -209,36 +210,31 @@ class NormLinearFunction : public DifferentiableOnce<NormLinearFunction> {
   static constexpr const char* kName = "norm_linear";
   static constexpr bool is_traceable = true;
 
+  // The tensors are those of `layer`, which torch looks for among the arguments.
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const OptionalTensor& norm_weight,
                         const OptionalTensor& norm_bias, const Tensor& weight, const OptionalTensor& bias,
-                        double eps, bool centered, bool zero_centered, std::string_view input_key,
-                        std::string_view weight_key, std::string_view grad_key,
-                        const OptionalList& quantized_weight, const MainGrad& main_grad,
-                        const sharded::WeightShard& shard) {
-    const NormCall norm{kOp, centered, input, norm_weight, norm_bias, eps, zero_centered};
-    const NormLinear layer{norm,      weight, bias, quantized_weight, /*return_normalized=*/false,
-                           main_grad, shard};
-    const OperandFormats formats = operand_formats(kOp, input_key, weight_key, grad_key);
-    const NeedsGrad wanted{input.requires_grad() || wants_grad(norm_weight) || wants_grad(norm_bias),
-                           weight.requires_grad()};
+                        const NormLinear& layer, const OperandFormats& formats) {
+    const NeedsGrad needs_grad{
+        input.requires_grad() || requires_grad(norm_weight) || requires_grad(norm_bias),
+        weight.requires_grad()};
     SavedTensors kept;
-    const Tensor output = forward_of(layer, formats, wanted, kept).output;
-    const bool norms_again = wanted.weight && !kept.columns.data.defined();
-    const bool keeps_input = wanted.normalized || norms_again;
-    if (!wanted.normalized) kept.stats = {};
+    const Tensor output = forward_of(layer, formats, needs_grad, kept).output;
+    const bool norms_again = needs_grad.weight && !kept.columns.data.defined();
+    const bool keeps_input = needs_grad.normalized || norms_again;
+    if (!needs_grad.normalized) kept.stats = {};
     ctx->save_for_backward({keeps_input ? input : Tensor(),
                             keeps_input ? or_undefined(norm_weight) : Tensor(),
                             norms_again ? or_undefined(norm_bias) : Tensor(), kept.stats.mean,
                             kept.stats.rstd, kept.columns.data, kept.columns.scale, kept.columns.amax,
                             kept.weight.data, kept.weight.scale, kept.weight.amax});
-    if (wanted.weight) save_wgrad_destination(ctx, "main_grad", main_grad, weight, shard);
-    save_weight_shard(ctx, shard);
-    ctx->saved_data["eps"] = eps;
-    ctx->saved_data["centered"] = centered;
-    ctx->saved_data["zero_centered"] = zero_centered;
-    ctx->saved_data["input_format"] = std::string(input_key);
-    ctx->saved_data["weight_format"] = std::string(weight_key);
-    ctx->saved_data["grad_format"] = std::string(grad_key);
+    if (needs_grad.weight) save_wgrad_destination(ctx, "main_grad", layer.main_grad, weight, layer.shard);
+    save_weight_shard(ctx, layer.shard);
+    ctx->saved_data["eps"] = layer.norm.eps;
+    ctx->saved_data["centered"] = layer.norm.centered;
+    ctx->saved_data["zero_centered"] = layer.norm.zero_centered;
+    ctx->saved_data["input_format"] = std::string(formats.input_key);
+    ctx->saved_data["weight_format"] = std::string(formats.weight_key);
+    ctx->saved_data["grad_format"] = std::string(formats.grad_key);
     ctx->saved_data["weight_columns"] = kept.weight.transposed;
     ctx->saved_data["has_norm_weight"] = norm_weight.has_value();
     ctx->saved_data["has_norm_bias"] = norm_bias.has_value();
@@ -247,12 +243,12 @@ class NormLinearFunction : public DifferentiableOnce<NormLinearFunction> {
     return output;
   }
 
-  // Which of the differentiable arguments want a gradient; those that are not given do not.
-  struct Wanted {
+  // Which of the differentiable arguments need a gradient; those that are not given do not.
+  struct NeedsInputGrad {
     bool input, norm_weight, norm_bias, weight, bias;
     size_t place_of_weight;
 
-    explicit Wanted(AutogradContext* ctx) {
+    explicit NeedsInputGrad(AutogradContext* ctx) {
       size_t place = 0;  // torch counts the tensors that are given
       const auto next = [&](const char* name) {
         return (!name || ctx->saved_data[name].toBool()) && ctx->needs_input_grad(place++);
@@ -278,43 +274,44 @@ class NormLinearFunction : public DifferentiableOnce<NormLinearFunction> {
                         ctx->saved_data["eps"].toDouble(),
                         ctx->saved_data["zero_centered"].toBool()};
     const Stats stats{saved[3], saved[4]};
-    const Wanted wanted(ctx);
-    variable_list result(14);
+    const NeedsInputGrad needs_grad(ctx);
+    variable_list result(7);
     if (!grads[0].defined()) return result;
     const sharded::WeightShard shard = saved_weight_shard(ctx);
-    const auto weight = wgrad_destination({ctx, wanted.place_of_weight, 1, false}, "main_grad", shard);
+    const auto weight = wgrad_destination({ctx, needs_grad.place_of_weight, 1, false}, "main_grad", shard);
     LayerGradients layer = gradients_of_layer(ctx, grads[0], norm, saved, shard,
-                                              {wanted.normalized(), weight.get(), wanted.bias});
+                                              {needs_grad.normalized(), weight.get(), needs_grad.bias});
     if (weight) weight->finish(layer.weight, layer.input);
     if (weight) result[3] = std::move(layer.weight[0]);
     result[4] = std::move(layer.bias);
-    if (!wanted.normalized()) return result;
-    auto [input, of_weight, of_bias] = norm::call_norm_backward(layer.input, norm, stats, wanted.norm_bias);
-    if (wanted.input) result[0] = std::move(input);
-    if (wanted.norm_weight) result[1] = std::move(of_weight);
-    if (wanted.norm_bias) result[2] = std::move(of_bias);
+    if (!needs_grad.normalized()) return result;
+    auto [input, of_weight, of_bias] =
+        norm::call_norm_backward(layer.input, norm, stats, needs_grad.norm_bias);
+    if (needs_grad.input) result[0] = std::move(input);
+    if (needs_grad.norm_weight) result[1] = std::move(of_weight);
+    if (needs_grad.norm_bias) result[2] = std::move(of_bias);
     return result;
   }
 
   static LayerGradients gradients_of_layer(AutogradContext* ctx, const Tensor& grad, const NormCall& norm,
                                            const variable_list& saved, const sharded::WeightShard& shard,
-                                           const LayerNeedsGrad& wanted) {
+                                           const LayerNeedsGrad& needs_grad) {
     const std::string input_key = ctx->saved_data["input_format"].toStringRef();
     const std::string weight_key = ctx->saved_data["weight_format"].toStringRef();
     const std::string grad_key = ctx->saved_data["grad_format"].toStringRef();
     const OperandFormats formats = operand_formats(kOp, input_key, weight_key, grad_key);
     const Quantized weight{saved[8],       saved[9],   saved[10],
                            formats.weight, weight_key, ctx->saved_data["weight_columns"].toBool()};
-    const bool is_early = wanted.input && wanted.weight && wanted.weight->follows_unshard();
+    const bool is_early = needs_grad.input && needs_grad.weight && needs_grad.weight->follows_unshard();
     const WeightSource source{{}, {}, shard};
     const Quantized early = is_early ? source.for_backward(weight, formats).values : Quantized{};
-    if (!wanted.input) announce_use_in_backward(ctx, "main_grad", shard);
+    if (!needs_grad.input) announce_use_in_backward(ctx, "main_grad", shard);
     const UnshardedWeight whole = [&] {
       return is_early ? early : source.for_backward(weight, formats).values;
     };
-    if (formats.native()) return unquantized_gradients(grad, norm, whole, wanted);
+    if (formats.unquantized()) return unquantized_gradients(grad, norm, whole, needs_grad);
     const SavedTensors kept{{}, {saved[5], saved[6], saved[7], formats.input, input_key, true}, {}};
-    return quantized_gradients(grad, norm, kept, whole, formats, wanted);
+    return quantized_gradients(grad, norm, kept, whole, formats, needs_grad);
   }
 };
 
@@ -342,7 +339,7 @@ Two redispatch(const NormLinear& layer, std::string_view normalization, std::str
 Two in_two_nodes(const NormLinear& layer, const OperandFormats& formats) {
   const Tensor normalized = norm::call_norm(layer.norm);
   return {call_linear(normalized, layer.weight, layer.bias, formats, layer.quantized_weight, layer.main_grad,
-                      !formats.native() && !formats.input.stochastic_rounding, layer.shard),
+                      !formats.unquantized() && !formats.input.stochastic_rounding, layer.shard),
           normalized};
 }
 
@@ -363,7 +360,7 @@ Two norm_linear(const Tensor& input, const OptionalTensor& norm_weight, const Op
     const NormCall norm{kOp, centered, x, norm_weight, norm_bias, eps, zero_centered};
     return NormLinear{norm, weight, bias, quantized_weight, return_normalized, target, shard};
   };
-  const bool records = any_wants_grad(input, norm_weight, norm_bias, weight, bias);
+  const bool records = any_requires_grad(input, norm_weight, norm_bias, weight, bias);
   if (kernel == Kernel::kAutograd && !records) {
     return redispatch(layer_of(input), normalization, input_format, weight_format, grad_format);
   }
@@ -377,10 +374,8 @@ Two norm_linear(const Tensor& input, const OptionalTensor& norm_weight, const Op
     const Tensor x = as_matrix(input);
     check_quantizable(kOp, x, weight, kNone, formats, weight.requires_grad());
     if (return_normalized) return in_two_nodes(layer_of(input), formats);
-    return shaped(
-        NormLinearFunction::apply(x, norm_weight, norm_bias, weight, bias, eps, centered, zero_centered,
-                                  input_format, weight_format, grad_format, quantized_weight, target, shard),
-        Tensor(), input);
+    return shaped(NormLinearFunction::apply(x, norm_weight, norm_bias, weight, bias, layer_of(x), formats),
+                  Tensor(), input);
   } else {
     const BelowAutograd guard;
     const Tensor x = as_matrix(input);

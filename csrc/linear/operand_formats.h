@@ -17,7 +17,7 @@ struct OperandFormats {
   std::string_view input_key, weight_key, grad_key;
   Format input, weight, grad;
 
-  bool native() const { return input.family == FormatFamily::kNone; }
+  bool unquantized() const { return input.family == FormatFamily::kNone; }
   // Whether the rowwise and columnwise weight have the same values, so that one copy serves both directions.
   bool symmetric_weight() const {
     return weight.square_blocks || weight.family == FormatFamily::kFp8Tensor || !weight.is_quantized();

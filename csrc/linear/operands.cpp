@@ -218,7 +218,7 @@ namespace {
 // Values without scales: unchanged, or rounded to bfloat16.
 QuantizedWeight unscaled_weight(at::TensorList weight, const OperandFormats& formats, bool backward) {
   const std::string_view key = formats.weight_key;
-  const bool rounds = !formats.native(), marks = rounds && marks_nonfinite(key);
+  const bool rounds = !formats.unquantized(), marks = rounds && marks_nonfinite(key);
   std::vector<Tensor> values = weight.vec();
   if (rounds && weight.size() == 1) {
     values[0] = as_bfloat16(weight[0], std::nullopt, key);

@@ -83,17 +83,24 @@ Tensor gemm_of(const GemmCall& call) {
 
 Tensor wgrad_of(const Quantized& grad, const Quantized& input, const OptionalTensor& group_sizes,
                 at::ScalarType dtype, const LaunchOptions& options) {
-  const OptionalTensor none;
   if (!grad.scale.defined()) {
-    return group_sizes ? call_grouped_gemm_wgrad(grad.data, input.data, *group_sizes, dtype, none,
-                                                 as_optional(input.row_index), options, {},
-                                                 as_optional(grad.row_index))
-                       : call_gemm(grad.data.t(), input.data, none, false, dtype);
+    return group_sizes ? call_grouped_gemm_wgrad({.grad = grad.data,
+                                                  .input = input.data,
+                                                  .group_sizes = *group_sizes,
+                                                  .grad_rows = as_optional(grad.row_index),
+                                                  .input_rows = as_optional(input.row_index),
+                                                  .options = options},
+                                                 dtype)
+                       : call_gemm(grad.data.t(), input.data, std::nullopt, false, dtype);
   }
   if (!group_sizes) return gemm_of({.a = grad, .b = input, .dtype = dtype});
   const Scales grad_scale(grad), input_scale(input);
-  return call_grouped_gemm_wgrad(grad.data, input.data, *group_sizes, dtype, none, none, options,
-                                 keys_of(grad, grad_scale, input, input_scale));
+  return call_grouped_gemm_wgrad({.grad = grad.data,
+                                  .input = input.data,
+                                  .group_sizes = *group_sizes,
+                                  .options = options,
+                                  .keys = keys_of(grad, grad_scale, input, input_scale)},
+                                 dtype);
 }
 
 namespace {
@@ -122,8 +129,14 @@ void wgrad_into(const Quantized& given_grad, const Quantized& given_input, const
   const Scales grad_scale(grad), input_scale(input);
   const QuantizedKeys keys = keys_of(grad, grad_scale, input, input_scale);
   if (group_sizes) {
-    call_grouped_gemm_wgrad_out(grad.data, input.data, *group_sizes, out, accumulate, options, keys,
-                                as_optional(input.row_index), as_optional(grad.row_index));
+    call_grouped_gemm_wgrad_out({.grad = grad.data,
+                                 .input = input.data,
+                                 .group_sizes = *group_sizes,
+                                 .grad_rows = as_optional(grad.row_index),
+                                 .input_rows = as_optional(input.row_index),
+                                 .options = options,
+                                 .keys = keys},
+                                out, accumulate);
   } else if (grad.scale.defined()) {
     call_gemm_out(grad.data, input.data, out[0], true, accumulate, keys);
   } else {

@@ -60,7 +60,7 @@ void check_entry(const Argument& entry, const WeightArgument& weight, const Expe
 }  // namespace
 
 void check_unquantized_weight(const WeightArgument& weight, const OperandFormats& formats, bool columns) {
-  TP_CHECK_VALUE(!formats.native(), weight.op, "weight_format", "a format that rounds the weight",
+  TP_CHECK_VALUE(!formats.unquantized(), weight.op, "weight_format", "a format that rounds the weight",
                  "'" << formats.weight_key << "'", "Multiply the weight without quantizing it");
   if (weight.tensors.size() != 1) check_list(weight.op, weight.name, weight.tensors);
   const std::string name = weight.first_name();
@@ -89,8 +89,9 @@ void check_quantized_weight(const char* name, at::TensorList list, const WeightA
 void check_quantized_weight(const char* name, const OptionalList& given, const WeightArgument& weight,
                             const OperandFormats& formats) {
   if (!given) return;
-  TP_CHECK_VALUE(!formats.native(), weight.op, name, "None with the format 'none', which rounds no weight",
-                 given->size() << " tensors", "Leave it out");
+  TP_CHECK_VALUE(!formats.unquantized(), weight.op, name,
+                 "None with the format 'none', which rounds no weight", given->size() << " tensors",
+                 "Leave it out");
   check_quantized_weight(name, *given, weight, formats);
 }
 

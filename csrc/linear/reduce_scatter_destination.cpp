@@ -32,7 +32,7 @@ class ReduceScatterDestination : public WgradDestination {
   // Of the gradients that travel.
   at::ScalarType sent_dtype(at::ScalarType dtype) const {
     const at::ScalarType own = has_buffers() ? main_grad_.buffers[0].scalar_type() : dtype;
-    return shard_.bfloat16_parts && own == at::kFloat ? at::kBFloat16 : own;
+    return shard_.reduces_in_bfloat16 && own == at::kFloat ? at::kBFloat16 : own;
   }
 
   // What the sum for a buffer is like: the buffer, in float32, in which the sum is added.
@@ -68,16 +68,16 @@ class ShardDestination final : public ReduceScatterDestination {
       sharded::reduce_gradient(sent, shard_, {shards_[0], main_grad_.buffers[0], main_grad_.accumulate});
       return placeholders(weight_, main_grad_, dtype_);
     }
-    Tensor token = sharded::reduce_gradient(sent, shard_, {like_the_sum()});
-    if (!token.defined()) return placeholders(weight_, main_grad_, dtype_);
+    Tensor work = sharded::reduce_gradient(sent, shard_, {like_the_sum()});
+    if (!work.defined()) return placeholders(weight_, main_grad_, dtype_);
     sent_ = sent;
-    return {std::move(token)};
+    return {std::move(work)};
   }
 
-  void finish(variable_list& computed, const Tensor& after) override {
+  void finish(variable_list& computed, const Tensor& depends_on) override {
     if (!sent_.defined()) return;
     Tensor& sum = computed[0];
-    sum = sharded::finish_gradient(sum, sent_, like_the_sum(), shard_, after);
+    sum = sharded::finish_gradient(sum, sent_, like_the_sum(), shard_, depends_on);
     sent_ = Tensor();
     if (!has_buffers()) return;
     Tensor buffer = main_grad_.buffers[0];
@@ -106,14 +106,14 @@ class ShardListDestination final : public ReduceScatterDestination {
       sent_ = Tensor();
       return placeholders(weight_, main_grad_, dtype_);
     }
-    Tensor token = sharded::reduce_gradient(sent_, shard_, {like_the_sum()});
-    if (!token.defined()) return placeholders(weight_, main_grad_, dtype_);
-    return {std::move(token)};
+    Tensor work = sharded::reduce_gradient(sent_, shard_, {like_the_sum()});
+    if (!work.defined()) return placeholders(weight_, main_grad_, dtype_);
+    return {std::move(work)};
   }
 
-  void finish(variable_list& computed, const Tensor& after) override {
+  void finish(variable_list& computed, const Tensor& depends_on) override {
     if (!sent_.defined()) return;
-    const Tensor sums = sharded::finish_gradient(computed[0], sent_, like_the_sum(), shard_, after);
+    const Tensor sums = sharded::finish_gradient(computed[0], sent_, like_the_sum(), shard_, depends_on);
     sent_ = Tensor();
     if (!has_buffers()) {
       computed = weight_.split(sums);
@@ -133,7 +133,7 @@ class ShardListDestination final : public ReduceScatterDestination {
   sharded::ListTarget list_target() const {
     sharded::ListTarget target{shards_};
     for (size_t i = 0; i < weight_.count; ++i) {
-      if (!weight_.wants(i)) target.matrices[i] = Tensor();
+      if (!weight_.needs_grad(i)) target.matrices[i] = Tensor();
     }
     if (!has_buffers()) return target;
     const std::vector<Tensor>& buffers = main_grad_.buffers;
@@ -149,7 +149,7 @@ std::unique_ptr<WgradDestination> reduce_scatter_destination(const WeightInputs&
                                                              SavedMainGrad main_grad,
                                                              std::vector<Tensor> shards,
                                                              const sharded::WeightShard& shard) {
-  if (shard.each) {
+  if (shard.is_list) {
     return std::make_unique<ShardListDestination>(weight, std::move(main_grad), std::move(shards), shard);
   }
   return std::make_unique<ShardDestination>(weight, std::move(main_grad), std::move(shards), shard);

@@ -18,7 +18,7 @@ void check_weight_shard(const WeightArgument& weight, const sharded::WeightShard
 void save_weight_shard(torch::autograd::AutogradContext* ctx, const sharded::WeightShard& shard);
 sharded::WeightShard saved_weight_shard(const torch::autograd::AutogradContext* ctx);
 
-// In the forward: saves this rank's shards of a weight whose gradient is wanted. Untracked, as the gradient does not depend on
+// In the forward: saves this rank's shards of a weight whose gradient is needed. Untracked, as the gradient does not depend on
 // their values. `name`: of the argument for its main_grad.
 void save_shards(torch::autograd::AutogradContext* ctx, const char* name, at::TensorList weight,
                  const sharded::WeightShard& shard);

@@ -32,7 +32,7 @@ QuantizedWeight external_weight(const WeightSource& source, const OperandFormats
   QuantizedWeight result;
   result.forward = external_operand(source.tensors, source.shard, formats, false, result.matrices);
   if (backward) result.backward = {source.tensors[0], Tensor(), Tensor()};
-  if (backward && source.shard.each) result.shards = source.tensors.vec();
+  if (backward && source.shard.is_list) result.shards = source.tensors.vec();
   return result;
 }
 
@@ -71,16 +71,16 @@ Tensor WeightSource::values(bool backward) const {
 QuantizedWeight WeightSource::for_forward(const OperandFormats& formats, bool backward) const {
   if (!shard.is_sharded()) return own_weight(*this, formats, backward);
   if (shard.is_external()) return external_weight(*this, formats, backward);
-  return shard.each ? sharded_list(*this, formats, backward) : sharded_weight(*this, formats, backward);
+  return shard.is_list ? sharded_list(*this, formats, backward) : sharded_weight(*this, formats, backward);
 }
 
 WeightForBackward WeightSource::for_backward(const Quantized& saved, const OperandFormats& formats) const {
   if (!shard.is_sharded()) return {saved, tensors};
   WeightForBackward result;
   if (shard.is_external()) {
-    const at::TensorList shards = shard.each ? tensors : at::TensorList(saved.data);
+    const at::TensorList shards = shard.is_list ? tensors : at::TensorList(saved.data);
     result.values = external_operand(shards, shard, formats, true, result.unsharded_matrices);
-  } else if (shard.each) {
+  } else if (shard.is_list) {
     const Tensor unsharded = sharded::gather_weight_list(tensors, shard, true);
     result.values = quantize_weight_operand(unsharded, formats, true).backward;
   } else {

@@ -28,7 +28,7 @@ c10::SymInt unsharded_size(const at::Tensor& weight, const sharded::WeightShard&
 }
 
 c10::SymInt unsharded_rows(const WeightArgument& weight, const sharded::WeightShard& shard) {
-  return shard.each ? c10::SymInt(shard.rows) : weight.rows();
+  return shard.is_list ? c10::SymInt(shard.rows) : weight.rows();
 }
 
 }  // namespace transformer_plugin::linear

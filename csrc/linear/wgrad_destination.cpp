@@ -26,7 +26,7 @@ using torch::autograd::variable_list;
 std::vector<int64_t> WeightInputs::skipped() const {
   std::vector<int64_t> result;
   for (size_t i = 0; i < count; ++i) {
-    if (!wants(i)) result.push_back(static_cast<int64_t>(i));
+    if (!needs_grad(i)) result.push_back(static_cast<int64_t>(i));
   }
   return result;
 }
@@ -35,7 +35,7 @@ variable_list WeightInputs::split(const Tensor& gradients) const {
   if (count == 1) return {gradients};
   variable_list result = gradients.unbind();
   for (size_t i = 0; i < count; ++i) {
-    if (!wants(i)) result[i] = Tensor();
+    if (!needs_grad(i)) result[i] = Tensor();
   }
   return result;
 }
@@ -52,7 +52,7 @@ variable_list placeholders(const WeightInputs& weight, const SavedMainGrad& main
   const auto options = first.options().dtype(dtype);
   const bool is_empty = main_grad.weight_grad == "empty";
   for (size_t i = 0; i < weight.count; ++i) {
-    if (!weight.wants(i)) continue;
+    if (!weight.needs_grad(i)) continue;
     result[i] = is_empty ? at::empty_symint(sizes, options) : at::zeros_symint(sizes, options);
   }
   return result;
@@ -79,13 +79,13 @@ void refuse_capture(const WeightInputs& weight, const char* name, bool is_deferr
   if (!tasks || tasks->empty() || !node) return;
   const std::string prefix = "transformer_plugin::", suffix = "_backward_node", own = node->name();
   if (own.find(prefix) != 0) return;  // a node of compiled code
-  bool wanted = false;
-  for (size_t i = weight.first; i < weight.first + weight.count && !wanted; ++i) {
-    wanted = node->task_should_compute_output(i) && is_captured(*tasks, *node, i);
+  bool needs_grad = false;
+  for (size_t i = weight.first; i < weight.first + weight.count && !needs_grad; ++i) {
+    needs_grad = node->task_should_compute_output(i) && is_captured(*tasks, *node, i);
   }
   const char* option = is_deferred ? "delay_wgrad_compute" : "fuse_wgrad_accumulation";
   TP_CHECK_VALUE(
-      !wanted, own.substr(prefix.size(), own.size() - prefix.size() - suffix.size()),
+      !needs_grad, own.substr(prefix.size(), own.size() - prefix.size() - suffix.size()),
       (is_deferred ? queue_of(name) : name),
       "a backward that accumulates, as the layer has " << option << "=True",
       "torch.autograd.grad for the gradient of its weight, as pipeline schedules with a zero bubble "
@@ -146,7 +146,7 @@ class MainGradDestination final : public WgradDestination {
     const std::vector<Tensor> buffers = each ? main_grad_.buffers : main_grad_.buffers[0].unbind();
     for (size_t i = 0; i < results.size(); ++i) {
       Tensor buffer = buffers[i];
-      if (weight_.count == 1 || results.size() == 1 || weight_.wants(i)) buffer.copy_(results[i]);
+      if (weight_.count == 1 || results.size() == 1 || weight_.needs_grad(i)) buffer.copy_(results[i]);
     }
   }
 
@@ -186,9 +186,9 @@ void save_wgrad_destination(torch::autograd::AutogradContext* ctx, const char* n
 
 std::unique_ptr<WgradDestination> wgrad_destination(const WeightInputs& weight, const char* name,
                                                     const sharded::WeightShard& shard) {
-  bool is_wanted = false;
-  for (size_t i = 0; i < weight.count && !is_wanted; ++i) is_wanted = weight.wants(i);
-  if (!is_wanted) return nullptr;
+  bool needs_grad = false;
+  for (size_t i = 0; i < weight.count && !needs_grad; ++i) needs_grad = weight.needs_grad(i);
+  if (!needs_grad) return nullptr;
   SavedMainGrad main_grad = saved_main_grad(weight.ctx, name);
   const bool is_given = main_grad.queue || !main_grad.buffers.empty();
   if (is_given && main_grad.weight_grad == "none") {

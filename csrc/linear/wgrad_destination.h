@@ -20,7 +20,7 @@ struct WeightInputs {
   size_t first, count;
   bool is_grouped = true;  // a weight [G, N, K]
 
-  bool wants(size_t i) const { return ctx->needs_input_grad(first + i); }
+  bool needs_grad(size_t i) const { return ctx->needs_input_grad(first + i); }
   // The tensors that want no gradient.
   std::vector<int64_t> skipped() const;
   // What autograd gets of the gradients of all groups: that tensor, or views of it where the weight is several matrices.
@@ -53,15 +53,15 @@ class WgradDestination {
   // Computes the gradient, or keeps the operands. Returns what autograd gets for each tensor of the weight, or what finish() needs.
   virtual torch::autograd::variable_list compute(const WgradProduct& product) = 0;
   // To be called last: makes what autograd gets from what compute() returned. The gradient of a sharded weight travels while the
-  // node computes `after`.
-  virtual void finish(torch::autograd::variable_list& /*computed*/, const at::Tensor& /*after*/) {}
+  // node computes `depends_on`.
+  virtual void finish(torch::autograd::variable_list& /*computed*/, const at::Tensor& /*depends_on*/) {}
 };
 
 // In the forward: saves what wgrad_destination() needs. `name`: of the argument for the main_grad.
 void save_wgrad_destination(torch::autograd::AutogradContext* ctx, const char* name,
                             const MainGrad& main_grad, at::TensorList weight,
                             const sharded::WeightShard& shard);
-// In the backward; null if no tensor of the weight wants a gradient. `shard` outlives the result.
+// In the backward; null if no tensor of the weight needs a gradient. `shard` outlives the result.
 std::unique_ptr<WgradDestination> wgrad_destination(const WeightInputs& weight, const char* name,
                                                     const sharded::WeightShard& shard);
 

@@ -273,7 +273,7 @@ variable_list record_layer_norm(const Tensor& input, const OptionalTensor& weigh
 
 Two rms_norm_forward_autograd(const Tensor& input, const OptionalTensor& weight, double eps,
                               bool zero_centered) {
-  if (any_wants_grad(input, weight)) {
+  if (any_requires_grad(input, weight)) {
     const variable_list out = record_rms_norm(input, weight, eps, zero_centered, true);
     return {out[0], out[1]};
   }
@@ -282,14 +282,14 @@ Two rms_norm_forward_autograd(const Tensor& input, const OptionalTensor& weight,
 }
 
 Tensor rms_norm_autograd(const Tensor& input, const OptionalTensor& weight, double eps, bool zero_centered) {
-  if (any_wants_grad(input, weight)) return record_rms_norm(input, weight, eps, zero_centered, false)[0];
+  if (any_requires_grad(input, weight)) return record_rms_norm(input, weight, eps, zero_centered, false)[0];
   const BelowAutograd guard;
   return ops::rms_norm(input, weight, eps, zero_centered);
 }
 
 Three layer_norm_forward_autograd(const Tensor& input, const OptionalTensor& weight,
                                   const OptionalTensor& bias, double eps, bool zero_centered) {
-  if (any_wants_grad(input, weight, bias)) {
+  if (any_requires_grad(input, weight, bias)) {
     const variable_list out = record_layer_norm(input, weight, bias, eps, zero_centered, true);
     return {out[0], out[1], out[2]};
   }
@@ -299,7 +299,7 @@ Three layer_norm_forward_autograd(const Tensor& input, const OptionalTensor& wei
 
 Tensor layer_norm_autograd(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
                            double eps, bool zero_centered) {
-  if (any_wants_grad(input, weight, bias)) {
+  if (any_requires_grad(input, weight, bias)) {
     return record_layer_norm(input, weight, bias, eps, zero_centered, false)[0];
   }
   const BelowAutograd guard;

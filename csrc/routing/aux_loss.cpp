@@ -130,7 +130,7 @@ class AuxLossFunction : public DifferentiableOnce<AuxLossFunction> {
 
 Tensor aux_loss_autograd(const Tensor& scores, const Tensor& counts, const Tensor& total, int64_t topk,
                          double coeff) {
-  if (any_wants_grad(scores)) return AuxLossFunction::apply(scores, counts, total, topk, coeff);
+  if (any_requires_grad(scores)) return AuxLossFunction::apply(scores, counts, total, topk, coeff);
   const BelowAutograd guard;
   return call_aux_loss(scores, counts, total, topk, coeff);
 }

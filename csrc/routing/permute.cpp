@@ -179,7 +179,7 @@ class PermuteFunction : public DifferentiableOnce<PermuteFunction> {
 
 Permuted permute_autograd(const Tensor& tokens, const Tensor& indices, int64_t experts, SymInt capacity,
                           int64_t alignment) {
-  if (any_wants_grad(tokens)) {
+  if (any_requires_grad(tokens)) {
     const variable_list out = PermuteFunction::apply(tokens, indices, experts, capacity, alignment);
     return {out[0], out[1], out[2], out[3], out[4]};
   }
@@ -200,7 +200,7 @@ class UnpermuteFunction : public DifferentiableOnce<UnpermuteFunction> {
   static Tensor forward(AutogradContext* ctx, const Tensor& rows, const Tensor& slot, const Tensor& source,
                         const OptionalTensor& weights) {
     // The rows are needed only for the gradient of the weights.
-    ctx->save_for_backward({wants_grad(weights) ? rows : Tensor(), slot, source, or_undefined(weights)});
+    ctx->save_for_backward({requires_grad(weights) ? rows : Tensor(), slot, source, or_undefined(weights)});
     const BelowAutograd guard;
     return call(rows, slot, source, weights);
   }
@@ -215,7 +215,7 @@ class UnpermuteFunction : public DifferentiableOnce<UnpermuteFunction> {
 
 Tensor unpermute_autograd(const Tensor& rows, const Tensor& slot, const Tensor& source,
                           const OptionalTensor& weights) {
-  if (any_wants_grad(rows, weights)) return UnpermuteFunction::apply(rows, slot, source, weights);
+  if (any_requires_grad(rows, weights)) return UnpermuteFunction::apply(rows, slot, source, weights);
   const BelowAutograd guard;
   return UnpermuteFunction::call(rows, slot, source, weights);
 }

@@ -70,7 +70,7 @@ class PermuteRowsFunction : public DifferentiableOnce<PermuteRowsFunction> {
 
 Tensor permute_rows_autograd(const Tensor& tokens, const Tensor& slot, const Tensor& source,
                              const OptionalTensor& group_sizes) {
-  if (any_wants_grad(tokens)) return PermuteRowsFunction::apply(tokens, slot, source, group_sizes);
+  if (any_requires_grad(tokens)) return PermuteRowsFunction::apply(tokens, slot, source, group_sizes);
   const BelowAutograd guard;
   return PermuteRowsFunction::call(tokens, slot, source, group_sizes);
 }

@@ -204,7 +204,7 @@ class RouterLogitsFunction : public DifferentiableOnce<RouterLogitsFunction> {
 };
 
 Tensor router_logits_autograd(const Tensor& input, const Tensor& weight) {
-  if (any_wants_grad(input, weight)) return RouterLogitsFunction::apply(input, weight);
+  if (any_requires_grad(input, weight)) return RouterLogitsFunction::apply(input, weight);
   const BelowAutograd guard;
   return call_router_logits(input, weight);
 }
@@ -305,9 +305,9 @@ class RouterWeightFunction : public DifferentiableOnce<RouterWeightFunction> {
 TwoTensors router_logits_with_tokens(const Tensor& given, const Tensor& weight) {
   check_operands(kWithTokensOp, given, weight);
   const Tensor input = given.resolve_neg();
-  if (!any_wants_grad(input)) return {call_router_logits(input, weight), input};
+  if (!any_requires_grad(input)) return {call_router_logits(input, weight), input};
   const variable_list results = RouterLogitsWithTokensFunction::apply(input, WithoutEdge{weight});
-  if (!any_wants_grad(weight)) return {results[0], results[1]};
+  if (!any_requires_grad(weight)) return {results[0], results[1]};
   return {RouterWeightFunction::apply(results[0], weight, WithoutEdge{input}), results[1]};
 }
 

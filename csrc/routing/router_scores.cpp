@@ -100,7 +100,7 @@ class RouterScoresFunction : public DifferentiableOnce<RouterScoresFunction> {
 };
 
 Tensor router_scores_autograd(const Tensor& logits, std::string_view name) {
-  if (any_wants_grad(logits)) return RouterScoresFunction::apply(logits, name);
+  if (any_requires_grad(logits)) return RouterScoresFunction::apply(logits, name);
   const BelowAutograd guard;
   return call_router_scores(logits, name);
 }

@@ -216,7 +216,7 @@ class WeightedSlotsFunction : public DifferentiableOnce<WeightedSlotsFunction> {
 SlotTensors assign_weighted_slots_autograd(const Tensor& indices, const Tensor& weights, int64_t first,
                                            int64_t experts, c10::SymInt capacity, int64_t alignment,
                                            int64_t total_experts) {
-  if (any_wants_grad(weights)) {
+  if (any_requires_grad(weights)) {
     const variable_list out =
         WeightedSlotsFunction::apply(indices, weights, first, experts, capacity, alignment, total_experts);
     return {out[0], out[1], out[2], out[3], out[4]};

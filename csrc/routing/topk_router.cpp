@@ -209,15 +209,14 @@ class TopkRouterFunction : public DifferentiableOnce<TopkRouterFunction<Op>> {
   static constexpr const char* kName = Op::kName;
   static constexpr bool is_traceable = true;
 
-  static variable_list forward(AutogradContext* ctx, const Tensor& logits, const OptionalTensor& bias,
-                               int64_t topk, std::string_view name, bool pre_softmax, int64_t groups,
-                               int64_t group_topk, double scaling, OptionalInt group_score_topk) {
-    const auto [weights, indices, load, aux_loss] = redispatch<Op>(
-        {kName, logits, bias, topk, name, pre_softmax, groups, group_topk, scaling, group_score_topk});
+  // The tensors are those of `call`, which torch looks for among the arguments.
+  static variable_list forward(AutogradContext* ctx, const Tensor& logits, const OptionalTensor& /*bias*/,
+                               const RouterCall& call) {
+    const auto [weights, indices, load, aux_loss] = redispatch<Op>(call);
     ctx->save_for_backward({logits, indices});
-    ctx->saved_data["score_function"] = std::string(name);
-    ctx->saved_data["pre_softmax"] = pre_softmax;
-    ctx->saved_data["scaling_factor"] = scaling;
+    ctx->saved_data["score_function"] = std::string(call.name);
+    ctx->saved_data["pre_softmax"] = call.pre_softmax;
+    ctx->saved_data["scaling_factor"] = call.scaling;
     ctx->set_materialize_grads(false);
     if constexpr (!Op::kWithLoad) {
       ctx->mark_non_differentiable({indices});
@@ -228,7 +227,7 @@ class TopkRouterFunction : public DifferentiableOnce<TopkRouterFunction<Op>> {
   }
 
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
-    variable_list result(9);
+    variable_list result(3);
     if (!grads[0].defined()) return result;
     const variable_list saved = ctx->get_saved_variables();
     const std::string name = ctx->saved_data["score_function"].toStringRef();
@@ -251,10 +250,8 @@ Routed meta(const RouterCall& call) {
 
 template <typename Op>
 Routed autograd(const RouterCall& call) {
-  if (!any_wants_grad(call.logits)) return redispatch<Op>(call);
-  const variable_list out =
-      TopkRouterFunction<Op>::apply(call.logits, call.bias, call.topk, call.name, call.pre_softmax,
-                                    call.groups, call.group_topk, call.scaling, call.group_score_topk);
+  if (!any_requires_grad(call.logits)) return redispatch<Op>(call);
+  const variable_list out = TopkRouterFunction<Op>::apply(call.logits, call.bias, call);
   if constexpr (Op::kWithLoad) return {out[0], out[1], out[2], out[3]};
   return {out[0], out[1], Tensor(), Tensor()};
 }

@@ -18,13 +18,13 @@ using at::Tensor;
 constexpr const char* kOp = "gather_weight";
 
 // Where a gather waits for other ranks.
-constexpr distributed::Phase kPhases[] = {{400, kOp, "parts"}};
+constexpr distributed::Phase kPhases[] = {{400, kOp, "input"}};
 const distributed::PhaseRegistration registration(kPhases);
 
 // What NCCL takes to start on an H100 after a product that ends, and the events between streams (docs/notes/experiments.md).
 [[maybe_unused]] constexpr int64_t kStartNanoseconds = 15000;
-constexpr int64_t kAny = -2;     // in place of the use before the last one
-constexpr int64_t kBorder = -3;  // of a region, among the uses
+constexpr int64_t kAny = -2;             // in place of the use before the last one
+constexpr int64_t kRegionBoundary = -3;  // of a region, among the uses
 
 // The header contains the name of the weight: ranks that gather different weights of one shape raise an error.
 distributed::Call call_of(const Gather& gather, at::TensorList shards) {
@@ -147,7 +147,7 @@ int64_t GatherCache::identify(const Gather& gather) {
   const int64_t id = sources_made_++;
   if (!shard.name.empty()) {
     const auto [named, is_new] =
-        named_.try_emplace({shard.set, shard.name, gather.backward, first.sizes().vec()}, id);
+        named_.try_emplace({shard.param_group, shard.name, gather.backward, first.sizes().vec()}, id);
     if (!is_new) forget(std::exchange(named->second, id));
   }
   if ((id & 255) == 255) forget_dead_sources();
@@ -254,7 +254,9 @@ std::vector<Tensor> GatherCache::take(Gather gather) {
     collect(gather, layouts, into);
     unsharded = std::move(into.unsharded);
   }
-  note_use(gather.shard.set == 0 ? -1 : id);  // without a set it may be gone on some ranks, and is never next
+  note_use(gather.shard.param_group == 0
+               ? -1
+               : id);  // without a group it may be gone on some ranks, and is never next
   gather_ahead(id, device, context);
   return unsharded;
 }
@@ -273,13 +275,14 @@ int64_t GatherCache::after(const Pair& pair) const {
 
 void GatherCache::enter_region(const StreamContext& context) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (last_ != kBorder) note_use(kBorder);  // the end of one region and the start of the next are one border
+  if (last_ != kRegionBoundary)
+    note_use(kRegionBoundary);  // the end of one region and the start of the next are one border
   if (context.capture != 0) region_ = context.capture;
 }
 
 void GatherCache::leave_region(const StreamContext& context) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (last_ != kBorder) note_use(kBorder);
+  if (last_ != kRegionBoundary) note_use(kRegionBoundary);
   if (context.capture == 0) return;
   region_ = 0;
   std::vector<int64_t> left;
@@ -302,7 +305,7 @@ void GatherCache::gather_ahead(int64_t id, c10::Device device, const StreamConte
   int64_t last = id;  // the weight before the next one
   for (int64_t step = 0; step < distance_; ++step) {
     int64_t next = after(pair);
-    if (next == kBorder && !in_region) {
+    if (next == kRegionBoundary && !in_region) {
       pair = Pair(pair.second, next);
       next = after(pair);
     }
@@ -310,7 +313,7 @@ void GatherCache::gather_ahead(int64_t id, c10::Device device, const StreamConte
     if (known == sources_.end() || next == id) return;
     const Source& source = known->second;
     const Source& before = sources_.at(last);
-    if (before.shard.set == 0 || before.shard.set != source.shard.set) return;
+    if (before.shard.param_group == 0 || before.shard.param_group != source.shard.param_group) return;
     if (before.backward && !source.backward) return;
     pair = Pair(pair.second, next);
     last = next;

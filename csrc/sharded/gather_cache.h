@@ -8,7 +8,7 @@
 // Every rank must decide alike, because a gather needs all of them. Decisions depend only on the calls a program makes, on the
 // versions that torch counts, and on announced changes (invalidate_prefetched): never on time, addresses or values. Whether a
 // weight still exists is not among them, as ranks collect garbage at different times. So a weight is gathered early only after
-// one of its own set, and the weights of a set exist together.
+// one of its own param group, and the weights of a param group exist together.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -122,7 +122,7 @@ class GatherCache {
   bool in_graphs_ = false;
   std::map<std::pair<const void*, bool>, int64_t> ids_;  // of the data of a shard, and of its direction
   std::map<int64_t, Source> sources_;
-  // By set, name, direction and sizes, where there is a name.
+  // By param group, name, direction and sizes, where there is a name.
   std::map<std::tuple<int64_t, std::string, bool, std::vector<int64_t>>, int64_t> named_;
   std::map<int64_t, Early> early_;
   std::map<Pair, int64_t> next_;  // what was used after the two, and after the second of them

@@ -65,7 +65,7 @@ class BorderFunction : public CheckedFunction<BorderFunction<Border, Other>> {
 
 template <typename Border, typename Other>
 Tensor autograd(const Tensor& input, std::string_view group_name) {
-  if (any_wants_grad(input)) return BorderFunction<Border, Other>::apply(input, group_name);
+  if (any_requires_grad(input)) return BorderFunction<Border, Other>::apply(input, group_name);
   const BelowAutograd guard;
   return Border::op(input, group_name);
 }

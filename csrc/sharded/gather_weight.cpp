@@ -45,7 +45,7 @@ Gather checked(const Tensor& data, const OptionalTensor& scale_inv, const Option
   TP_CHECK_VALUE(
       !gather.shard.is_external(), kOp, "shard", "a key without 'handle'", "'" << shard_key << "'",
       "A weight that another runtime gathers cannot have this recipe: use one without delayed scaling");
-  TP_CHECK_VALUE(!gather.shard.each, kOp, "shard", "a key without 'each'", "'" << shard_key << "'",
+  TP_CHECK_VALUE(!gather.shard.is_list, kOp, "shard", "a key without 'list'", "'" << shard_key << "'",
                  "Gather several matrices with gather_weight_list");
   TP_CHECK_VALUE(scale_inv.has_value() == (count > 1), kOp, "scale_inv",
                  (count > 1 ? "the scales" : "None") << " of '" << format_key << "'",
@@ -76,11 +76,11 @@ Gather checked(const Tensor& data, const OptionalTensor& scale_inv, const Option
   TP_CHECK_VALUE(rows * gather.shard.ranks >= gather.shard.rows, kOp, "data",
                  "at least " << (gather.shard.rows + gather.shard.ranks - 1) / gather.shard.ranks
                              << " of the " << gather.shard.rows << " rows",
-                 describe(shards[0]), "Cut the weight with zero rows after it");
+                 describe(shards[0]), "Shard the weight with zero rows after it");
   for (const BufferLayout& layout : layouts) {
     TP_CHECK_VALUE(rows % layout.rows == 0, kOp, "data",
                    "a multiple of " << layout.rows << " rows, the block of the format", rows,
-                   "Cut the weight in steps of blocks");
+                   "Shard the weight in steps of blocks");
   }
   return gather;
 }

@@ -21,8 +21,8 @@ constexpr const char* kOp = "gather_weight_list";
 
 WeightShard checked(TensorList shards, std::string_view shard_key) {
   WeightShard shard = parse_weight_shard(kOp, shard_key);
-  TP_CHECK_VALUE(shard.is_sharded() && shard.each && !shard.is_external(), kOp, "shard",
-                 "the key of matrices that are sharded over ranks, with 'each'", "'" << shard_key << "'",
+  TP_CHECK_VALUE(shard.is_sharded() && shard.is_list && !shard.is_external(), kOp, "shard",
+                 "the key of matrices that are sharded over ranks, with 'list'", "'" << shard_key << "'",
                  "Gather a single weight with gather_weight");
   TP_CHECK_VALUE(!shards.empty(), kOp, "shards", "at least one matrix", "an empty list",
                  "Pass this rank's rows of each matrix");
@@ -38,12 +38,12 @@ WeightShard checked(TensorList shards, std::string_view shard_key) {
     check_no_gradient(local, "Detach it: the layer that reads the weight has the gradient");
     TP_CHECK_VALUE(local.tensor.sym_sizes() == shards[0].sym_sizes(), kOp, name.c_str(),
                    "the sizes " << shards[0].sym_sizes() << " of 'shards[0]'", describe(local.tensor),
-                   "Cut all matrices in the same way");
+                   "Shard all matrices in the same way");
   }
   TP_CHECK_VALUE(
       shards[0].sym_size(0) * shard.ranks >= shard.rows, kOp, "shards[0]",
       "at least " << (shard.rows + shard.ranks - 1) / shard.ranks << " of the " << shard.rows << " rows",
-      describe(shards[0]), "Cut the matrices with zero rows after them");
+      describe(shards[0]), "Shard the matrices with zero rows after them");
   return shard;
 }
 

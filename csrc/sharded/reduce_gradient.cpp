@@ -54,12 +54,12 @@ bool is_observed(const Tensor& weight) {
 }
 
 void submit(const Tensor& unsharded_grad, const Tensor& out, bool accumulate, const WeightShard& shard,
-            std::function<void()> deliver, const Tensor& token) {
+            std::function<void()> deliver, const Tensor& work) {
   distributed::RankGroup group(kOp, shard.group, shard.timeout_ms, unsharded_grad);
   GroupWeights::of(group.state())
       .reductions.submit(
           unsharded_grad, out, [=] { call_reduce_scatter_out(unsharded_grad, out, accumulate, shard); },
-          std::move(deliver), token);
+          std::move(deliver), work);
 }
 
 at::ScalarType sum_dtype(const Tensor& unsharded_grad, const Tensor& weight) {
@@ -160,33 +160,33 @@ Tensor start_meta(const Tensor& unsharded_grad, const Tensor& weight, std::strin
 Tensor start_reduce_gradient(const Tensor& unsharded_grad, const Tensor& weight, std::string_view key) {
   const WeightShard shard = checked(kStartOp, unsharded_grad, weight, key);
   check_no_gradient({kStartOp, "unsharded_grad", unsharded_grad}, "Detach it: the sum of gradients has none");
-  const Tensor token = at::zeros({1}, unsharded_grad.options().dtype(at::kLong).requires_grad(false));
+  const Tensor work = at::zeros({1}, unsharded_grad.options().dtype(at::kLong).requires_grad(false));
   submit(unsharded_grad, empty(unsharded_grad, weight.sym_sizes(), sum_dtype(unsharded_grad, weight)), false,
-         shard, {}, token);
-  return token;
+         shard, {}, work);
+  return work;
 }
 
-Tensor finish_meta(const Tensor& token, const Tensor& unsharded_grad, const Tensor& weight,
+Tensor finish_meta(const Tensor& work, const Tensor& unsharded_grad, const Tensor& weight,
                    std::string_view key, const std::optional<Tensor>&) {
-  check_dtype({kFinishOp, "token", token}, {at::kLong});
+  check_dtype({kFinishOp, "work", work}, {at::kLong});
   checked(kFinishOp, unsharded_grad, weight, key);
   return empty(unsharded_grad, weight.sym_sizes(), sum_dtype(unsharded_grad, weight));
 }
 
-// A token that is not known, as that of a copied one, is made up for by another sum, on all ranks alike.
-Tensor finish_reduce_gradient(const Tensor& token, const Tensor& unsharded_grad, const Tensor& weight,
+// A work tensor that is not known, as that of a copied one, is made up for by another sum, on all ranks alike.
+Tensor finish_reduce_gradient(const Tensor& work, const Tensor& unsharded_grad, const Tensor& weight,
                               std::string_view key, const std::optional<Tensor>&) {
-  check_dtype({kFinishOp, "token", token}, {at::kLong});
+  check_dtype({kFinishOp, "work", work}, {at::kLong});
   const WeightShard shard = checked(kFinishOp, unsharded_grad, weight, key);
   check_no_gradient({kFinishOp, "unsharded_grad", unsharded_grad},
                     "Detach it: the sum of gradients has none");
   distributed::RankGroup group(kFinishOp, shard.group, shard.timeout_ms, unsharded_grad);
   Tensor out;
-  shard.run([&] { out = GroupWeights::of(group.state()).reductions.finish(token); });
+  shard.run([&] { out = GroupWeights::of(group.state()).reductions.finish(work); });
   if (out.defined()) {
     TP_CHECK_VALUE(out.sizes() == weight.sizes() && out.scalar_type() == sum_dtype(unsharded_grad, weight),
                    kFinishOp, "weight",
-                   "the weight that the token was made for, whose sum is " << describe(out), describe(weight),
+                   "the weight that the work was begun for, whose sum is " << describe(out), describe(weight),
                    "Pass the arguments of start_reduce_gradient");
     return out;
   }
@@ -222,9 +222,9 @@ Tensor reduce_gradient(const Tensor& unsharded_grad, const WeightShard& shard, c
   return ops::start_reduce_gradient(unsharded_grad, target.weight, shard.key);
 }
 
-Tensor finish_gradient(const Tensor& token, const Tensor& unsharded_grad, const Tensor& weight,
-                       const WeightShard& shard, const Tensor& after) {
-  return ops::finish_reduce_gradient(token, unsharded_grad, weight, shard.key, as_optional(after));
+Tensor finish_gradient(const Tensor& work, const Tensor& unsharded_grad, const Tensor& weight,
+                       const WeightShard& shard, const Tensor& depends_on) {
+  return ops::finish_reduce_gradient(work, unsharded_grad, weight, shard.key, as_optional(depends_on));
 }
 
 }  // namespace transformer_plugin::sharded

@@ -11,7 +11,7 @@ namespace transformer_plugin::sharded {
 
 // Where the sums go.
 struct ListTarget {
-  std::vector<at::Tensor> matrices;        // this rank's shards; undefined: no gradient is wanted
+  std::vector<at::Tensor> matrices;        // this rank's shards; undefined: no gradient is needed
   std::vector<at::Tensor> main_grad = {};  // buffers to write; otherwise the gradients
   bool accumulate = true;                  // or write over what the buffers hold
 };

@@ -18,7 +18,7 @@ constexpr size_t kMostRunning = 2;
 }  // namespace
 
 void Reductions::submit(const at::Tensor& unsharded_grad, const at::Tensor& out, std::function<void()> sum,
-                        std::function<void()> deliver, const at::Tensor& token) {
+                        std::function<void()> deliver, const at::Tensor& work) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const distributed::StreamContext context = distributed::current_stream_context(unsharded_grad.device());
   pending_.free_discarded(context);
@@ -32,9 +32,9 @@ void Reductions::submit(const at::Tensor& unsharded_grad, const at::Tensor& out,
     backward_ = backward;
     torch::autograd::Engine::get_default_engine().queue_callback([this, backward] { finish_all(); });
   }
-  submitted_.emplace(Submitted{unsharded_grad, out, token, std::move(sum), std::move(deliver), backward,
+  submitted_.emplace(Submitted{unsharded_grad, out, work, std::move(sum), std::move(deliver), backward,
                                stream_.record(unsharded_grad.device()), context});
-  if (token.defined()) enqueue_locked();
+  if (work.defined()) enqueue_locked();
 }
 
 // Of a backward that an error has ended: torch frees its callbacks without a call.
@@ -53,10 +53,10 @@ void Reductions::enqueue() {
   enqueue_locked();
 }
 
-at::Tensor Reductions::finish(const at::Tensor& token) {
+at::Tensor Reductions::finish(const at::Tensor& work) {
   const std::lock_guard<std::mutex> lock(mutex_);
   enqueue_locked();
-  const auto found = pending_.find(this, token);
+  const auto found = pending_.find(this, work);
   if (!found) return {};
   std::erase_if(running_, [&](const Running& running) { return running.number == found->number; });
   std::erase(unclaimed_, found->number);
@@ -70,15 +70,15 @@ void Reductions::enqueue_locked() {
   Submitted next = *std::exchange(submitted_, std::nullopt);
   const distributed::StreamEvent done = stream_.run_after(next.ready, next.sum);
   const int64_t number =
-      pending_.add({this, kOp, {next.unsharded_grad}, {next.out}, done, next.context}, next.token);
-  running_.push_back({number, next.token.defined(), std::move(next.deliver), next.backward});
+      pending_.add({this, kOp, {next.unsharded_grad}, {next.out}, done, next.context}, next.work);
+  running_.push_back({number, next.work.defined(), std::move(next.deliver), next.backward});
 }
 
 void Reductions::finish_oldest() {
   Running& oldest = running_.front();
   pending_.wait(oldest.number);
   if (oldest.deliver) oldest.deliver();
-  if (oldest.has_token) {
+  if (oldest.has_work) {
     unclaimed_.push_back(oldest.number);
   } else {
     pending_.take(oldest.number);

@@ -45,14 +45,15 @@ class Reader {
 bool parse(std::string_view key, WeightShard& shard) {
   Reader reader(key);
   if (!reader.take_number("rows=", shard.rows) || !reader.take_number("ranks=", shard.ranks)) return false;
-  shard.each = reader.take("each,");
+  shard.is_list = reader.take("list,");
   shard.mean = reader.take("mean,");
-  shard.bfloat16_parts = reader.take("parts=bf16,");
+  shard.reduces_in_bfloat16 = reader.take("reduce_dtype=bf16,");
   shard.asynchronous = reader.take("async,");
   if (reader.rest().substr(0, 11) == "timeout_ms=" && !reader.take_number("timeout_ms=", shard.timeout_ms)) {
     return false;
   }
-  if (reader.rest().substr(0, 4) == "set=" && !reader.take_number("set=", shard.set)) return false;
+  if (reader.rest().substr(0, 12) == "param_group=" && !reader.take_number("param_group=", shard.param_group))
+    return false;
   if (reader.rest().substr(0, 7) == "handle=" && !reader.take_number("handle=", shard.handle)) return false;
   if (!reader.take_text("name=", shard.name) || !reader.take("group=")) return false;
   shard.group = std::string(reader.rest());
@@ -67,8 +68,8 @@ WeightShard parse_weight_shard(const char* op, std::string_view key) {
   if (key.empty()) return shard;
   TP_CHECK_VALUE(
       parse(key, shard), op, "weight_shard",
-      "'', or a key such as 'rows=1024,ranks=4,mean,group=0' with options in the order rows, ranks, each, mean, "
-      "parts=bf16, async, timeout_ms, set, handle, name, group",
+      "'', or a key such as 'rows=1024,ranks=4,mean,group=0' with options in the order rows, ranks, list, mean, "
+      "reduce_dtype=bf16, async, timeout_ms, param_group, handle, name, group",
       "'" << key << "'", "Make it with transformer_plugin.parallel.WeightShard");
   return shard;
 }

@@ -9,21 +9,22 @@ namespace {
 
 using at::Tensor;
 
-Tensor all_gather(const Tensor& part, int64_t num_ranks, std::string_view group_name, int64_t timeout_ms,
-                  int64_t wanted) {
-  check_exchange({"all_gather", "part", part}, num_ranks, timeout_ms);
-  RankGroup group("all_gather", group_name, timeout_ms, part);
+Tensor all_gather(const Tensor& input, int64_t num_ranks, std::string_view group_name, int64_t timeout_ms,
+                  int64_t needs_grad) {
+  check_exchange({"all_gather", "input", input}, num_ranks, timeout_ms);
+  RankGroup group("all_gather", group_name, timeout_ms, input);
   check_ranks("all_gather", group, num_ranks);
-  if (num_ranks == 1) return part.clone(at::MemoryFormat::Contiguous);
-  group.begin_call(exchange_call(phases::kAllGather, "part", part, wanted > 0), 1);
-  return group.collectives().all_gather(part, phases::kAllGather).wait();
+  if (num_ranks == 1) return input.clone(at::MemoryFormat::Contiguous);
+  group.begin_call(exchange_call(phases::kAllGather, "input", input, needs_grad > 0), 1);
+  return group.collectives().all_gather(input, phases::kAllGather).wait();
 }
 
-Tensor all_gather_meta(const Tensor& part, int64_t num_ranks, std::string_view, int64_t timeout_ms, int64_t) {
-  check_exchange({"all_gather", "part", part}, num_ranks, timeout_ms);
-  std::vector<c10::SymInt> sizes(part.sym_sizes().begin(), part.sym_sizes().end());
+Tensor all_gather_meta(const Tensor& input, int64_t num_ranks, std::string_view, int64_t timeout_ms,
+                       int64_t) {
+  check_exchange({"all_gather", "input", input}, num_ranks, timeout_ms);
+  std::vector<c10::SymInt> sizes(input.sym_sizes().begin(), input.sym_sizes().end());
   sizes[0] = sizes[0] * num_ranks;
-  return empty(part, sizes, part.scalar_type());
+  return empty(input, sizes, input.scalar_type());
 }
 
 struct AllGather {

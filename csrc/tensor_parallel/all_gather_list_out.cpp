@@ -12,52 +12,53 @@ using at::TensorList;
 
 constexpr const char* kOp = "all_gather_list_out";
 
-void check_entry(const Argument& part, const Argument& out, int64_t num_ranks, int64_t timeout_ms) {
-  check_exchange(part, num_ranks, timeout_ms);
-  check_no_gradient(part, "Call all_gather, which has a gradient");
-  check_same_device(out, part);
-  check_same_dtype(out, part);
-  std::vector<c10::SymInt> sizes(part.tensor.sym_sizes().begin(), part.tensor.sym_sizes().end());
+void check_entry(const Argument& input, const Argument& out, int64_t num_ranks, int64_t timeout_ms) {
+  check_exchange(input, num_ranks, timeout_ms);
+  check_no_gradient(input, "Call all_gather, which has a gradient");
+  check_same_device(out, input);
+  check_same_dtype(out, input);
+  std::vector<c10::SymInt> sizes(input.tensor.sym_sizes().begin(), input.tensor.sym_sizes().end());
   sizes[0] = sizes[0] * num_ranks;
   TP_CHECK_VALUE(out.tensor.sym_sizes() == c10::SymIntArrayRef(sizes), kOp, out.name,
-                 "the sizes " << c10::SymIntArrayRef(sizes) << ", the parts of " << num_ranks << " ranks",
+                 "the sizes " << c10::SymIntArrayRef(sizes) << ", the inputs of " << num_ranks << " ranks",
                  describe(out.tensor), "Allocate it with those sizes");
   check_contiguous(out);
   check_memory(out);
 }
 
-void check_arguments(TensorList parts, TensorList out, int64_t num_ranks, int64_t timeout_ms) {
-  TP_CHECK_VALUE(!parts.empty(), kOp, "parts", "at least one tensor", "an empty list",
+void check_arguments(TensorList inputs, TensorList out, int64_t num_ranks, int64_t timeout_ms) {
+  TP_CHECK_VALUE(!inputs.empty(), kOp, "inputs", "at least one tensor", "an empty list",
                  "Pass tensors to gather");
-  TP_CHECK_VALUE(parts.size() == out.size(), kOp, "out", parts.size() << " tensors, one for each of 'parts'",
-                 out.size(), "Pass one buffer for each part");
-  for (size_t i = 0; i < parts.size(); ++i) {
-    const std::string part_name = entry("parts", i), out_name = entry("out", i);
-    const Argument part{kOp, part_name.c_str(), parts[i]};
-    check_entry(part, {kOp, out_name.c_str(), out[i]}, num_ranks, timeout_ms);
-    check_same_device(part, {kOp, "parts[0]", parts[0]});
+  TP_CHECK_VALUE(inputs.size() == out.size(), kOp, "out",
+                 inputs.size() << " tensors, one for each of 'inputs'", out.size(),
+                 "Pass one buffer for each input");
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    const std::string input_name = entry("inputs", i), out_name = entry("out", i);
+    const Argument input{kOp, input_name.c_str(), inputs[i]};
+    check_entry(input, {kOp, out_name.c_str(), out[i]}, num_ranks, timeout_ms);
+    check_same_device(input, {kOp, "inputs[0]", inputs[0]});
   }
   check_written(kOp, "out", out);
 }
 
-void all_gather_list_out(TensorList parts, TensorList out, int64_t num_ranks, std::string_view group_name,
+void all_gather_list_out(TensorList inputs, TensorList out, int64_t num_ranks, std::string_view group_name,
                          int64_t timeout_ms) {
-  check_arguments(parts, out, num_ranks, timeout_ms);
+  check_arguments(inputs, out, num_ranks, timeout_ms);
   CallMemory memory(kOp);
-  memory.read("parts", parts);
+  memory.read("inputs", inputs);
   memory.written_entries("out", out);
   memory.check();
-  RankGroup group(kOp, group_name, timeout_ms, parts[0]);
+  RankGroup group(kOp, group_name, timeout_ms, inputs[0]);
   check_ranks(kOp, group, num_ranks);
   const BelowAutograd guard;  // the version of a buffer is bumped once, below
-  group.begin_call(list_call(phases::kAllGatherList, "parts", parts), 1);
-  group.collectives().all_gather_list(parts, out, phases::kAllGatherList).wait();
+  group.begin_call(list_call(phases::kAllGatherList, "inputs", inputs), 1);
+  group.collectives().all_gather_list(inputs, out, phases::kAllGatherList).wait();
   for (const Tensor& buffer : out) mark_written(buffer);
 }
 
-void all_gather_list_out_meta(TensorList parts, TensorList out, int64_t num_ranks, std::string_view,
+void all_gather_list_out_meta(TensorList inputs, TensorList out, int64_t num_ranks, std::string_view,
                               int64_t timeout_ms) {
-  check_arguments(parts, out, num_ranks, timeout_ms);
+  check_arguments(inputs, out, num_ranks, timeout_ms);
 }
 
 }  // namespace

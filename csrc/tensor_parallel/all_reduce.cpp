@@ -118,7 +118,7 @@ class AllReduceFunction : public CheckedFunction<AllReduceFunction> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    if (!any_wants_grad(grads[0])) return {grads[0], Tensor(), Tensor(), Tensor()};
+    if (!any_requires_grad(grads[0])) return {grads[0], Tensor(), Tensor(), Tensor()};
     auto& saved = ctx->saved_data;
     return {CopyToGroupFunction::apply(grads[0], saved["num_ranks"].toInt(),
                                        saved["group_name"].toStringRef(), saved["timeout_ms"].toInt()),
@@ -128,7 +128,7 @@ class AllReduceFunction : public CheckedFunction<AllReduceFunction> {
 
 Tensor all_reduce_autograd(const Tensor& input, int64_t num_ranks, std::string_view group_name,
                            int64_t timeout_ms) {
-  if (any_wants_grad(input)) {
+  if (any_requires_grad(input)) {
     return AllReduceFunction::apply(input, num_ranks, group_name, timeout_ms);
   }
   const BelowAutograd guard;
@@ -143,7 +143,7 @@ Tensor copy_to_group(const Tensor& given, int64_t num_ranks, std::string_view gr
   if (!is_traced(input) && !input.is_meta()) {
     check_ranks(kCopyOp, RankGroup(kCopyOp, group_name, timeout_ms, input), num_ranks);
   }
-  if (!any_wants_grad(input)) return input;
+  if (!any_requires_grad(input)) return input;
   return CopyToGroupFunction::apply(input, num_ranks, group_name, timeout_ms);
 }
 

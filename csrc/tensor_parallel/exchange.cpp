@@ -45,7 +45,7 @@ std::vector<c10::SymInt> reduced_sizes(const Argument& argument, int64_t num_ran
   return sizes;
 }
 
-Tensor exchanged_parts(const RankGroup& group, const Tensor& parts, const Phase& phase) {
+Tensor all_to_all_rows(const RankGroup& group, const Tensor& parts, const Phase& phase) {
   return group.collectives().all_to_all(parts, phase).wait().view({parts.size(0), width_of(parts)});
 }
 
@@ -60,12 +60,12 @@ int64_t width_of(const Tensor& tensor) {
   return width;
 }
 
-Call exchange_call(const Phase& phase, const char* argument, const Tensor& tensor, bool wanted) {
+Call exchange_call(const Phase& phase, const char* argument, const Tensor& tensor, bool needs_grad) {
   Call call(phase, fields::kAll);
   call.set(fields::kDtype, static_cast<int64_t>(tensor.scalar_type()), argument)
       .set(fields::kRows, tensor.size(0), argument)
       .set(fields::kWidth, width_of(tensor), argument)
-      .set(fields::kGradient, wanted, argument);
+      .set(fields::kGradient, needs_grad, argument);
   return call;
 }
 

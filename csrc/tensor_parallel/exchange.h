@@ -21,14 +21,14 @@ void check_ranks(const char* op, const RankGroup& group, int64_t num_ranks);
 // The same, and that the rows can be added and divided among the ranks. Returns the sizes of a rank's part.
 std::vector<c10::SymInt> reduced_sizes(const Argument& parts, int64_t num_ranks, int64_t timeout_ms);
 // [R * n, W]: this rank's part as each rank has it.
-at::Tensor exchanged_parts(const RankGroup& group, const at::Tensor& parts, const Phase& phase);
+at::Tensor all_to_all_rows(const RankGroup& group, const at::Tensor& parts, const Phase& phase);
 // This rank's part of the sum over ranks, times `factor`, into a contiguous buffer, or added to it.
-void sum_parts_into(const RankGroup& group, const at::Tensor& parts, const Phase& phase,
-                    const at::Tensor& out, bool accumulate, double factor);
+void reduce_scatter_into(const RankGroup& group, const at::Tensor& parts, const Phase& phase,
+                         const at::Tensor& out, bool accumulate, double factor);
 // Elements of a row.
 int64_t width_of(const at::Tensor& tensor);
-// The header of a call. `wanted`: whether autograd will compute a gradient.
-Call exchange_call(const Phase& phase, const char* argument, const at::Tensor& tensor, bool wanted);
+// The header of a call. `needs_grad`: whether autograd will compute a gradient.
+Call exchange_call(const Phase& phase, const char* argument, const at::Tensor& tensor, bool needs_grad);
 // That of a call with several tensors.
 Call list_call(const Phase& phase, const char* argument, at::TensorList parts);
 
@@ -61,13 +61,13 @@ class ExchangeFunction : public CheckedFunction<ExchangeFunction<Op>> {
 
 template <typename Op>
 at::Tensor exchange_autograd(const at::Tensor& tensor, int64_t num_ranks, std::string_view group_name,
-                             int64_t timeout_ms, int64_t wanted) {
-  if (any_wants_grad(tensor)) {
+                             int64_t timeout_ms, int64_t needs_grad) {
+  if (any_requires_grad(tensor)) {
     return ExchangeFunction<Op>::apply(tensor, num_ranks, group_name, timeout_ms);
   }
   const BelowAutograd guard;
-  // In a compiled graph `wanted` holds the value from the time of tracing.
-  return Op::call(tensor, num_ranks, group_name, timeout_ms, wanted);
+  // In a compiled graph `needs_grad` holds the value from the time of tracing.
+  return Op::call(tensor, num_ranks, group_name, timeout_ms, needs_grad);
 }
 
 }  // namespace transformer_plugin::tensor_parallel

@@ -13,17 +13,17 @@ using distributed::Phase;
 
 namespace phases {
 
-inline constexpr Phase kAllGather{200, "all_gather", "parts"};
-inline constexpr Phase kReduceScatter{201, "reduce_scatter", "parts"};
+inline constexpr Phase kAllGather{200, "all_gather", "input"};
+inline constexpr Phase kReduceScatter{201, "reduce_scatter", "input"};
 
-inline constexpr Phase kAllGatherList{202, "all_gather_list_out", "parts"};
-inline constexpr Phase kReduceScatterOut{203, "reduce_scatter_out", "parts"};
+inline constexpr Phase kAllGatherList{202, "all_gather_list_out", "input"};
+inline constexpr Phase kReduceScatterOut{203, "reduce_scatter_out", "input"};
 
-inline constexpr Phase kAllReduce{204, "all_reduce", "parts"};
-inline constexpr Phase kCrossEntropy{205, "vocab_parallel_cross_entropy", "parts"};
+inline constexpr Phase kAllReduce{204, "all_reduce", "input"};
+inline constexpr Phase kCrossEntropy{205, "vocab_parallel_cross_entropy", "input"};
 
-inline constexpr Phase kStartAllGather{206, "start_all_gather", "parts"};
-inline constexpr Phase kStartReduceScatter{207, "start_reduce_scatter", "parts"};
+inline constexpr Phase kStartAllGather{206, "start_all_gather", "input"};
+inline constexpr Phase kStartReduceScatter{207, "start_reduce_scatter", "input"};
 
 inline constexpr Phase kAll[] = {kAllGather, kReduceScatter, kAllGatherList,  kReduceScatterOut,
                                  kAllReduce, kCrossEntropy,  kStartAllGather, kStartReduceScatter};
@@ -35,7 +35,7 @@ namespace fields {
 inline constexpr Field kDtype{1, "dtype", FieldKind::kDtype};
 inline constexpr Field kRows{2, "rows", FieldKind::kNumber};    // of the tensor's first dimension
 inline constexpr Field kWidth{3, "width", FieldKind::kNumber};  // elements of one of them
-inline constexpr Field kGradient{4, "the gradient", FieldKind::kWanted};
+inline constexpr Field kGradient{4, "the gradient", FieldKind::kNeedsGrad};
 // of a list
 inline constexpr Field kTensors{5, "tensors", FieldKind::kNumber};
 inline constexpr Field kBytes{6, "bytes", FieldKind::kNumber};

@@ -12,23 +12,23 @@ namespace {
 
 using at::Tensor;
 
-Tensor reduce_scatter(const Tensor& parts, int64_t num_ranks, std::string_view group_name, int64_t timeout_ms,
-                      int64_t wanted) {
+Tensor reduce_scatter(const Tensor& input, int64_t num_ranks, std::string_view group_name, int64_t timeout_ms,
+                      int64_t needs_grad) {
   const std::vector<c10::SymInt> sizes =
-      reduced_sizes({"reduce_scatter", "parts", parts}, num_ranks, timeout_ms);
-  RankGroup group("reduce_scatter", group_name, timeout_ms, parts);
+      reduced_sizes({"reduce_scatter", "input", input}, num_ranks, timeout_ms);
+  RankGroup group("reduce_scatter", group_name, timeout_ms, input);
   check_ranks("reduce_scatter", group, num_ranks);
-  group.begin_call(exchange_call(phases::kReduceScatter, "parts", parts, wanted > 0), 1);
-  const Tensor received = exchanged_parts(group, parts, phases::kReduceScatter);
-  const int64_t rows = parts.size(0);
+  group.begin_call(exchange_call(phases::kReduceScatter, "input", input, needs_grad > 0), 1);
+  const Tensor received = all_to_all_rows(group, input, phases::kReduceScatter);
+  const int64_t rows = input.size(0);
   const Tensor sums = distributed::sum_ranks(received, num_ranks, rows / num_ranks);
   return sums.view_symint(sizes);
 }
 
-Tensor reduce_scatter_meta(const Tensor& parts, int64_t num_ranks, std::string_view, int64_t timeout_ms,
+Tensor reduce_scatter_meta(const Tensor& input, int64_t num_ranks, std::string_view, int64_t timeout_ms,
                            int64_t) {
-  return empty(parts, reduced_sizes({"reduce_scatter", "parts", parts}, num_ranks, timeout_ms),
-               parts.scalar_type());
+  return empty(input, reduced_sizes({"reduce_scatter", "input", input}, num_ranks, timeout_ms),
+               input.scalar_type());
 }
 
 struct ReduceScatter {

@@ -1,5 +1,5 @@
 // start_all_gather and finish_all_gather, start_reduce_scatter and finish_reduce_scatter: the collectives in two steps. The first
-// begins one on a side stream and returns a token, the second gives the result, for which the current stream then waits. On a
+// begins one on a side stream and returns a work tensor, the second gives the result, for which the current stream then waits. On a
 // CPU the first does it all. The gradient is that of the collective as a whole and belongs to the second step.
 #include <ATen/ops/zeros.h>
 
@@ -28,32 +28,32 @@ class StartedCollectives {
     return state.extension<StartedCollectives>(state);
   }
 
-  // Runs `exchange`, which reads `operand` and writes `out`, for the op `start`. Returns the token.
+  // Runs `exchange`, which reads `operand` and writes `out`, for the op `start`. Returns the work tensor.
   template <typename Exchange>
   Tensor begin(const char* start, const Tensor& operand, const Tensor& out, Exchange&& exchange) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const distributed::StreamContext context = distributed::current_stream_context(operand.device());
     pending_.free_discarded(context);
-    const Tensor token = at::zeros({1}, operand.options().dtype(at::kLong).requires_grad(false));
+    const Tensor work = at::zeros({1}, operand.options().dtype(at::kLong).requires_grad(false));
     const distributed::StreamEvent done = stream_.run(operand.device(), std::forward<Exchange>(exchange));
-    pending_.add({this, start, {operand}, {out}, done, context}, token);
-    return token;
+    pending_.add({this, start, {operand}, {out}, done, context}, work);
+    return work;
   }
 
-  // The result of `operand`, for which the current stream waits; undefined if the token is of none. Raises for the token of
+  // The result of `operand`, for which the current stream waits; undefined if it is of none. Raises for the work of
   // another op, or of an operand of other sizes or dtype, which is still running then.
-  Tensor finish(const char* op, const char* start, const Tensor& token, const Argument& operand) {
+  Tensor finish(const char* op, const char* start, const Tensor& work, const Argument& operand) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = pending_.find(this, token);
+    const auto found = pending_.find(this, work);
     if (!found) return {};
     const distributed::StartedCollective& started = found->collective;
-    TP_CHECK_VALUE(std::string_view(started.op) == start, op, "token", "a token of " << start,
+    TP_CHECK_VALUE(std::string_view(started.op) == start, op, "work", "what " << start << " returned",
                    "one of " << started.op, "Finish each collective with the op that belongs to its start");
     const Tensor& taken = started.operands[0];
     TP_CHECK_VALUE(
         taken.sizes() == operand.tensor.sizes() && taken.scalar_type() == operand.tensor.scalar_type(), op,
         operand.name, "what " << start << " took, " << describe(taken), describe(operand.tensor),
-        "Pass the arguments that the token was made from");
+        "Pass the arguments that the work was begun with");
     return pending_.finish(found->number)[0];
   }
 
@@ -68,19 +68,19 @@ struct AllGather {
   static constexpr auto start_op = ops::start_all_gather;
   static constexpr auto finish_op = ops::finish_all_gather;
   static constexpr const char* kName = "finish_all_gather";
-  static constexpr const char *kStart = start_op.name, *kOperand = "part";
+  static constexpr const char *kStart = start_op.name, *kOperand = "input";
   static constexpr Phase kPhase = phases::kStartAllGather;
   static constexpr auto whole = ops::all_gather;
   static constexpr auto gradient = ops::reduce_scatter;
 
-  static std::vector<c10::SymInt> sizes(const Argument& part, int64_t num_ranks, int64_t timeout_ms) {
-    check_exchange(part, num_ranks, timeout_ms);
-    std::vector<c10::SymInt> result(part.tensor.sym_sizes().begin(), part.tensor.sym_sizes().end());
+  static std::vector<c10::SymInt> sizes(const Argument& input, int64_t num_ranks, int64_t timeout_ms) {
+    check_exchange(input, num_ranks, timeout_ms);
+    std::vector<c10::SymInt> result(input.tensor.sym_sizes().begin(), input.tensor.sym_sizes().end());
     result[0] = result[0] * num_ranks;
     return result;
   }
-  static void run(const RankGroup& group, const Tensor& part, const Tensor& out) {
-    group.collectives().all_gather_list({part}, {out}, kPhase).wait();
+  static void run(const RankGroup& group, const Tensor& input, const Tensor& out) {
+    group.collectives().all_gather_list({input}, {out}, kPhase).wait();
   }
 };
 
@@ -88,20 +88,20 @@ struct ReduceScatter {
   static constexpr auto start_op = ops::start_reduce_scatter;
   static constexpr auto finish_op = ops::finish_reduce_scatter;
   static constexpr const char* kName = "finish_reduce_scatter";
-  static constexpr const char *kStart = start_op.name, *kOperand = "parts";
+  static constexpr const char *kStart = start_op.name, *kOperand = "input";
   static constexpr Phase kPhase = phases::kStartReduceScatter;
   static constexpr auto whole = ops::reduce_scatter;
   static constexpr auto gradient = ops::all_gather;
   static constexpr auto sizes = reduced_sizes;
 
-  static void run(const RankGroup& group, const Tensor& parts, const Tensor& out) {
-    sum_parts_into(group, parts, kPhase, out, false, 1);
+  static void run(const RankGroup& group, const Tensor& input, const Tensor& out) {
+    reduce_scatter_into(group, input, kPhase, out, false, 1);
   }
 };
 
 template <typename Op>
 Tensor start(const Tensor& operand, int64_t num_ranks, std::string_view group_name, int64_t timeout_ms,
-             int64_t wanted) {
+             int64_t needs_grad) {
   const auto sizes = Op::sizes({Op::kStart, Op::kOperand, operand}, num_ranks, timeout_ms);
   const BelowAutograd guard;
   const auto group = std::make_shared<RankGroup>(Op::kStart, group_name, timeout_ms, operand);
@@ -113,7 +113,7 @@ Tensor start(const Tensor& operand, int64_t num_ranks, std::string_view group_na
       out.copy_(values);
       return;
     }
-    group->begin_call(exchange_call(Op::kPhase, Op::kOperand, values, wanted > 0), 1);
+    group->begin_call(exchange_call(Op::kPhase, Op::kOperand, values, needs_grad > 0), 1);
     Op::run(*group, values, out);
   });
 }
@@ -124,41 +124,41 @@ Tensor start_meta(const Tensor& operand, int64_t num_ranks, std::string_view, in
   return empty(operand, {1}, at::kLong);
 }
 
-// The token has no gradient. The ranks compare whether the second step will have one.
+// The work tensor has no gradient. The ranks compare whether the second step will have one.
 template <typename Op>
 Tensor start_autograd(const Tensor& operand, int64_t num_ranks, std::string_view group_name,
-                      int64_t timeout_ms, int64_t wanted) {
-  // In a compiled graph `wanted` holds the value from the time of tracing.
-  if (any_wants_grad(operand)) wanted = 1;
+                      int64_t timeout_ms, int64_t needs_grad) {
+  // In a compiled graph `needs_grad` holds the value from the time of tracing.
+  if (any_requires_grad(operand)) needs_grad = 1;
   const BelowAutograd guard;
-  return Op::start_op(operand, num_ranks, group_name, timeout_ms, wanted);
+  return Op::start_op(operand, num_ranks, group_name, timeout_ms, needs_grad);
 }
 
-void check_token(const char* op, const Tensor& token, const Argument& operand) {
+void check_work(const char* op, const Tensor& work, const Argument& operand) {
   check_defined(operand);
-  check_dtype({op, "token", token}, {at::kLong});
-  check_same_device({op, "token", token}, operand);
+  check_dtype({op, "work", work}, {at::kLong});
+  check_same_device({op, "work", work}, operand);
 }
 
-// A token that is not known, as that of a copied one, is made up for by the collective as a whole, on all ranks alike.
+// A work tensor that is not known, as that of a copied one, is made up for by the collective as a whole, on all ranks alike.
 template <typename Op>
-Tensor finish(const Tensor& token, const Tensor& operand, int64_t num_ranks, std::string_view group_name,
+Tensor finish(const Tensor& work, const Tensor& operand, int64_t num_ranks, std::string_view group_name,
               int64_t timeout_ms, const std::optional<Tensor>&) {
   const Argument argument{Op::kName, Op::kOperand, operand};
-  check_token(Op::kName, token, argument);
+  check_work(Op::kName, work, argument);
   Op::sizes(argument, num_ranks, timeout_ms);
   const BelowAutograd guard;
   const RankGroup group(Op::kName, group_name, timeout_ms, operand);
   check_ranks(Op::kName, group, num_ranks);
-  const Tensor out = StartedCollectives::of(group.state()).finish(Op::kName, Op::kStart, token, argument);
+  const Tensor out = StartedCollectives::of(group.state()).finish(Op::kName, Op::kStart, work, argument);
   return out.defined() ? out : Op::whole(operand, num_ranks, group_name, timeout_ms, -1);
 }
 
 template <typename Op>
-Tensor finish_meta(const Tensor& token, const Tensor& operand, int64_t num_ranks, std::string_view,
+Tensor finish_meta(const Tensor& work, const Tensor& operand, int64_t num_ranks, std::string_view,
                    int64_t timeout_ms, const std::optional<Tensor>&) {
   const Argument argument{Op::kName, Op::kOperand, operand};
-  check_token(Op::kName, token, argument);
+  check_work(Op::kName, work, argument);
   return empty(operand, Op::sizes(argument, num_ranks, timeout_ms), operand.scalar_type());
 }
 
@@ -168,13 +168,14 @@ class FinishFunction : public CheckedFunction<FinishFunction<Op>> {
   static constexpr const char* kName = Op::kName;
   static constexpr bool is_traceable = true;
 
-  static Tensor forward(AutogradContext* ctx, const Tensor& token, const Tensor& operand, int64_t num_ranks,
-                        std::string_view group_name, int64_t timeout_ms, const std::optional<Tensor>& after) {
+  static Tensor forward(AutogradContext* ctx, const Tensor& work, const Tensor& operand, int64_t num_ranks,
+                        std::string_view group_name, int64_t timeout_ms,
+                        const std::optional<Tensor>& depends_on) {
     ctx->saved_data["num_ranks"] = num_ranks;
     ctx->saved_data["group_name"] = std::string(group_name);
     ctx->saved_data["timeout_ms"] = timeout_ms;
     const BelowAutograd guard;
-    return Op::finish_op(token, operand, num_ranks, group_name, timeout_ms, after);
+    return Op::finish_op(work, operand, num_ranks, group_name, timeout_ms, depends_on);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -188,13 +189,14 @@ class FinishFunction : public CheckedFunction<FinishFunction<Op>> {
 };
 
 template <typename Op>
-Tensor finish_autograd(const Tensor& token, const Tensor& operand, int64_t num_ranks,
-                       std::string_view group_name, int64_t timeout_ms, const std::optional<Tensor>& after) {
-  if (any_wants_grad(operand)) {
-    return FinishFunction<Op>::apply(token, operand, num_ranks, group_name, timeout_ms, after);
+Tensor finish_autograd(const Tensor& work, const Tensor& operand, int64_t num_ranks,
+                       std::string_view group_name, int64_t timeout_ms,
+                       const std::optional<Tensor>& depends_on) {
+  if (any_requires_grad(operand)) {
+    return FinishFunction<Op>::apply(work, operand, num_ranks, group_name, timeout_ms, depends_on);
   }
   const BelowAutograd guard;
-  return Op::finish_op(token, operand, num_ranks, group_name, timeout_ms, after);
+  return Op::finish_op(work, operand, num_ranks, group_name, timeout_ms, depends_on);
 }
 
 }  // namespace

@@ -271,7 +271,7 @@ class CrossEntropyFunction : public DifferentiableOnce<CrossEntropyFunction> {
 Tensor loss_autograd(const Tensor& logits, const Tensor& target, int64_t vocabulary, int64_t num_ranks,
                      std::string_view group_name, double label_smoothing, int64_t ignore_index,
                      int64_t timeout_ms) {
-  if (any_wants_grad(logits)) {
+  if (any_requires_grad(logits)) {
     return CrossEntropyFunction::apply(logits, target, vocabulary, num_ranks, group_name, label_smoothing,
                                        ignore_index, timeout_ms);
   }

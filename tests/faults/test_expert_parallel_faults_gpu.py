@@ -134,7 +134,7 @@ def test_ranks_that_disagree_raise_before_anything_is_queued() -> None:
             assert len(texts) == 4, texts
             assert "dtype is float32 on rank 0, bfloat16 on rank 1" in texts[0]
             assert "topk_weights is given on rank 0, None on rank 1" in texts[1]
-            assert "the gradient of the rows is wanted on rank 0, not wanted on rank 1" in texts[2]
+            assert "the gradient of the rows is needed on rank 0, not needed on rank 1" in texts[2]
             assert texts[3] == "32.0"
 
 

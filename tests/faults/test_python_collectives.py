@@ -146,7 +146,7 @@ ACTIONS: dict[str, tuple[Callable[[Any], Action], tuple[str, str]]] = {
     "quantize_all_gather": (gather_quantized, ("quantize_all_gather", "amaxes")),
     "DTensors": (redistribute, ("redistribute", "S(0) to R")),
     "NormColwiseParallel": (styled, ("NormColwiseParallel", "parameters")),
-    "Muon": (muon, ("all_gather", "parts")),
+    "Muon": (muon, ("all_gather", "input")),
     "shard_": (shard, ("shard_", "weights")),
     "data_parallel": (replicate, ("data_parallel", "places")),
 }

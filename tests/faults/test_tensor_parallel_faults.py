@@ -49,7 +49,7 @@ def test_lost_rank_is_named(phase: str, how: str) -> None:
             outcome = pool.result(survivor)
             assert outcome.error == "PeerTimeoutError", outcome
             assert (outcome.rank, outcome.ranks) == (VICTIM, (VICTIM,)), outcome
-            assert (outcome.op, outcome.phase) == (op, "parts"), outcome
+            assert (outcome.op, outcome.phase) == (op, "input"), outcome
             assert outcome.seconds < PROMISE, outcome
         pool.kill(VICTIM)
         pool.dismiss()

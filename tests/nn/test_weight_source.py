@@ -52,8 +52,8 @@ def test_copies_of_a_sharded_layer_are_gathered_alone(by: Any) -> None:
     layer._take_weight_from(ShardedWeight(WeightShard(128, 1, "0", set=3, name="weight"), {}, True))
     key = layer.named_weight_shard
     copied = by(layer)
-    assert layer.named_weight_shard == key and ",set=3" in key
-    assert copied.named_weight_shard == key.replace(",set=3", "")
+    assert layer.named_weight_shard == key and ",param_group=3" in key
+    assert copied.named_weight_shard == key.replace(",param_group=3", "")
     copied.forget_quantized_weights()
     copied.fuse_wgrad_accumulation = True
     assert not layer.fuse_wgrad_accumulation and layer.gathers_quantized and copied.gathers_quantized

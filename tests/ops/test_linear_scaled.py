@@ -316,7 +316,7 @@ def test_options_that_delayed_scaling_does_not_have(op: Callable[..., Tensor]) -
         "dgrad_out": buffer,
     }
     options |= {"quantized_weight": [buffer], "wgrad_queue": buffer, "save_original_input": True}
-    options |= {"input_ranks": 2} if op is ops.linear else {}
+    options |= {"sequence_parallel_size": 2} if op is ops.linear else {}
     for name, value in options.items():
         with pytest.raises(
             ValueError, match=rf"^transformer_plugin::{op.__name__}: argument '{name}': expected"

@@ -240,5 +240,5 @@ def test_a_recipe_that_is_set_later() -> None:
     layer = layer_of("Linear")
     driven(layer)
     layer.recipe = recipes.DelayedScaling()
-    with pytest.raises(ValueError, match="expected a key without 'each' and 'handle'"):
+    with pytest.raises(ValueError, match="expected a key without 'list' and 'handle'"):
         run(layer, "Linear")

@@ -16,7 +16,7 @@ def check_op(rank: Rank) -> None:
     every = [[torch.randn(4, 6, generator=generator) for _ in range(3)] for _ in range(rank.size)]
     parts = [part.to(rank.device, copy=True) for part in every[rank.rank]]
     for rows in (4 * rank.size, 4 * rank.size - 3):
-        shard = f"rows={rows},ranks={rank.size},each,set=1,group={rank.group_name}"
+        shard = f"rows={rows},ranks={rank.size},list,param_group=1,group={rank.group_name}"
         want = reference.gather_weight_list(every, rows)[rank.rank]
         for backward in (False, True):
             assert_same_bits(ops.gather_weight_list(parts, backward, shard).cpu(), want)
@@ -30,7 +30,7 @@ def test_op(pool: RankPool) -> None:
     pool.run(check_op)
 
 
-_ONE = "rows=4,ranks=1,each,group="
+_ONE = "rows=4,ranks=1,list,group="
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ _ONE = "rows=4,ranks=1,each,group="
         ([(4, 6), (4, 5)], _ONE, r"argument 'shards\[1\]': expected the sizes \[4, 6\] of 'shards\[0\]'"),
         (
             [(4, 6)],
-            "rows=5,ranks=1,each,group=",
+            "rows=5,ranks=1,list,group=",
             r"argument 'shards\[0\]': expected at least 5 of the 5 rows",
         ),
         ([(4, 6, 1)], _ONE, r"argument 'shards\[0\]': expected"),
@@ -57,16 +57,16 @@ def test_op_errors(parts: list[tuple[int, ...]], shard: str, text: str) -> None:
 
 def test_layers_refuse_wrong_keys() -> None:
     weights, input, sizes = [torch.zeros(4, 8)] * 2, torch.zeros(3, 8), torch.tensor([1, 2])
-    with pytest.raises(ValueError, match="expected '' or a key with 'each' for a weight of several tensors"):
+    with pytest.raises(ValueError, match="expected '' or a key with 'list' for a weight of several tensors"):
         ops.grouped_linear(input, weights, sizes, weight_shard="rows=4,ranks=1,group=")
-    with pytest.raises(ValueError, match="expected no 'each' for a weight of one tensor, got"):
+    with pytest.raises(ValueError, match="expected no 'list' for a weight of one tensor, got"):
         ops.grouped_linear(input, torch.zeros(2, 4, 8), sizes, weight_shard=_ONE)
-    with pytest.raises(ValueError, match="a part of the 9 rows of each matrix on each of 1 ranks"):
-        ops.grouped_linear(input, weights, sizes, weight_shard="rows=9,ranks=1,each,group=")
-    with pytest.raises(ValueError, match="gather_weight: argument 'shard': expected a key without 'each'"):
+    with pytest.raises(ValueError, match="a shard of the 9 rows of each matrix on each of 1 ranks"):
+        ops.grouped_linear(input, weights, sizes, weight_shard="rows=9,ranks=1,list,group=")
+    with pytest.raises(ValueError, match="gather_weight: argument 'shard': expected a key without 'list'"):
         ops.gather_weight(torch.zeros(4, 8), None, None, "none", False, False, _ONE)
     fc1, fc2 = [torch.zeros(8, 8)] * 2, [torch.zeros(8, 4)] * 2
     with pytest.raises(
-        ValueError, match="expected no 'each': the matrices of both weights have different rows"
+        ValueError, match="expected no 'list': the matrices of both weights have different rows"
     ):
-        ops.grouped_mlp(input, fc1, fc2, sizes, torch.ones(3), weight_shard="rows=8,ranks=1,each,group=")
+        ops.grouped_mlp(input, fc1, fc2, sizes, torch.ones(3), weight_shard="rows=8,ranks=1,list,group=")

@@ -47,7 +47,7 @@ def check_token_of_another_weight(rank: Rank) -> None:
     weight, grad = torch.zeros(4, 16, device=rank.device), gradient(rank, 0)
     token = ops.start_reduce_gradient(grad, weight, key_of(rank, 4 * rank.size))
     with pytest.raises(
-        ValueError, match="argument 'weight': expected the weight that the token was made for"
+        ValueError, match="argument 'weight': expected the weight that the work was begun for"
     ):
         ops.finish_reduce_gradient(token, grad[: rank.size], weight[:1], key_of(rank, rank.size))
 

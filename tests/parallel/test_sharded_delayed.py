@@ -164,10 +164,10 @@ def test_refused(pair: RankPool) -> None:
 
 def test_op_errors() -> None:
     input, weight, scale = torch.zeros(2, 8), torch.zeros(4, 8), torch.ones(3)
-    with pytest.raises(ValueError, match="linear: argument 'weight_shard': expected a key without 'each'"):
-        ops.linear(input, weight, scale=scale, weight_shard="rows=4,ranks=1,each,group=")
+    with pytest.raises(ValueError, match="linear: argument 'weight_shard': expected a key without 'list'"):
+        ops.linear(input, weight, scale=scale, weight_shard="rows=4,ranks=1,list,group=")
     with pytest.raises(
-        ValueError, match="argument 'weight': expected a part of the 9 rows on each of 2 ranks"
+        ValueError, match="argument 'weight': expected a shard of the 9 rows on each of 2 ranks"
     ):
         ops.linear(input, weight, scale=scale, weight_shard="rows=9,ranks=2,group=")
 

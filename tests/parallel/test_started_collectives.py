@@ -196,9 +196,9 @@ def test_failed_capture(pair_of_gpus: RankPool) -> None:
 
 def check_errors(rank: Rank) -> None:
     value = operand(rank, 0)
-    with pytest.raises(ValueError, match="start_reduce_scatter: argument 'parts': expected rows that"):
+    with pytest.raises(ValueError, match="start_reduce_scatter: argument 'input': expected rows that"):
         start("reduce_scatter", rank, value[:-1])
-    with pytest.raises(TypeError, match="finish_all_gather: argument 'token': expected"):
+    with pytest.raises(TypeError, match="finish_all_gather: argument 'work': expected"):
         finish("all_gather", rank, value, value)
     with pytest.raises(ValueError, match="start_all_gather: argument 'num_ranks'"):
         ops.start_all_gather(value, rank.size + 1, rank.group_name)
@@ -207,7 +207,7 @@ def check_errors(rank: Rank) -> None:
             start("all_gather", rank, value[: value.shape[0] - rank.rank])
         for name in NAMES:
             with pytest.raises(
-                ValueError, match=f"start_{name}.*the gradient is wanted on rank 0, not wanted"
+                ValueError, match=f"start_{name}.*the gradient is needed on rank 0, not needed"
             ):
                 start(name, rank, value.clone().requires_grad_(rank.rank == 0))
         assert_same_bits(
@@ -226,12 +226,12 @@ def check_other_tokens(rank: Rank) -> None:
     tokens = {name: start(name, rank, value) for name in NAMES}
     for name, other in zip(NAMES, reversed(NAMES), strict=True):
         with pytest.raises(
-            ValueError, match=f"'token': expected a token of start_{name}, got one of start_{other}"
+            ValueError, match=f"'work': expected what start_{name} returned, got one of start_{other}"
         ):
             finish(name, rank, tokens[other], value)
         for wrong in (value[: rank.size], value.float()):
             with pytest.raises(
-                ValueError, match=f"finish_{name}: argument 'parts?': expected what start_{name} took"
+                ValueError, match=f"finish_{name}: argument 'input': expected what start_{name} took"
             ):
                 finish(name, rank, tokens[name], wrong)
     for name, token in tokens.items():

@@ -199,15 +199,15 @@ def freed() -> Tensor:
             ops.all_gather_list_out,
             ([], [ONES]),
             ValueError,
-            "'parts': expected at least one tensor, got an empty list",
+            "'inputs': expected at least one tensor, got an empty list",
         ),
         (
             *(ops.all_gather_list_out, ([ONES], []), ValueError),
-            "'out': expected 1 tensors, one for each of 'parts', got 0. Pass one buffer for each part",
+            "'out': expected 1 tensors, one for each of 'inputs', got 0. Pass one buffer for each input",
         ),
         (
             *(ops.all_gather_list_out, ([ONES, ONES], [PAIR, sevens(4, 2)], 2), ValueError),
-            "'out[1]': expected the sizes [8, 2], the parts of 2 ranks, got float32[4, 2] on cpu",
+            "'out[1]': expected the sizes [8, 2], the inputs of 2 ranks, got float32[4, 2] on cpu",
         ),
         (
             ops.all_gather_list_out,
@@ -219,7 +219,7 @@ def freed() -> Tensor:
             ops.all_gather_list_out,
             ([ONES], [ONES]),
             ValueError,
-            "'out[0]': expected a buffer apart from 'parts'",
+            "'out[0]': expected a buffer apart from 'inputs'",
         ),
         (
             ops.all_gather_list_out,
@@ -233,19 +233,19 @@ def freed() -> Tensor:
         ),
         (
             *(ops.reduce_scatter_out, (ONES, sevens(4, 2), False, 2), ValueError),
-            "'out': expected the sizes [2, 2], this rank's part of 'parts', got float32[4, 2] on cpu",
+            "'out': expected the sizes [2, 2], this rank's rows of 'input', got float32[4, 2] on cpu",
         ),
         (
             *(ops.reduce_scatter_out, (ONES, sevens(4, 2, dtype=torch.bfloat16)), TypeError),
-            "'out': expected the dtype of 'parts', or float32, got bfloat16[4, 2] on cpu",
+            "'out': expected the dtype of 'input', or float32, got bfloat16[4, 2] on cpu",
         ),
         (
             ops.reduce_scatter_out,
             (ONES.double(), sevens(4, 2)),
             TypeError,
-            "'out': expected the dtype of 'parts'",
+            "'out': expected the dtype of 'input'",
         ),
-        (ops.reduce_scatter_out, (ONES, ONES), ValueError, "'out': expected a buffer apart from 'parts'"),
+        (ops.reduce_scatter_out, (ONES, ONES), ValueError, "'out': expected a buffer apart from 'input'"),
         (
             ops.reduce_scatter_out,
             (ONES[:3], sevens(1, 2), False, 2),
@@ -287,12 +287,12 @@ def check_disagreements(rank: Rank) -> None:
     assert (one == 5 + 2 * 6).all()
 
 
-@pytest.mark.parametrize("place", ["parts", "out"])
+@pytest.mark.parametrize("place", ["inputs", "out"])
 def test_a_freed_storage_is_refused(place: str) -> None:
-    parts, out = (freed(), sevens(4, 2)) if place == "parts" else (sevens(4, 2), freed())
+    source, out = (freed(), sevens(4, 2)) if place == "inputs" else (sevens(4, 2), freed())
     for name, call in (
-        (f"{place}[0]", lambda: ops.all_gather_list_out([parts], [out])),
-        (place, lambda: ops.reduce_scatter_out(parts, out)),
+        (f"{place}[0]", lambda: ops.all_gather_list_out([source], [out])),
+        (place.removesuffix("s"), lambda: ops.reduce_scatter_out(source, out)),
     ):
         with pytest.raises(
             ValueError, match=re.escape(f"'{name}': expected a tensor whose storage holds its")

@@ -184,7 +184,7 @@ def test_meta() -> None:
             ops.all_gather,
             (torch.tensor(1.0),),
             ValueError,
-            "all_gather: argument 'part': expected at least 1 dimension",
+            "all_gather: argument 'input': expected at least 1 dimension",
         ),
         (
             ops.all_gather,
@@ -198,12 +198,12 @@ def test_meta() -> None:
         ),
         (
             *(ops.reduce_scatter, (torch.ones(3, 2), 2), ValueError),
-            "reduce_scatter: argument 'parts': expected rows that 2 ranks can share evenly, got float32[3, 2] on cpu. "
+            "reduce_scatter: argument 'input': expected rows that 2 ranks can share evenly, got float32[3, 2] on cpu. "
             "Pad the rows to a multiple of the number of ranks",
         ),
         (
             *(ops.reduce_scatter, (torch.ones(4, dtype=torch.int64), 2), TypeError),
-            "reduce_scatter: argument 'parts': expected one of the dtypes float32, bfloat16, float16, float64",
+            "reduce_scatter: argument 'input': expected one of the dtypes float32, bfloat16, float16, float64",
         ),
         (
             *(ops.all_gather, (torch.ones(2), 1, "nowhere"), ValueError),
@@ -228,7 +228,7 @@ def check_disagreements(rank: Rank) -> None:
             ops.all_gather(torch.ones(rows, width, dtype=dtype), *group)
     with pytest.raises(ValueError, match="op is all_gather on rank 0, reduce_scatter on rank 1"):
         (ops.all_gather, ops.reduce_scatter)[rank.rank](torch.ones(2, 3), *group)
-    with pytest.raises(ValueError, match="the gradient is wanted on rank 0, not wanted on rank 1"):
+    with pytest.raises(ValueError, match="the gradient is needed on rank 0, not needed on rank 1"):
         ops.all_gather(torch.ones(2, 3, requires_grad=rank.rank == 0), *group)
     assert ops.all_gather(torch.ones(1), *group).sum() == 2
 

@@ -64,7 +64,7 @@ class TensorParallel:
         """Whether the op of the product gathers rows itself. If so, its arguments say that."""
         if self.mode == "row" or not self.sequence_parallel:
             return False
-        into.update(input_ranks=self.group[0], input_group=self.group[1])
+        into.update(sequence_parallel_size=self.group[0], sequence_parallel_group=self.group[1])
         return True
 
     def input(self, input: Tensor) -> Tensor:

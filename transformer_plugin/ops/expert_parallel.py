@@ -176,7 +176,7 @@ def dispatch(
     source: Tensor,
     group_name: str = "",
     timeout_ms: int = -1,
-    wanted: int = -1,
+    grads_needed: int = -1,
     expand: bool = True,
     received: Tensor | None = None,
     position: Tensor | None = None,
@@ -187,7 +187,7 @@ def dispatch(
         tokens: ``[T, H]`` float32, bfloat16, float16 (float64 on a CPU), any strides.
         topk_weights: ``[T, K]`` float32 (float64 with float64 tokens), or None.
         slot, source: of the plan of these tokens.
-        wanted: internal; do not pass it. Autograd sets it to the gradients that it will compute (1: tokens, 2:
+        grads_needed: internal; do not pass it. Autograd sets it to the gradients that it will compute (1: tokens, 2:
             weights), so that the ranks can compare it, also in a compiled graph.
         expand: whether to copy the received rows to the rows of the experts. Experts that read rows by an index, as
             :func:`~transformer_plugin.ops.grouped_mlp` does with ``slot`` and ``source``, need no copies.
@@ -207,7 +207,7 @@ def dispatch(
         TypeError, ValueError: dtypes, sizes or devices do not match, on this rank or between ranks.
         PeerTimeoutError: a rank did not take part in time.
     """
-    rest = (group_name, timeout_ms, wanted, expand, received, position)
+    rest = (group_name, timeout_ms, grads_needed, expand, received, position)
     with peer_errors():
         out: tuple[Tensor, Tensor] = _ops.dispatch.default(tokens, topk_weights, slot, source, *rest)
         return out
@@ -222,7 +222,7 @@ def dispatch_out(
     recv_weights: Tensor | None = None,
     group_name: str = "",
     timeout_ms: int = -1,
-    wanted: int = -1,
+    grads_needed: int = -1,
     received: Tensor | None = None,
     position: Tensor | None = None,
 ) -> None:
@@ -232,11 +232,12 @@ def dispatch_out(
         recv: ``[capacity, H]`` in the dtype of ``tokens``, contiguous.
         recv_weights: ``[capacity]`` float32, contiguous; None without weights. Neither shares memory with another
             argument.
-        wanted: 0, or the gradients that a custom backward computes (1: tokens, 2: weights), so that ranks compare it.
+        grads_needed: 0, or the gradients that a custom backward computes (1: tokens, 2: weights), so that ranks
+            compare it.
 
     The others, and the errors, are those of :func:`dispatch` with ``expand``.
     """
-    rest = (group_name, timeout_ms, wanted, received, position)
+    rest = (group_name, timeout_ms, grads_needed, received, position)
     with peer_errors():
         _ops.dispatch_out.default(tokens, topk_weights, slot, source, recv, recv_weights, *rest)
 
@@ -256,7 +257,7 @@ def dispatch_backward(
     received: Tensor | None = None,
     position: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of :func:`dispatch`: ``[T, H]`` in ``dtype`` and ``[T, K]`` float32, ``[0, 0]`` if not wanted.
+    """The gradients of :func:`dispatch`: ``[T, H]`` in ``dtype`` and ``[T, K]`` float32, ``[0, 0]`` if not needed.
 
     None counts as zero. With ``expand`` padding and unused rows are not read. Without it the gradient is that of the
     received rows, ``[N, H]``, zero in those without a slot.
@@ -277,7 +278,7 @@ def combine(
     num_tokens: int,
     group_name: str = "",
     timeout_ms: int = -1,
-    wanted: int = -1,
+    grads_needed: int = -1,
     expand: bool = True,
     received: Tensor | None = None,
     position: Tensor | None = None,
@@ -291,7 +292,7 @@ def combine(
             :func:`~transformer_plugin.ops.grouped_mlp` returns them with ``slot`` and ``source``.
         slot, source: of the plan.
         num_tokens: T of this rank. Tokens without rows get zeros.
-        wanted, received, position: as in :func:`dispatch`.
+        grads_needed, received, position: as in :func:`dispatch`.
         expand: whether ``rows`` are those of the experts.
 
     Returns:
@@ -306,7 +307,7 @@ def combine(
         TypeError, ValueError: dtypes, sizes or devices do not match, on this rank or between ranks.
         PeerTimeoutError: a rank did not take part in time.
     """
-    rest = (group_name, timeout_ms, wanted, expand, received, position)
+    rest = (group_name, timeout_ms, grads_needed, expand, received, position)
     with peer_errors():
         out: Tensor = _ops.combine.default(rows, slot, source, num_tokens, *rest)
         return out

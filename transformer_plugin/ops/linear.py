@@ -42,14 +42,15 @@ to that of the gradient in the backward. It is written through its pointer: its 
 changes of it between forward and backward are no error. The backward reads ``scale`` again, so pass the copy that
 :func:`~transformer_plugin.ops.update_delayed_scale_` returns. Formats left out are ``fp8_tensor:e4m3``, that of the
 gradient ``fp8_tensor:e5m2``. Not with a ``quantized_weight``, a ``main_grad``, a queue, buffers,
-``save_original_input`` and ``input_ranks``. The op is then its overload ``scaled``, which writes ``amax``; of a grouped
-layer the state is ``[3 * G]``: the input's groups, the weights, the gradient's groups.
+``save_original_input`` and ``sequence_parallel_size``. The op is then its overload ``scaled``, which writes ``amax``;
+of a grouped layer the state is ``[3 * G]``: the input's groups, the weights, the gradient's groups.
 
-**Rows over ranks** (sequence parallelism): with ``input_ranks`` above 1 the input ``[n, ..., K]`` of :func:`linear` is
-this rank's part of the rows, along the first dimension, over the ranks of the c10d group ``input_group``. The output is
-that of all rows, in ascending order of ranks, as if :func:`~transformer_plugin.ops.all_gather` came first; the gradient
-of the input is this rank's part of the sum over ranks. The backward keeps this rank's rows and gathers them again. Rows
-of formats whose scales belong to rows (FP8 blocks, MXFP8) travel quantized in the forward. Not with ``dgrad_out``.
+**Rows over ranks** (sequence parallelism): with ``sequence_parallel_size`` above 1 the input ``[n, ..., K]`` of
+:func:`linear` is this rank's rows, along the first dimension, over the ranks of the c10d group
+``sequence_parallel_group``. The output is that of all rows, in ascending order of ranks, as if
+:func:`~transformer_plugin.ops.all_gather` came first; the gradient of the input is this rank's rows of the sum over
+ranks. The backward keeps this rank's rows and gathers them again. Rows of formats whose scales belong to rows (FP8
+blocks, MXFP8) travel quantized in the forward. Not with ``dgrad_out``.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ _NOT_DELAYED: dict[str, Any] = {
     "wgrad_queue": None,
     "save_original_input": False,
     "dgrad_out": None,
-    "input_ranks": 1,
+    "sequence_parallel_size": 1,
 }
 _PLAIN = (*_NO_FORMATS, True, "none", "", 1)  # what linear takes besides tensors, by default
 _PLAIN_GROUPED = (*_NO_FORMATS, 0, -1, True, "none", "")  # and grouped_linear
@@ -133,8 +134,8 @@ def linear(
     save_original_input: bool = False,
     dgrad_out: Tensor | None = None,
     weight_shard: str = "",
-    input_ranks: int = 1,
-    input_group: str = "",
+    sequence_parallel_size: int = 1,
+    sequence_parallel_group: str = "",
     scale: Tensor | None = None,
     amax: Tensor | None = None,
 ) -> Tensor:
@@ -155,7 +156,8 @@ def linear(
             gets that memory. Do not read or write it between the backward and the use of that gradient.
         weight_shard: the key of a weight that is sharded over ranks (:mod:`transformer_plugin.ops.sharded`), of which
             ``weight``, ``quantized_weight`` and ``main_grad`` are this rank's ``[n, K]``. Not with ``wgrad_queue``.
-        input_ranks, input_group: the ranks over which the rows of ``input`` are sharded, see above.
+        sequence_parallel_size, sequence_parallel_group: the ranks over which the rows of ``input`` are sharded,
+            see above.
         scale, amax: float32 ``[3]``, contiguous: delayed scaling, see above.
 
     Returns:
@@ -168,14 +170,14 @@ def linear(
     gradient = (main_grad, accumulate, weight_grad, wgrad_queue, save_original_input, dgrad_out)
     formats = (input_format, weight_format, grad_format)
     if scale is not None or amax is not None:
-        keys = _delayed_keys("linear", scale, formats, quantized_weight, *gradient, input_ranks)
+        keys = _delayed_keys("linear", scale, formats, quantized_weight, *gradient, sequence_parallel_size)
         return with_peers(_ops.linear.scaled, input, weight, scale, amax, bias, *keys, weight_shard)
     no_tensors = quantized_weight is None and main_grad is wgrad_queue is dgrad_out is None
     if no_tensors and are(
-        (*formats, accumulate, weight_grad, weight_shard, input_ranks), _PLAIN
+        (*formats, accumulate, weight_grad, weight_shard, sequence_parallel_size), _PLAIN
     ):  # strings that are not passed need not be parsed: 0.5 us
         return _ops.linear.default(input, weight, bias)
-    options = (quantized_weight, *gradient, weight_shard, input_ranks, input_group)
+    options = (quantized_weight, *gradient, weight_shard, sequence_parallel_size, sequence_parallel_group)
     return with_peers(_ops.linear.default, input, weight, bias, *layer_keys("linear", *formats), *options)
 
 
@@ -211,7 +213,7 @@ def grouped_linear(
         max_sms, expected_rows: as for :func:`~transformer_plugin.ops.grouped_gemm`, for all products.
         main_grad, accumulate, weight_grad: see above; ``[G, N, K]`` or G matrices.
         wgrad_queue, save_original_input, dgrad_out: as for :func:`linear`; tail rows of ``dgrad_out`` become zero.
-        weight_shard: as for :func:`linear`, of ``[n, N, K]``, or with ``each`` of a list of ``[n, K]``.
+        weight_shard: as for :func:`linear`, of ``[n, N, K]``, or with ``list`` of a list of ``[n, K]``.
         scale, amax: as for :func:`linear`; ``[3 * G]``, and ``weight`` is one tensor.
 
     Returns:

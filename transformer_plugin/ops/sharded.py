@@ -8,17 +8,17 @@ key, a constant under ``torch.compile``: ``"rows=1000,ranks=4,mean,group=0"``, o
 - ``rows``: rows of the whole weight ``[rows, K]``; of a stack ``[rows, N, K]`` its matrices.
 - ``ranks``: the size of the group. Every rank has equally many rows, at least ``rows / ranks``; those past the last row
   of the whole weight are zeros.
-- ``each``: the weight is a list of matrices ``[rows, K]``, of each of which the rows are sharded; only of
+- ``list``: the weight is a list of matrices ``[rows, K]``, of each of which the rows are sharded; only of
   :func:`~transformer_plugin.ops.grouped_linear`, whose ``weight`` is then a list of parts.
 - ``mean``: the gradient is the mean over the ranks, in place of the sum. Both are made in float32 in ascending order of
   ranks, and rounded once.
-- ``parts=bf16``: gradients travel in bfloat16 also where the buffer they are added to is float32.
+- ``reduce_dtype=bf16``: gradients travel in bfloat16 also where the buffer they are added to is float32.
 - ``async``: on CUDA the gradient travels on a side stream while the backward goes on. It is in ``weight.grad``, or in
   ``main_grad``, at the end of the backward. Where a hook of the weight waits for its gradient, or
   ``torch.autograd.grad`` asks for it, it is not asynchronous.
 - ``timeout_ms``: for waits on other ranks; without it the timeout of the group.
-- ``set``: a number of weights that are used together and exist as long as each other, as those of a model. Only after a
-  weight of its set is a weight gathered early.
+- ``param_group``: a number of weights that are used together and exist as long as each other, as those of a model. A
+  weight is gathered early only after a weight of its group.
 - ``name``: of the parameter, for errors; without a comma.
 - ``group``: the ``group_name`` of a c10d group. It is last, and may have any characters.
 
@@ -119,7 +119,7 @@ def gather_weight_list(shards: list[Tensor], backward: bool, shard: str) -> Tens
     Args:
         shards: ``[n, K]`` for each matrix, of one dtype. Contiguous.
         backward: what they are needed for, as in :func:`gather_weight`.
-        shard: the key, with ``each``: ``rows`` are those of an unsharded matrix.
+        shard: the key, with ``list``: ``rows`` are those of an unsharded matrix.
 
     Returns:
         ``[G, rows, K]``, without the rows of padding. Fresh.
@@ -168,26 +168,26 @@ def start_reduce_gradient(unsharded_grad: Tensor, weight: Tensor, shard: str) ->
             finished.
 
     Returns:
-        A token for :func:`finish_reduce_gradient`, int64 ``[1]``.
+        A work tensor for :func:`finish_reduce_gradient`, int64 ``[1]``.
 
     Raises:
         TypeError, ValueError: arguments that do not fit each other, or differ between ranks.
         PeerTimeoutError: a rank did not take part in time.
     """
-    token: Tensor = with_peers(_ops.start_reduce_gradient.default, unsharded_grad, weight, shard)
-    return token
+    work: Tensor = with_peers(_ops.start_reduce_gradient.default, unsharded_grad, weight, shard)
+    return work
 
 
 def finish_reduce_gradient(
-    token: Tensor, unsharded_grad: Tensor, weight: Tensor, shard: str, after: Tensor | None = None
+    work: Tensor, unsharded_grad: Tensor, weight: Tensor, shard: str, depends_on: Tensor | None = None
 ) -> Tensor:
     """Return what :func:`start_reduce_gradient` has begun: on CUDA the current stream waits for it, and not the host.
 
     Args:
-        token: what that returned, once. Of a copy, or a second time, the ranks add their gradients again.
+        work: what that returned, once. Of a copy, or a second time, the ranks add their gradients again.
         unsharded_grad, weight, shard: its arguments.
-        after: any tensor that is computed while the sum is on its way. Its values are not read: a compiler that orders
-            ops by their operands would wait at once without it.
+        depends_on: any tensor that is computed while the sum is on its way. Its values are not read: a compiler that
+            orders ops by their operands would wait at once without it.
 
     Returns:
         This rank's part of the sum, like ``weight``: float32 where ``weight`` is float32, otherwise of the dtype of
@@ -198,7 +198,7 @@ def finish_reduce_gradient(
         PeerTimeoutError: a rank did not take part in time.
     """
     result: Tensor = with_peers(
-        _ops.finish_reduce_gradient.default, token, unsharded_grad, weight, shard, after
+        _ops.finish_reduce_gradient.default, work, unsharded_grad, weight, shard, depends_on
     )
     return result
 
@@ -226,7 +226,7 @@ def enter_gather_region(input: Tensor, group_name: str) -> Tensor:
     no effect on what is gathered early. Differentiable: the backward leaves what the forward enters.
 
     Args:
-        input: any tensor, of which the gradient is wanted where the backward is captured, too.
+        input: any tensor, of which the gradient is needed where the backward is captured, too.
         group_name: of the ranks that have parts of the weights.
 
     Returns:

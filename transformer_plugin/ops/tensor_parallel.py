@@ -2,15 +2,15 @@
 cross entropy of logits whose columns are sharded over ranks.
 
 R is the number of ranks of the group. All ranks make the same calls in the same order, with the same shapes and
-dtypes. On a CPU the ranks compare each call (op, dtype, rows, width, whether a gradient is wanted) before payload
+dtypes. On a CPU the ranks compare each call (op, dtype, rows, width, whether a gradient is needed) before payload
 moves; if they differ, every rank raises a ``ValueError`` that says what differs on which ranks, and the group stays
 usable. On CUDA each new kind of call is compared once, through the store of the group, not during graph capture. A rank
 that makes no call, or refuses its arguments, counts as lost: ``PeerTimeoutError``, then the group cannot be used again.
 
 ``group_name`` is ``group.group_name`` of a c10d process group (Gloo for CPU tensors, NCCL for CUDA tensors), or ``""``
 for this process alone; ``num_ranks`` is its size, so that shapes are known where the group is not, as in
-``torch.export``. ``timeout_ms`` bounds each wait, at most 10^12; 0 or less means the timeout of the group. ``wanted``
-is filled in by autograd.
+``torch.export``. ``timeout_ms`` bounds each wait, at most 10^12; 0 or less: the timeout of the group. Autograd fills in
+``needs_grad``.
 """
 
 from __future__ import annotations
@@ -43,107 +43,109 @@ _ops = torch.ops.transformer_plugin
 
 
 def all_gather(
-    part: Tensor, num_ranks: int = 1, group_name: str = "", timeout_ms: int = -1, wanted: int = -1
+    input: Tensor, num_ranks: int = 1, group_name: str = "", timeout_ms: int = -1, needs_grad: int = -1
 ) -> Tensor:
-    """Return the parts of all ranks, one after the other along the first dimension.
+    """Return the inputs of all ranks, one after the other along the first dimension.
 
     Args:
-        part: ``[n, ...]``, any dtype and strides, the same shape on every rank.
-        num_ranks, group_name, timeout_ms, wanted: see above.
+        input: ``[n, ...]``, any dtype and strides, the same shape on every rank.
+        num_ranks, group_name, timeout_ms, needs_grad: see above.
 
     Returns:
         ``[R * n, ...]``, contiguous, the same on every rank: rows ``r * n`` to ``(r + 1) * n`` are those of rank r.
 
-    Differentiable in ``part``: the gradient is :func:`reduce_scatter`, so it contains what every rank's loss says about
-    this part. All ranks take part in the backward, with zeros where a rank has no gradient.
+    Differentiable in ``input``: the gradient is :func:`reduce_scatter`, so it contains what every rank's loss says
+    about these rows. All ranks take part in the backward, with zeros where a rank has no gradient.
 
     Raises:
         TypeError, ValueError: sizes or dtypes do not match, on this rank or between ranks.
         PeerTimeoutError: a rank did not take part in time.
     """
-    return with_peers(_ops.all_gather.default, part, num_ranks, group_name, timeout_ms, wanted)
+    return with_peers(_ops.all_gather.default, input, num_ranks, group_name, timeout_ms, needs_grad)
 
 
 def all_gather_list_out(
-    parts: Sequence[Tensor],
+    inputs: Sequence[Tensor],
     out: Sequence[Tensor],
     num_ranks: int = 1,
     group_name: str = "",
     timeout_ms: int = -1,
 ) -> None:
-    """Gather several tensors in one collective, each into a buffer: ``out[i]`` is ``all_gather(parts[i])``.
+    """Gather several tensors in one collective, each into a buffer: ``out[i]`` is ``all_gather(inputs[i])``.
 
-    For what belongs together, such as the data and the scales of quantized weights, or the weights of all experts. On
-    CUDA nothing is allocated for contiguous parts; Gloo flattens the set. The buffers keep their addresses, so the call
-    can be captured in a CUDA graph. Not differentiable.
+    For what belongs together, as the data and the scales of quantized weights, or the weights of all experts. On CUDA
+    nothing is allocated for contiguous inputs; Gloo flattens the set. The buffers keep their addresses, so the call can
+    be captured in a CUDA graph. Not differentiable.
 
     Args:
-        parts: ``[n_i, ...]`` each, at least one, any dtypes and strides, on one device; the same shapes and dtypes on
+        inputs: ``[n_i, ...]`` each, at least one, any dtypes and strides, on one device; the same shapes and dtypes on
             every rank.
-        out: ``[R * n_i, ...]`` each, contiguous, of the dtype of its part. They overlap neither each other nor a part,
-            nor lie between the elements of one.
+        out: ``[R * n_i, ...]`` each, contiguous, of the dtype of its input. They overlap neither each other nor an
+            input, nor lie between the elements of one.
         num_ranks, group_name, timeout_ms: see above.
 
     Raises:
         TypeError, ValueError: sizes or dtypes do not match, on this rank or between ranks; nothing is written then.
         PeerTimeoutError: a rank did not take part in time.
     """
-    if are((parts, out), ([], [])):  # torch finds no kernel for a call without a tensor
+    if are((inputs, out), ([], [])):  # torch finds no kernel for a call without a tensor
         raise ValueError(
-            "transformer_plugin::all_gather_list_out: argument 'parts': expected at least one tensor, got an empty "
+            "transformer_plugin::all_gather_list_out: argument 'inputs': expected at least one tensor, got an empty "
             "list. Pass tensors to gather."
         )
-    with_peers(_ops.all_gather_list_out.default, parts, out, num_ranks, group_name, timeout_ms)
+    with_peers(_ops.all_gather_list_out.default, inputs, out, num_ranks, group_name, timeout_ms)
 
 
 def start_all_gather(
-    part: Tensor, num_ranks: int = 1, group_name: str = "", timeout_ms: int = -1, wanted: int = -1
+    input: Tensor, num_ranks: int = 1, group_name: str = "", timeout_ms: int = -1, needs_grad: int = -1
 ) -> Tensor:
     """Begin :func:`all_gather` on a side stream.
 
-    Until :func:`finish_all_gather` the part must not be written. All ranks begin and finish the same collectives in the
-    same order; any number may be in flight. In a CUDA graph both steps belong to the same capture.
+    Do not write the input until :func:`finish_all_gather`. All ranks begin and finish the same collectives in the same
+    order; any number may be in flight. In a CUDA graph both steps belong to the same capture.
 
     Args:
-        part, num_ranks, group_name, timeout_ms, wanted: as in :func:`all_gather`.
+        input, num_ranks, group_name, timeout_ms, needs_grad: as in :func:`all_gather`.
 
     Returns:
-        A token, int64 ``[1]``, to be kept until it is finished. On a CPU the collective is complete. It has no
+        A work tensor, int64 ``[1]``, to be kept until it is finished. On a CPU the collective is complete. It has no
         gradient: that belongs to the second step.
 
     Raises:
         TypeError, ValueError: sizes or dtypes do not match, on this rank or between ranks.
         PeerTimeoutError: a rank did not take part in time.
     """
-    return with_peers(_ops.start_all_gather.default, part, num_ranks, group_name, timeout_ms, wanted)
+    return with_peers(_ops.start_all_gather.default, input, num_ranks, group_name, timeout_ms, needs_grad)
 
 
 def finish_all_gather(
-    token: Tensor,
-    part: Tensor,
+    work: Tensor,
+    input: Tensor,
     num_ranks: int = 1,
     group_name: str = "",
     timeout_ms: int = -1,
-    after: Tensor | None = None,
+    depends_on: Tensor | None = None,
 ) -> Tensor:
     """Return what :func:`start_all_gather` has begun: on CUDA the current stream waits for it, and not the host.
 
     Args:
-        token: what that returned, once. Of a copy, or a second time, this is :func:`all_gather`, on all ranks alike.
-        part, num_ranks, group_name, timeout_ms: those of the start.
-        after: a tensor that is computed while the parts travel. Its values are not read: a compiler that orders ops by
-            their operands would wait at once without it.
+        work: what that returned, once. Of a copy, or a second time, this is :func:`all_gather`, on all ranks alike.
+        input, num_ranks, group_name, timeout_ms: those of the start.
+        depends_on: a tensor that is computed while the rows travel. Its values are not read: a compiler that orders ops
+            by their operands would wait at once without it.
 
     Returns:
         That of :func:`all_gather`.
 
-    Differentiable in ``part``, as :func:`all_gather`.
+    Differentiable in ``input``, as :func:`all_gather`.
 
     Raises:
-        TypeError, ValueError: sizes or dtypes do not match, or the token is that of another op or part.
+        TypeError, ValueError: sizes or dtypes do not match, or the work is that of another op or input.
         PeerTimeoutError: a rank did not take part in time.
     """
-    return with_peers(_ops.finish_all_gather.default, token, part, num_ranks, group_name, timeout_ms, after)
+    return with_peers(
+        _ops.finish_all_gather.default, work, input, num_ranks, group_name, timeout_ms, depends_on
+    )
 
 
 def vocab_parallel_cross_entropy(
@@ -253,76 +255,76 @@ def vocab_parallel_cross_entropy_backward(
 
 
 def reduce_scatter(
-    parts: Tensor, num_ranks: int = 1, group_name: str = "", timeout_ms: int = -1, wanted: int = -1
+    input: Tensor, num_ranks: int = 1, group_name: str = "", timeout_ms: int = -1, needs_grad: int = -1
 ) -> Tensor:
-    """Return this rank's part of the rows, added over all ranks.
+    """Return this rank's share of the rows, added over all ranks.
 
     Args:
-        parts: ``[R * n, ...]`` float32, bfloat16, float16 (float64 on a CPU), any strides; rows ``r * n`` to
+        input: ``[R * n, ...]`` float32, bfloat16, float16 (float64 on a CPU), any strides; rows ``r * n`` to
             ``(r + 1) * n`` go to rank r.
-        num_ranks, group_name, timeout_ms, wanted: see above.
+        num_ranks, group_name, timeout_ms, needs_grad: see above.
 
     Returns:
         ``[n, ...]``, contiguous: the sum in ascending order of ranks, in float32 (float64 for float64), starting at
         zero and rounded once. So the bits do not depend on the backend or on the device.
 
-    Differentiable in ``parts``: the gradient is :func:`all_gather`. All ranks take part in the backward.
+    Differentiable in ``input``: the gradient is :func:`all_gather`. All ranks take part in the backward.
 
     Raises:
         TypeError, ValueError: sizes or dtypes do not match, on this rank or between ranks; the rows do not divide by R.
         PeerTimeoutError: a rank did not take part in time.
     """
-    return with_peers(_ops.reduce_scatter.default, parts, num_ranks, group_name, timeout_ms, wanted)
+    return with_peers(_ops.reduce_scatter.default, input, num_ranks, group_name, timeout_ms, needs_grad)
 
 
 def start_reduce_scatter(
-    parts: Tensor, num_ranks: int = 1, group_name: str = "", timeout_ms: int = -1, wanted: int = -1
+    input: Tensor, num_ranks: int = 1, group_name: str = "", timeout_ms: int = -1, needs_grad: int = -1
 ) -> Tensor:
     """Begin :func:`reduce_scatter` on a side stream, as :func:`start_all_gather` does.
 
     Args:
-        parts, num_ranks, group_name, timeout_ms, wanted: as in :func:`reduce_scatter`. Do not write parts meanwhile.
+        input, num_ranks, group_name, timeout_ms, needs_grad: as in :func:`reduce_scatter`, not written meanwhile.
 
     Returns:
-        A token for :func:`finish_reduce_scatter`, int64 ``[1]``, without a gradient.
+        A work tensor for :func:`finish_reduce_scatter`, int64 ``[1]``, without a gradient.
 
     Raises:
         TypeError, ValueError, PeerTimeoutError: as :func:`reduce_scatter`.
     """
-    return with_peers(_ops.start_reduce_scatter.default, parts, num_ranks, group_name, timeout_ms, wanted)
+    return with_peers(_ops.start_reduce_scatter.default, input, num_ranks, group_name, timeout_ms, needs_grad)
 
 
 def finish_reduce_scatter(
-    token: Tensor,
-    parts: Tensor,
+    work: Tensor,
+    input: Tensor,
     num_ranks: int = 1,
     group_name: str = "",
     timeout_ms: int = -1,
-    after: Tensor | None = None,
+    depends_on: Tensor | None = None,
 ) -> Tensor:
     """Return what :func:`start_reduce_scatter` has begun: on CUDA the current stream waits for it, and not the host.
 
     Args:
-        token: what that returned, once.
-        parts, num_ranks, group_name, timeout_ms: its arguments.
-        after: as in :func:`finish_all_gather`.
+        work: what that returned, once.
+        input, num_ranks, group_name, timeout_ms: its arguments.
+        depends_on: as in :func:`finish_all_gather`.
 
     Returns:
         That of :func:`reduce_scatter`.
 
-    Differentiable in ``parts``, as :func:`reduce_scatter`.
+    Differentiable in ``input``, as :func:`reduce_scatter`.
 
     Raises:
-        TypeError, ValueError: sizes or dtypes do not match, or the token is that of another op or of other parts.
+        TypeError, ValueError: sizes or dtypes do not match, or the work is that of another op or input.
         PeerTimeoutError: a rank did not take part in time.
     """
     return with_peers(
-        _ops.finish_reduce_scatter.default, token, parts, num_ranks, group_name, timeout_ms, after
+        _ops.finish_reduce_scatter.default, work, input, num_ranks, group_name, timeout_ms, depends_on
     )
 
 
 def reduce_scatter_out(
-    parts: Tensor,
+    input: Tensor,
     out: Tensor,
     accumulate: bool = False,
     num_ranks: int = 1,
@@ -330,20 +332,18 @@ def reduce_scatter_out(
     timeout_ms: int = -1,
     factor: float = 1.0,
 ) -> None:
-    """Write :func:`reduce_scatter` into a buffer, or add it to the buffer.
+    """Write :func:`reduce_scatter` into a buffer, or add it to the buffer. Not differentiable.
 
-    For gradients of weights that are sharded over ranks: bfloat16 parts can be added to a float32 ``main_grad``,
-    without a rounding between. Not differentiable.
+    bfloat16 gradients can be added to a float32 ``main_grad``, without a rounding between.
 
     Args:
-        parts: as in :func:`reduce_scatter`.
-        out: ``[n, ...]``, contiguous, of the dtype of ``parts`` or float32. It does not overlap ``parts``.
+        input: as in :func:`reduce_scatter`.
+        out: ``[n, ...]``, contiguous, of the dtype of ``input`` or float32. It does not overlap ``input``.
         accumulate: add to ``out`` what it holds; otherwise that is not read.
-        num_ranks, group_name, timeout_ms: see above.
-        factor: of the sum, in float32, before it is added and rounded: 1 / R for the mean.
+        num_ranks, group_name, timeout_ms: see above. factor: of the sum, in float32, before it is added and rounded.
 
-    For R > 1 a receive buffer is allocated for the call: for the parts of the other ranks, on a CPU of all. The sum
-    over ranks is made as in :func:`reduce_scatter`; with ``accumulate`` the buffer is added to it last, in float32
+    For R > 1 a receive buffer is allocated for the rows of the other ranks, on a CPU of all. The sum over ranks is made
+    as in :func:`reduce_scatter`; with ``accumulate`` the buffer is added to it last, in float32
     (float64 for float64), and the total is rounded once.
 
     Raises:
@@ -351,7 +351,7 @@ def reduce_scatter_out(
         PeerTimeoutError: a rank did not take part in time.
     """
     with_peers(
-        _ops.reduce_scatter_out.default, parts, out, accumulate, num_ranks, group_name, timeout_ms, factor
+        _ops.reduce_scatter_out.default, input, out, accumulate, num_ranks, group_name, timeout_ms, factor
     )
 
 

@@ -13,7 +13,7 @@ class WeightShard:
     :func:`~transformer_plugin.ops.gather_weight`.
     """
 
-    #: Rows of the whole weight, or matrices of a stack; with ``each`` rows of every matrix of a list.
+    #: Rows of the whole weight, or matrices of a stack; with ``list`` rows of every matrix of a list.
     rows: int
     #: Size of the group.
     ranks: int
@@ -36,11 +36,11 @@ class WeightShard:
     each: bool = False
 
     def __str__(self) -> str:
-        options = ["each"] if self.each else []
+        options = ["list"] if self.each else []
         options += ["mean"] if self.mean else []
-        options += ["parts=bf16"] if self.bfloat16_parts else []
+        options += ["reduce_dtype=bf16"] if self.bfloat16_parts else []
         options += ["async"] if self.asynchronous else []
         options += [] if self.timeout_ms is None else [f"timeout_ms={self.timeout_ms}"]
-        options += [f"set={self.set}"] if self.set else []
+        options += [f"param_group={self.set}"] if self.set else []
         options += [f"name={self.name}"] if self.name else []
         return ",".join([f"rows={self.rows}", f"ranks={self.ranks}", *options, f"group={self.group_name}"])

@@ -156,8 +156,8 @@ def own_key(layer: Any, name: str) -> str:
     _LAYERS[number] = layer
     rows = layer.num_groups if shard.dim() == 3 else layer.out_features
     ranks = max(1, -(-rows // max(1, shard.shape[0])))
-    each = "each," if _is_list(layer) else ""
-    return f"rows={rows},ranks={ranks},{each}handle={number},name={name.replace(',', '_')},group="
+    list_option = "list," if _is_list(layer) else ""
+    return f"rows={rows},ranks={ranks},{list_option}handle={number},name={name.replace(',', '_')},group="
 
 
 def _refuse(name: str, expected: str, layer: Any, shard: str = "") -> NoReturn:

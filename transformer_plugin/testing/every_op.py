@@ -305,20 +305,20 @@ def _collective_calls(draw: Draw, indices: Tensor, experts: int) -> Calls:
     """Calls of the other ops over ranks, likewise."""
     K, tokens = draw.TNKG[2], indices.shape[0]
     group = {"group_name": "", "timeout_ms": 1000}
-    yield "all_gather", "", {"part": draw(tokens, K), "num_ranks": 1, **group}
-    yield "reduce_scatter", "", {"parts": draw(tokens, K), "num_ranks": 1, **group}
+    yield "all_gather", "", {"input": draw(tokens, K), "num_ranks": 1, **group}
+    yield "reduce_scatter", "", {"input": draw(tokens, K), "num_ranks": 1, **group}
     yield "all_reduce", "", {"input": draw(tokens, K), "num_ranks": 1, **group}
     yield "copy_to_group", "", {"input": draw(tokens, K), "num_ranks": 1, **group}
-    token = torch.zeros(1, dtype=torch.int64, device=indices.device)
+    work = torch.zeros(1, dtype=torch.int64, device=indices.device)
     for name, given in (
-        ("all_gather", {"part": draw(tokens, K)}),
-        ("reduce_scatter", {"parts": draw(tokens, K)}),
+        ("all_gather", {"input": draw(tokens, K)}),
+        ("reduce_scatter", {"input": draw(tokens, K)}),
     ):
         yield f"start_{name}", "", {**given, "num_ranks": 1, **group}
-        yield f"finish_{name}", "", {"token": token, **given, "num_ranks": 1, **group}
-    both = {"parts": [draw(tokens, K), draw(K)], "out": [draw(tokens, K), draw(K)]}
+        yield f"finish_{name}", "", {"work": work, **given, "num_ranks": 1, **group}
+    both = {"inputs": [draw(tokens, K), draw(K)], "out": [draw(tokens, K), draw(K)]}
     yield "all_gather_list_out", "", {**both, "num_ranks": 1, **group}
-    summed = {"parts": draw(tokens, K), "out": draw(tokens, K), "accumulate": True}
+    summed = {"input": draw(tokens, K), "out": draw(tokens, K), "accumulate": True}
     yield "reduce_scatter_out", "", {**summed, "num_ranks": 1, **group}
     yield from _cross_entropy_calls(draw)
     yield "embedding", "", {"indices": indices, "weight": draw(experts, K), "padding_idx": 1}
@@ -326,7 +326,7 @@ def _collective_calls(draw: Draw, indices: Tensor, experts: int) -> Calls:
     names = ("data", "scale_inv", "amax", "format", "columnwise", "backward", "shard")
     yield "gather_weight", "", dict(zip(names, part, strict=True))
     matrices = {"shards": [draw(tokens, K), draw(tokens, K)], "backward": False}
-    yield "gather_weight_list", "", {**matrices, "shard": f"rows={tokens},ranks=1,each,group="}
+    yield "gather_weight_list", "", {**matrices, "shard": f"rows={tokens},ranks=1,list,group="}
     summed = {
         "unsharded_grad": draw(tokens, K),
         "weight": draw(tokens, K),
@@ -337,7 +337,7 @@ def _collective_calls(draw: Draw, indices: Tensor, experts: int) -> Calls:
     begun = {"unsharded_grad": summed["unsharded_grad"], "shard": f"rows={tokens},ranks=1,mean,group="}
     begun["weight"] = draw(tokens, K)
     yield "start_reduce_gradient", "", begun
-    yield "finish_reduce_gradient", "", {"token": token, **begun}
+    yield "finish_reduce_gradient", "", {"work": work, **begun}
     yield "configure_gathers", "", {"group_name": "", "distance": 1, "in_graphs": False}
     for name in ("clear_gathers", "count_gathers"):
         yield name, "", {"group_name": ""}

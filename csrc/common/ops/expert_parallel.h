@@ -13,17 +13,17 @@ inline constexpr Op<"compact_plan", std::tuple<Tensor, Tensor, Tensor, Tensor, T
     int64_t num_experts, SymInt max_tokens, SymInt capacity, int64_t alignment, int64_t num_ranks, std::string_view group_name,
     bool raise_on_overflow, int64_t timeout_ms, std::optional<SymInt> max_received_tokens)> compact_plan;
 inline constexpr Op<"dispatch", std::tuple<Tensor, Tensor>(const Tensor& tokens, OptionalTensorArg topk_weights,
-    const Tensor& slot, const Tensor& source, std::string_view group_name, int64_t timeout_ms, int64_t wanted, bool expand,
+    const Tensor& slot, const Tensor& source, std::string_view group_name, int64_t timeout_ms, int64_t grads_needed, bool expand,
     OptionalTensorArg received, OptionalTensorArg position)> dispatch;
 inline constexpr Op<"dispatch_out", void(const Tensor& tokens, OptionalTensorArg topk_weights, const Tensor& slot,
     const Tensor& source, const Tensor& recv, OptionalTensorArg recv_weights, std::string_view group_name, int64_t timeout_ms,
-    int64_t wanted, OptionalTensorArg received, OptionalTensorArg position)> dispatch_out;
+    int64_t grads_needed, OptionalTensorArg received, OptionalTensorArg position)> dispatch_out;
 inline constexpr Op<"dispatch_backward", std::tuple<Tensor, Tensor>(OptionalTensorArg grad_recv,
     OptionalTensorArg grad_recv_weights, const Tensor& slot, SymInt num_tokens, SymInt hidden_size, ScalarType dtype,
     bool for_tokens, bool for_weights, std::string_view group_name, int64_t timeout_ms, bool expand, OptionalTensorArg received,
     OptionalTensorArg position)> dispatch_backward;
 inline constexpr Op<"combine", Tensor(const Tensor& rows, const Tensor& slot, const Tensor& source, SymInt num_tokens,
-    std::string_view group_name, int64_t timeout_ms, int64_t wanted, bool expand, OptionalTensorArg received,
+    std::string_view group_name, int64_t timeout_ms, int64_t grads_needed, bool expand, OptionalTensorArg received,
     OptionalTensorArg position)> combine;
 inline constexpr Op<"combine_backward", Tensor(const Tensor& grad, const Tensor& slot, const Tensor& source,
     std::string_view group_name, int64_t timeout_ms, bool expand, OptionalTensorArg received,

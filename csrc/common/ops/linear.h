@@ -10,7 +10,7 @@ inline constexpr Op<"linear", Tensor(const Tensor& input, const Tensor& weight, 
     std::string_view input_format, std::string_view weight_format, std::string_view grad_format,
     std::optional<TensorList> quantized_weight, OptionalTensorArg main_grad, bool accumulate, std::string_view weight_grad,
     OptionalTensorArg wgrad_queue, bool save_original_input, OptionalTensorArg dgrad_out, std::string_view weight_shard,
-    int64_t input_ranks, std::string_view input_group)> linear;
+    int64_t sequence_parallel_size, std::string_view sequence_parallel_group)> linear;
 inline constexpr Op<"linear_out", void(const Tensor& input, const Tensor& weight, const Tensor& out, OptionalTensorArg bias,
     std::string_view input_format, std::string_view weight_format, std::string_view grad_format,
     std::optional<TensorList> quantized_weight, OptionalTensorArg main_grad, bool accumulate, std::string_view weight_grad,

@@ -13,8 +13,8 @@ inline constexpr Op<"reduce_gradient_out", void(const Tensor& unsharded_grad, co
     bool accumulate, std::string_view shard)> reduce_gradient_out;
 inline constexpr Op<"start_reduce_gradient", Tensor(const Tensor& unsharded_grad, const Tensor& weight,
     std::string_view shard)> start_reduce_gradient;
-inline constexpr Op<"finish_reduce_gradient", Tensor(const Tensor& token, const Tensor& unsharded_grad, const Tensor& weight,
-    std::string_view shard, OptionalTensorArg after)> finish_reduce_gradient;
+inline constexpr Op<"finish_reduce_gradient", Tensor(const Tensor& work, const Tensor& unsharded_grad, const Tensor& weight,
+    std::string_view shard, OptionalTensorArg depends_on)> finish_reduce_gradient;
 inline constexpr Op<"configure_gathers", void(std::string_view group_name, int64_t distance, bool in_graphs)> configure_gathers;
 inline constexpr Op<"clear_gathers", void(std::string_view group_name)> clear_gathers;
 inline constexpr Op<"count_gathers", std::vector<int64_t>(std::string_view group_name)> count_gathers;

@@ -6,22 +6,22 @@
 
 namespace transformer_plugin::ops {
 
-inline constexpr Op<"all_gather", Tensor(const Tensor& part, int64_t num_ranks, std::string_view group_name, int64_t timeout_ms,
-    int64_t wanted)> all_gather;
-inline constexpr Op<"reduce_scatter", Tensor(const Tensor& parts, int64_t num_ranks, std::string_view group_name,
-    int64_t timeout_ms, int64_t wanted)> reduce_scatter;
-inline constexpr Op<"all_gather_list_out", void(TensorList parts, TensorList out, int64_t num_ranks, std::string_view group_name,
+inline constexpr Op<"all_gather", Tensor(const Tensor& input, int64_t num_ranks, std::string_view group_name, int64_t timeout_ms,
+    int64_t needs_grad)> all_gather;
+inline constexpr Op<"reduce_scatter", Tensor(const Tensor& input, int64_t num_ranks, std::string_view group_name,
+    int64_t timeout_ms, int64_t needs_grad)> reduce_scatter;
+inline constexpr Op<"all_gather_list_out", void(TensorList inputs, TensorList out, int64_t num_ranks, std::string_view group_name,
     int64_t timeout_ms)> all_gather_list_out;
-inline constexpr Op<"reduce_scatter_out", void(const Tensor& parts, const Tensor& out, bool accumulate, int64_t num_ranks,
+inline constexpr Op<"reduce_scatter_out", void(const Tensor& input, const Tensor& out, bool accumulate, int64_t num_ranks,
     std::string_view group_name, int64_t timeout_ms, double factor)> reduce_scatter_out;
-inline constexpr Op<"start_all_gather", Tensor(const Tensor& part, int64_t num_ranks, std::string_view group_name,
-    int64_t timeout_ms, int64_t wanted)> start_all_gather;
-inline constexpr Op<"finish_all_gather", Tensor(const Tensor& token, const Tensor& part, int64_t num_ranks,
-    std::string_view group_name, int64_t timeout_ms, OptionalTensorArg after)> finish_all_gather;
-inline constexpr Op<"start_reduce_scatter", Tensor(const Tensor& parts, int64_t num_ranks, std::string_view group_name,
-    int64_t timeout_ms, int64_t wanted)> start_reduce_scatter;
-inline constexpr Op<"finish_reduce_scatter", Tensor(const Tensor& token, const Tensor& parts, int64_t num_ranks,
-    std::string_view group_name, int64_t timeout_ms, OptionalTensorArg after)> finish_reduce_scatter;
+inline constexpr Op<"start_all_gather", Tensor(const Tensor& input, int64_t num_ranks, std::string_view group_name,
+    int64_t timeout_ms, int64_t needs_grad)> start_all_gather;
+inline constexpr Op<"finish_all_gather", Tensor(const Tensor& work, const Tensor& input, int64_t num_ranks,
+    std::string_view group_name, int64_t timeout_ms, OptionalTensorArg depends_on)> finish_all_gather;
+inline constexpr Op<"start_reduce_scatter", Tensor(const Tensor& input, int64_t num_ranks, std::string_view group_name,
+    int64_t timeout_ms, int64_t needs_grad)> start_reduce_scatter;
+inline constexpr Op<"finish_reduce_scatter", Tensor(const Tensor& work, const Tensor& input, int64_t num_ranks,
+    std::string_view group_name, int64_t timeout_ms, OptionalTensorArg depends_on)> finish_reduce_scatter;
 inline constexpr Op<"all_reduce", Tensor(const Tensor& input, int64_t num_ranks, std::string_view group_name,
     int64_t timeout_ms)> all_reduce;
 inline constexpr Op<"copy_to_group", Tensor(const Tensor& input, int64_t num_ranks, std::string_view group_name,

@@ -62,7 +62,7 @@ void check_buffer(const Argument& buffer, const at::Tensor& result);
 // For the backward ops, which are not differentiable.
 template <typename... Tensors>
 void check_once_differentiable(const char* op, const Tensors&... grads) {
-  TORCH_CHECK_NOT_IMPLEMENTED(!any_wants_grad(grads...),
+  TORCH_CHECK_NOT_IMPLEMENTED(!any_requires_grad(grads...),
                               TP_FOUR_PARTS(op, "grad", "a gradient that requires none", "one that does",
                                             "Second derivatives are not implemented"));
 }

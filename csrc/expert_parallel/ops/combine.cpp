@@ -38,7 +38,7 @@ Tensor combine_output(const Tensor& rows, const ReceivedRows& plan, const Tensor
 }
 
 Tensor combine(const Tensor& rows, const Tensor& slot, const Tensor& source, int64_t num_tokens,
-               std::string_view group_name, int64_t timeout_ms, int64_t wanted, bool expand,
+               std::string_view group_name, int64_t timeout_ms, int64_t grads_needed, bool expand,
                const OptionalTensor& received, const OptionalTensor& position) {
   constexpr const char* op = "combine";
   const ReceivedRows plan{slot, received, position};
@@ -52,7 +52,7 @@ Tensor combine(const Tensor& rows, const Tensor& slot, const Tensor& source, int
   const Payload sums{expand ? routing::sum_slots(rows, slot, std::nullopt) : rows, phases::kCombineRows};
   const Call call =
       exchange_call(group, phases::kCombineRows, layout, slot, "rows", rows.scalar_type(), rows.size(1))
-          .set(fields::kRowsGradient, wanted > 0, "rows");
+          .set(fields::kRowsGradient, grads_needed > 0, "rows");
   return not_aliased(make_transport(group)->combine({layout, call, {sums}}, num_tokens)[0], rows);
 }
 
@@ -163,15 +163,15 @@ class CombineFunction : public CheckedFunction<CombineFunction> {
 };
 
 Tensor combine_autograd(const Tensor& rows, const Tensor& slot, const Tensor& source, SymInt num_tokens,
-                        std::string_view group_name, int64_t timeout_ms, int64_t wanted, bool expand,
+                        std::string_view group_name, int64_t timeout_ms, int64_t grads_needed, bool expand,
                         const OptionalTensor& received, const OptionalTensor& position) {
-  if (any_wants_grad(rows)) {
+  if (any_requires_grad(rows)) {
     return CombineFunction::apply(rows, slot, source, num_tokens, group_name, timeout_ms, expand, received,
                                   position);
   }
   const BelowAutograd guard;
-  // In a compiled graph `wanted` holds the value from the time of tracing.
-  return ops::combine(rows, slot, source, num_tokens, group_name, timeout_ms, wanted, expand, received,
+  // In a compiled graph `grads_needed` holds the value from the time of tracing.
+  return ops::combine(rows, slot, source, num_tokens, group_name, timeout_ms, grads_needed, expand, received,
                       position);
 }
 

@@ -46,14 +46,14 @@ Pair dispatch_outputs(const char* op, const Tensor& tokens, const OptionalTensor
           empty(tokens, {topk_weights ? source.sym_size(0) : SymInt(0)}, type)};
 }
 
-// Bits of `wanted`: the inputs whose gradients autograd will compute.
-constexpr int64_t kTokensWanted = 1;
-constexpr int64_t kWeightsWanted = 2;
+// Bits of `grads_needed`: the inputs whose gradients autograd will compute.
+constexpr int64_t kNeedsTokensGrad = 1;
+constexpr int64_t kNeedsWeightsGrad = 2;
 
 // The tokens, and with weights those.
 TokenExchange exchange_of(const char* op, const ExpertParallelGroup& group, const Tensor& tokens,
                           const OptionalTensor& topk_weights, const ReceivedRows& plan, const Tensor& source,
-                          int64_t wanted) {
+                          int64_t grads_needed) {
   const TokenLayout layout = layout_of(op, group, plan);
   std::vector<Payload> payloads{
       {pad_rows({op, "tokens", tokens}, layout.max_tokens), phases::kDispatchTokens}};
@@ -61,25 +61,26 @@ TokenExchange exchange_of(const char* op, const ExpertParallelGroup& group, cons
     payloads.push_back(
         {pad_rows({op, "topk_weights", *topk_weights}, layout.max_tokens), phases::kDispatchWeights});
   }
-  wanted = std::max<int64_t>(0, wanted);
+  grads_needed = std::max<int64_t>(0, grads_needed);
   check_source(op, group, plan.slot, source);
-  const Call call = exchange_call(group, phases::kDispatchTokens, layout, plan.slot, "tokens",
-                                  tokens.scalar_type(), tokens.size(1))
-                        .set(fields::kWeights, topk_weights.has_value(), "topk_weights")
-                        .set(fields::kRowsGradient, (wanted & kTokensWanted) != 0, "tokens")
-                        .set(fields::kWeightsGradient, (wanted & kWeightsWanted) != 0, "topk_weights")
-                        .set(fields::kTokens, tokens.size(0), "tokens");
+  const Call call =
+      exchange_call(group, phases::kDispatchTokens, layout, plan.slot, "tokens", tokens.scalar_type(),
+                    tokens.size(1))
+          .set(fields::kWeights, topk_weights.has_value(), "topk_weights")
+          .set(fields::kRowsGradient, (grads_needed & kNeedsTokensGrad) != 0, "tokens")
+          .set(fields::kWeightsGradient, (grads_needed & kNeedsWeightsGrad) != 0, "topk_weights")
+          .set(fields::kTokens, tokens.size(0), "tokens");
   return {layout, call, payloads};
 }
 
 Pair dispatch(const Tensor& tokens, const OptionalTensor& topk_weights, const Tensor& slot,
-              const Tensor& source, std::string_view group_name, int64_t timeout_ms, int64_t wanted,
+              const Tensor& source, std::string_view group_name, int64_t timeout_ms, int64_t grads_needed,
               bool expand, const OptionalTensor& received, const OptionalTensor& position) {
   const ReceivedRows plan{slot, received, position};
   auto [recv, recv_weights] = dispatch_outputs(kOp, tokens, topk_weights, plan, source, timeout_ms, expand);
   ExpertParallelGroup group(kOp, group_name, timeout_ms, tokens);
-  const std::vector<Tensor> rows =
-      make_transport(group)->dispatch(exchange_of(kOp, group, tokens, topk_weights, plan, source, wanted));
+  const std::vector<Tensor> rows = make_transport(group)->dispatch(
+      exchange_of(kOp, group, tokens, topk_weights, plan, source, grads_needed));
   recv = expand ? routing::gather_rows(rows[0], source, slot) : not_aliased(rows[0], tokens);
   if (topk_weights) recv_weights = routing::weights_to_slots(rows[1], slot, source);
   return {recv, recv_weights};
@@ -102,7 +103,7 @@ void check_dispatch_out(const Tensor& tokens, const OptionalTensor& topk_weights
 
 void dispatch_out(const Tensor& tokens, const OptionalTensor& topk_weights, const Tensor& slot,
                   const Tensor& source, const Tensor& recv, const OptionalTensor& recv_weights,
-                  std::string_view group_name, int64_t timeout_ms, int64_t wanted,
+                  std::string_view group_name, int64_t timeout_ms, int64_t grads_needed,
                   const OptionalTensor& received, const OptionalTensor& position) {
   const ReceivedRows plan{slot, received, position};
   check_dispatch_out(tokens, topk_weights, plan, source, recv, recv_weights, timeout_ms);
@@ -114,8 +115,8 @@ void dispatch_out(const Tensor& tokens, const OptionalTensor& topk_weights, cons
                {"received", received},
                {"position", position}});
   ExpertParallelGroup group(kOutOp, group_name, timeout_ms, tokens);
-  const std::vector<Tensor> rows =
-      make_transport(group)->dispatch(exchange_of(kOutOp, group, tokens, topk_weights, plan, source, wanted));
+  const std::vector<Tensor> rows = make_transport(group)->dispatch(
+      exchange_of(kOutOp, group, tokens, topk_weights, plan, source, grads_needed));
   routing::gather_rows_out(rows[0], source, slot, recv);
   mark_written(recv);
   if (!recv_weights) return;
@@ -217,23 +218,24 @@ class DispatchFunction : public CheckedFunction<DispatchFunction> {
                                const Tensor& slot, const Tensor& source, std::string_view group_name,
                                int64_t timeout_ms, bool expand, const OptionalTensor& received,
                                const OptionalTensor& position) {
-    const bool for_weights = wants_grad(topk_weights);
+    const bool for_weights = requires_grad(topk_weights);
     ctx->save_for_backward({slot, received.value_or(Tensor()), position.value_or(Tensor())});
     ctx->set_materialize_grads(false);
     ctx->saved_data["num_tokens"] = tokens.sym_size(0);
     ctx->saved_data["hidden_size"] = tokens.sym_size(1);
     ctx->saved_data["dtype"] = static_cast<int64_t>(tokens.scalar_type());
-    ctx->saved_data["for_tokens"] = wants_grad(tokens);
+    ctx->saved_data["for_tokens"] = requires_grad(tokens);
     ctx->saved_data["for_weights"] = for_weights;
     ctx->saved_data["group_name"] = std::string(group_name);
     ctx->saved_data["timeout_ms"] = timeout_ms;
     ctx->saved_data["expand"] = expand;
     const BelowAutograd guard;
-    const int64_t wanted = (wants_grad(tokens) ? kTokensWanted : 0) + (for_weights ? kWeightsWanted : 0);
+    const int64_t grads_needed =
+        (requires_grad(tokens) ? kNeedsTokensGrad : 0) + (for_weights ? kNeedsWeightsGrad : 0);
     const auto [recv, recv_weights] = ops::dispatch(tokens, topk_weights, slot, source, group_name,
-                                                    timeout_ms, wanted, expand, received, position);
+                                                    timeout_ms, grads_needed, expand, received, position);
     variable_list constant;
-    if (!wants_grad(tokens)) constant.push_back(recv);
+    if (!requires_grad(tokens)) constant.push_back(recv);
     if (!for_weights) constant.push_back(recv_weights);
     ctx->mark_non_differentiable(constant);
     return {recv, recv_weights};
@@ -258,17 +260,18 @@ class DispatchFunction : public CheckedFunction<DispatchFunction> {
 };
 
 Pair dispatch_autograd(const Tensor& tokens, const OptionalTensor& topk_weights, const Tensor& slot,
-                       const Tensor& source, std::string_view group_name, int64_t timeout_ms, int64_t wanted,
-                       bool expand, const OptionalTensor& received, const OptionalTensor& position) {
-  if (any_wants_grad(tokens, topk_weights)) {
+                       const Tensor& source, std::string_view group_name, int64_t timeout_ms,
+                       int64_t grads_needed, bool expand, const OptionalTensor& received,
+                       const OptionalTensor& position) {
+  if (any_requires_grad(tokens, topk_weights)) {
     const auto out = DispatchFunction::apply(tokens, topk_weights, slot, source, group_name, timeout_ms,
                                              expand, received, position);
     return {out[0], out[1]};
   }
   const BelowAutograd guard;
-  // In a compiled graph `wanted` holds the value from the time of tracing.
-  return ops::dispatch(tokens, topk_weights, slot, source, group_name, timeout_ms, wanted, expand, received,
-                       position);
+  // In a compiled graph `grads_needed` holds the value from the time of tracing.
+  return ops::dispatch(tokens, topk_weights, slot, source, group_name, timeout_ms, grads_needed, expand,
+                       received, position);
 }
 
 Pair dispatch_backward_autograd(const OptionalTensor& grad_recv, const OptionalTensor& grad_recv_weights,

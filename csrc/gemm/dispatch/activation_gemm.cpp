@@ -39,28 +39,29 @@ Tensor kept(const GroupedGemmActivation& product, const Tensor& h) {
 
 }  // namespace
 
-activation::NamedActivation check_activation_product(const char* op, const Tensor& a, const Tensor& b,
+activation::NamedActivation check_activation_product(const Argument& a, const Tensor& b,
                                                      const Tensor& group_sizes, const OptionalTensor& probs,
                                                      const OptionalTensor& bias, std::string_view key,
                                                      const OptionalTensor& rows,
                                                      const LaunchOptions& options) {
+  const char* op = a.op;
   const activation::NamedActivation activation = activation::parse_activation(op, key);
-  const Argument a_argument{op, "a", a}, b_argument{op, "b", b};
-  check_dtype(a_argument, kFloatTypes);
-  check_dim(a_argument, 2);
-  check_pair(b_argument, a_argument, 3);
-  check_size(b_argument, 2, a.sym_size(1), "the columns of 'a', summed over");
+  const Argument b_argument{op, "b", b};
+  check_dtype(a, kFloatTypes);
+  check_dim(a, 2);
+  check_pair(b_argument, a, 3);
+  check_size(b_argument, 2, a.tensor.sym_size(1), "the columns of 'a', summed over");
   TP_CHECK_VALUE(!activation.traits().gated || b.sym_size(1) % 2 == 0, op, "b",
                  "an even number of rows in each matrix (gate and linear part)", describe(b),
                  "Concatenate the weights of both");
   activation::check_interleave(b_argument, b.sym_size(1) / 2, activation);
-  check_groups({op, "group_sizes", group_sizes}, a_argument, b_argument);
-  if (rows) check_row_index({op, "rows", *rows}, a_argument);
+  check_groups({op, "group_sizes", group_sizes}, a, b_argument);
+  if (rows) check_row_index({op, "rows", *rows}, a);
   if (probs) {
-    const Argument of_rows = rows ? Argument{op, "rows", *rows} : a_argument;
+    const Argument of_rows = rows ? Argument{op, "rows", *rows} : a;
     activation::check_probs({op, "probs", *probs}, of_rows, rows ? "the rows of 'rows'" : "the rows of 'a'");
   }
-  if (bias) check_bias({op, "bias", *bias}, a_argument, b.sym_size(0), b.sym_size(1));
+  if (bias) check_bias({op, "bias", *bias}, a, b.sym_size(0), b.sym_size(1));
   check_launch_options(op, options);
   return activation;
 }

@@ -18,7 +18,7 @@ namespace transformer_plugin::gemm {
 
 // The checks of all ops that apply an activation, of this key, to a GEMM.
 activation::NamedActivation check_activation_product(
-    const char* op, const at::Tensor& a, const at::Tensor& b, const at::Tensor& group_sizes,
+    const Argument& a, const at::Tensor& b, const at::Tensor& group_sizes,
     const std::optional<at::Tensor>& probs, const std::optional<at::Tensor>& bias,
     std::string_view activation, const std::optional<at::Tensor>& rows, const LaunchOptions& options);
 

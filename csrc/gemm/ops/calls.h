@@ -1,6 +1,7 @@
 // Calls of the gemm ops through the dispatcher, and what their gradients share.
 #pragma once
 
+#include <optional>
 #include <string_view>
 #include <tuple>
 #include <utility>
@@ -42,26 +43,27 @@ inline void call_grouped_gemm_out(const at::Tensor& a, at::TensorList b, const a
                         keys.a, keys.b);
 }
 
-inline at::Tensor call_grouped_gemm_wgrad(const at::Tensor& grad, const at::Tensor& input,
-                                          const at::Tensor& group_sizes, std::optional<at::ScalarType> dtype,
-                                          OptionalTensorArg alpha = std::nullopt,
-                                          OptionalTensorArg input_rows = std::nullopt,
-                                          LaunchOptions options = {}, const QuantizedKeys& keys = {},
-                                          OptionalTensorArg grad_rows = std::nullopt) {
-  return ops::grouped_gemm_wgrad(grad, input, group_sizes, dtype, alpha, input_rows, grad_rows,
-                                 options.max_sms, options.expected_rows, keys.a_scale, keys.b_scale, keys.a,
-                                 keys.b);
+// The operands of a weight gradient of groups.
+struct GroupedWgradCall {
+  const at::Tensor &grad, &input, &group_sizes;
+  std::optional<at::Tensor> grad_rows = std::nullopt, input_rows = std::nullopt;
+  LaunchOptions options = {};
+  QuantizedKeys keys = {};
+};
+
+inline at::Tensor call_grouped_gemm_wgrad(const GroupedWgradCall& call, std::optional<at::ScalarType> dtype,
+                                          OptionalTensorArg alpha = std::nullopt) {
+  return ops::grouped_gemm_wgrad(call.grad, call.input, call.group_sizes, dtype, alpha, call.input_rows,
+                                 call.grad_rows, call.options.max_sms, call.options.expected_rows,
+                                 call.keys.a_scale, call.keys.b_scale, call.keys.a, call.keys.b);
 }
 
 // `out`: one tensor [G, N, K], or a matrix for each group.
-inline void call_grouped_gemm_wgrad_out(const at::Tensor& grad, const at::Tensor& input,
-                                        const at::Tensor& group_sizes, at::TensorList out, bool accumulate,
-                                        LaunchOptions options = {}, const QuantizedKeys& keys = {},
-                                        OptionalTensorArg input_rows = std::nullopt,
-                                        OptionalTensorArg grad_rows = std::nullopt) {
-  ops::grouped_gemm_wgrad_out(grad, input, group_sizes, out, accumulate, std::nullopt, std::nullopt,
-                              input_rows, grad_rows, options.max_sms, options.expected_rows, keys.a_scale,
-                              keys.b_scale, keys.a, keys.b);
+inline void call_grouped_gemm_wgrad_out(const GroupedWgradCall& call, at::TensorList out, bool accumulate) {
+  ops::grouped_gemm_wgrad_out(call.grad, call.input, call.group_sizes, out, accumulate, std::nullopt,
+                              std::nullopt, call.input_rows, call.grad_rows, call.options.max_sms,
+                              call.options.expected_rows, call.keys.a_scale, call.keys.b_scale, call.keys.a,
+                              call.keys.b);
 }
 
 // A gradient and an operand in one dtype: unchanged, or both converted without loss if they differ.
@@ -90,12 +92,12 @@ inline std::pair<at::Tensor, at::Tensor> bias_gradients(const torch::autograd::A
                                                         bool has_bias, const at::Tensor& grad,
                                                         const at::Tensor& group_sizes, const at::Tensor& bias,
                                                         const at::Tensor& bias_scale, size_t place = 3) {
-  const bool wants_bias = has_bias && ctx->needs_input_grad(place);
-  const bool wants_scale = has_bias && bias_scale.defined() && ctx->needs_input_grad(place + 1);
-  if (!wants_bias && !wants_scale) return {};
+  const bool needs_bias_grad = has_bias && ctx->needs_input_grad(place);
+  const bool needs_scale_grad = has_bias && bias_scale.defined() && ctx->needs_input_grad(place + 1);
+  if (!needs_bias_grad && !needs_scale_grad) return {};
   const auto [grad_bias, grad_scale] = ops::grouped_bias_backward(
-      grad, group_sizes, wants_scale ? as_optional(bias) : std::nullopt, as_optional(bias_scale));
-  return {wants_bias ? grad_bias : at::Tensor(), wants_scale ? grad_scale : at::Tensor()};
+      grad, group_sizes, needs_scale_grad ? as_optional(bias) : std::nullopt, as_optional(bias_scale));
+  return {needs_bias_grad ? grad_bias : at::Tensor(), needs_scale_grad ? grad_scale : at::Tensor()};
 }
 
 }  // namespace transformer_plugin::gemm

@@ -185,7 +185,7 @@ Tensor gemm_autograd(const Tensor& a, const Tensor& b, const OptionalTensor& bia
                      OptionalDtype dtype, const OptionalTensor& alpha, OptionalList a_scale,
                      OptionalList b_scale, std::string_view a_key, std::string_view b_key) {
   if (alpha) check_no_gradient({kOp, "alpha", *alpha}, kConstantFactor);
-  if (!is_quantized(a_key, b_key) && any_wants_grad(a, b, bias)) {
+  if (!is_quantized(a_key, b_key) && any_requires_grad(a, b, bias)) {
     check_plain(kOp, a_scale, b_scale);
     return GemmFunction::apply(a, b, bias, transpose_b, dtype, alpha);
   }

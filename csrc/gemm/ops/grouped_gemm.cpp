@@ -221,8 +221,8 @@ class GroupedGemmFunction : public DifferentiableTwice<GroupedGemmFunction> {
                         OptionalDtype dtype, const OptionalTensor& alpha, const OptionalTensor& rows,
                         int64_t max_sms, int64_t expected_rows, bool zero_tail) {
     variable_list saved{
-        wants_grad(b) ? a : Tensor(), group_sizes,         wants_grad(bias_scale) ? *bias : Tensor(),
-        or_undefined(bias_scale),     or_undefined(alpha), or_undefined(rows)};
+        requires_grad(b) ? a : Tensor(), group_sizes,         requires_grad(bias_scale) ? *bias : Tensor(),
+        or_undefined(bias_scale),        or_undefined(alpha), or_undefined(rows)};
     if (a.requires_grad()) saved.insert(saved.end(), b.begin(), b.end());
     ctx->save_for_backward(std::move(saved));
     // Only what is not the common case, as each entry costs host time.
@@ -264,8 +264,17 @@ class GroupedGemmFunction : public DifferentiableTwice<GroupedGemmFunction> {
     const at::ScalarType dtype = input.scalar_type();
     const bool transpose_b = !has_entry(ctx, "not_transposed");
     const LaunchOptions options = saved_options(ctx);
-    if (transpose_b) return call_grouped_gemm_wgrad(g, a, sizes, dtype, alpha, rows, options);
-    return call_grouped_gemm_wgrad(a, g, sizes, dtype, alpha, std::nullopt, options, {}, rows);
+    return call_grouped_gemm_wgrad(transpose_b ? GroupedWgradCall{.grad = g,
+                                                                  .input = a,
+                                                                  .group_sizes = sizes,
+                                                                  .input_rows = rows,
+                                                                  .options = options}
+                                               : GroupedWgradCall{.grad = a,
+                                                                  .input = g,
+                                                                  .group_sizes = sizes,
+                                                                  .grad_rows = rows,
+                                                                  .options = options},
+                                   dtype, alpha);
   }
 
   // The gradients of a list are views of one tensor.
@@ -280,9 +289,9 @@ class GroupedGemmFunction : public DifferentiableTwice<GroupedGemmFunction> {
     if (ctx->needs_input_grad(0)) {
       result[0] = gradient_of_a(ctx, grad, {saved.begin() + 6, saved.end()}, sizes, alpha, rows);
     }
-    bool wants_b = false;
-    for (size_t g = 0; g < matrices && !wants_b; ++g) wants_b = ctx->needs_input_grad(1 + g);
-    if (wants_b) {
+    bool needs_b_grad = false;
+    for (size_t g = 0; g < matrices && !needs_b_grad; ++g) needs_b_grad = ctx->needs_input_grad(1 + g);
+    if (needs_b_grad) {
       const Tensor stack = gradient_of_b(ctx, grad, saved[0], sizes, alpha, rows);
       if (of_stack) {
         result[1] = stack;
@@ -308,7 +317,7 @@ Tensor grouped_gemm_autograd(const Tensor& a, at::TensorList b, const Tensor& gr
                              OptionalList b_scale, std::string_view a_key, std::string_view b_key,
                              bool zero_tail) {
   if (alpha) check_no_gradient({kOp, "alpha", *alpha}, kConstantFactor);
-  if (!is_quantized(a_key, b_key) && any_wants_grad(a, b, bias, bias_scale)) {
+  if (!is_quantized(a_key, b_key) && any_requires_grad(a, b, bias, bias_scale)) {
     check_plain(kOp, a_scale, b_scale);
     return GroupedGemmFunction::apply(a, b, group_sizes, bias, bias_scale, transpose_b, dtype, alpha, rows,
                                       max_sms, expected_rows, zero_tail);

@@ -27,8 +27,8 @@ TwoTensors grouped_gemm_activation_meta(const Tensor& a, const Tensor& b, const 
                                         const OptionalTensor& probs, const OptionalTensor& bias,
                                         std::string_view key, bool keep_input, int64_t max_sms,
                                         int64_t expected_rows, const OptionalTensor& rows, bool) {
-  const activation::NamedActivation activation =
-      check_activation_product(kOp, a, b, group_sizes, probs, bias, key, rows, {max_sms, expected_rows});
+  const activation::NamedActivation activation = check_activation_product(
+      {kOp, "a", a}, b, group_sizes, probs, bias, key, rows, {max_sms, expected_rows});
   const c10::SymInt capacity = (rows ? *rows : a).sym_size(0), columns = b.sym_size(1);
   return {empty(a, {capacity, columns / activation.columns_per_feature()}, a.scalar_type()),
           empty(a, {keep_input ? capacity : c10::SymInt(0), columns}, a.scalar_type())};
@@ -40,7 +40,7 @@ TwoTensors grouped_gemm_activation(const Tensor& a, const Tensor& b, const Tenso
                                    int64_t expected_rows, const OptionalTensor& rows, bool zero_tail) {
   const LaunchOptions options{max_sms, expected_rows};
   const activation::NamedActivation activation =
-      check_activation_product(kOp, a, b, group_sizes, probs, bias, key, rows, options);
+      check_activation_product({kOp, "a", a}, b, group_sizes, probs, bias, key, rows, options);
   const BelowAutograd guard;
   const Argument a_argument{kOp, "a", a}, buffer = rows ? Argument{kOp, "rows", *rows} : a_argument;
   const Tensor offsets = group_offsets({kOp, "group_sizes", group_sizes}, buffer, buffer.tensor.size(0));
@@ -86,7 +86,9 @@ struct ProductGradients {
       if (rows) a = ops::gather_rows_backward(a, *rows, sizes, ctx->saved_data["num_rows"].toSymInt());
     }
     if (ctx->needs_input_grad(1)) {
-      b = call_grouped_gemm_wgrad(grad_h, a_rows, sizes, std::nullopt, none, rows, options);
+      b = call_grouped_gemm_wgrad(
+          {.grad = grad_h, .input = a_rows, .group_sizes = sizes, .input_rows = rows, .options = options},
+          std::nullopt);
     }
     if (place_of_bias > 0 && ctx->needs_input_grad(place_of_bias)) {
       bias = std::get<0>(ops::grouped_bias_backward(grad_h, sizes, none, none));
@@ -101,12 +103,12 @@ void save_product(AutogradContext* ctx, const Tensor& a, const OptionalTensor& b
   if (rows) ctx->saved_data["num_rows"] = a.sym_size(0);
 }
 
-// Of h and of probs, the latter undefined if not wanted.
+// Of h and of probs, the latter undefined if not needed.
 std::pair<Tensor, Tensor> gradients_of_activation(const Tensor& grad, const Tensor& h, const Tensor& sizes,
                                                   const OptionalTensor& probs, std::string_view key,
-                                                  bool wants_probs) {
+                                                  bool needs_probs_grad) {
   const auto [grad_h, grad_probs] = ops::activation_backward(grad, h, probs, std::nullopt, key);
-  return {grad_h, wants_probs ? activation::zero_past_groups(grad_probs, sizes) : Tensor()};
+  return {grad_h, needs_probs_grad ? activation::zero_past_groups(grad_probs, sizes) : Tensor()};
 }
 
 // Three nodes have the name of the op. With h as a result, the product and the activation have one each: torch's
@@ -198,7 +200,7 @@ TwoTensors grouped_gemm_activation_autograd(const Tensor& a, const Tensor& b, co
     return ops::grouped_gemm_activation(a, b, group_sizes, probs, bias, key, keep_input, max_sms,
                                         expected_rows, rows, zero_tail);
   }();
-  if (!any_wants_grad(a, b, probs, bias)) return {act, h};
+  if (!any_requires_grad(a, b, probs, bias)) return {act, h};
   if (!keep_input) {
     return {GroupedGemmActivationFunction::apply(a, b, group_sizes, probs, bias, key, options, rows,
                                                  Computed{act}),

@@ -31,8 +31,8 @@ Parsed check(const Tensor& a, const Tensor& b, const Tensor& group_sizes, std::s
   TP_CHECK_VALUE(along_rows, kOp, "format",
                  "a format that finds its scales in blocks along a row, fp8_block or mxfp8",
                  "'" << key << "'", "Take one of those, or grouped_gemm_activation, and quantize its result");
-  const activation::NamedActivation activation =
-      check_activation_product(kOp, a, b, group_sizes, probs, bias, activation_key, std::nullopt, options);
+  const activation::NamedActivation activation = check_activation_product(
+      {kOp, "a", a}, b, group_sizes, probs, bias, activation_key, std::nullopt, options);
   const int64_t block = format.block_size(), multiple = activation.columns_per_feature() * block;
   TP_CHECK_VALUE(b.sym_size(1) % multiple == 0, kOp, "b",
                  "a number of rows in each matrix that is a multiple of "

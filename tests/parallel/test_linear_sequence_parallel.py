@@ -39,7 +39,7 @@ def check_bits(rank: Rank, key: str, dtype: torch.dtype) -> None:
         for gathers in (True, False):
             input, weight, bias = own = leaves(rank, leading, dtype)
             with torch.no_grad():
-                options = {"input_ranks": rank.size, "input_group": rank.group_name}
+                options = {"sequence_parallel_size": rank.size, "sequence_parallel_group": rank.group_name}
                 inferred = ops.linear(input, weight, bias, *formats, **options)  # type: ignore[arg-type]
             torch.manual_seed(5)
             if gathers:
@@ -74,7 +74,14 @@ def check_saved(rank: Rank, key: str) -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        ops.linear(input, weight, None, *formats, input_ranks=rank.size, input_group=rank.group_name)
+        ops.linear(
+            input,
+            weight,
+            None,
+            *formats,
+            sequence_parallel_size=rank.size,
+            sequence_parallel_group=rank.group_name,
+        )
     assert any(t.untyped_storage().data_ptr() == input.untyped_storage().data_ptr() for t in saved)
     assert all(t.shape[:1] != (128 * rank.size,) and t.shape[-1:] != (128 * rank.size,) for t in saved)
 
@@ -89,7 +96,14 @@ def check_compiled(rank: Rank, key: str, dynamic: bool) -> None:
     formats = formats_of(RECIPES[key]())
 
     def step(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return ops.linear(input, weight, bias, *formats, input_ranks=rank.size, input_group=rank.group_name)
+        return ops.linear(
+            input,
+            weight,
+            bias,
+            *formats,
+            sequence_parallel_size=rank.size,
+            sequence_parallel_group=rank.group_name,
+        )
 
     torch._dynamo.reset()
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=dynamic)
@@ -120,14 +134,26 @@ def test_compiled(pair: RankPool, key: str, dynamic: bool) -> None:
 def test_errors() -> None:
     x, w = torch.ones(4, 8), torch.ones(6, 8)
     cases: list[tuple[tuple[Tensor, ...], dict[str, Any], str]] = [
-        ((x, w), {"input_ranks": 0}, "argument 'input_ranks': expected at least 1, got 0. Pass group.size()"),
-        ((x[0], w), {"input_ranks": 2}, "argument 'input': expected at least 2 dimensions with input_ranks"),
         (
             (x, w),
-            {"input_ranks": 2, "dgrad_out": torch.empty(4, 8)},
-            "argument 'dgrad_out': expected None with input_ranks",
+            {"sequence_parallel_size": 0},
+            "argument 'sequence_parallel_size': expected at least 1, got 0. Pass group.size()",
         ),
-        ((x, w), {"input_ranks": 2}, "argument 'num_ranks': expected 1, the size of the group, got 2"),
+        (
+            (x[0], w),
+            {"sequence_parallel_size": 2},
+            "argument 'input': expected at least 2 dimensions with sequence_parallel_size",
+        ),
+        (
+            (x, w),
+            {"sequence_parallel_size": 2, "dgrad_out": torch.empty(4, 8)},
+            "argument 'dgrad_out': expected None with sequence_parallel_size",
+        ),
+        (
+            (x, w),
+            {"sequence_parallel_size": 2},
+            "argument 'num_ranks': expected 1, the size of the group, got 2",
+        ),
     ]
     for operands, options, text in cases:
         with pytest.raises(ValueError, match=re.escape(text)):
