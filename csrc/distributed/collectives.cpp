@@ -20,11 +20,11 @@ at::Tensor empty_rows(const at::Tensor& like, const c10::SymInt& rows) {
   return empty(like, sizes, like.scalar_type());
 }
 
-GatheredTensors with_elements(at::TensorList parts, at::TensorList out) {
+GatheredTensors with_elements(at::TensorList inputs, at::TensorList out) {
   GatheredTensors found;
-  for (size_t i = 0; i < parts.size(); ++i) {
-    if (parts[i].numel() == 0) continue;
-    found.parts.push_back(parts[i].contiguous());
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    if (inputs[i].numel() == 0) continue;
+    found.inputs.push_back(inputs[i].contiguous());
     found.out.push_back(out[i]);
   }
   return found;

@@ -50,14 +50,15 @@ class Collectives {
   virtual void end_call() = 0;
 
   // [n, ...] of each rank -> [size * n, ...], in ascending order of ranks.
-  virtual PendingCollective all_gather(const at::Tensor& part, const Phase& phase) = 0;
+  virtual PendingCollective all_gather(const at::Tensor& rows, const Phase& phase) = 0;
   // The same for several tensors in one collective, each into a contiguous tensor of `out`. Neither list is empty.
-  virtual PendingCollective all_gather_list(at::TensorList parts, at::TensorList out, const Phase& phase) = 0;
+  virtual PendingCollective all_gather_list(at::TensorList inputs, at::TensorList out,
+                                            const Phase& phase) = 0;
   // [size * n, ...], of which the r-th n rows go to rank r -> [size * n, ...], of which the r-th n rows come
   // from rank r.
-  virtual PendingCollective all_to_all(const at::Tensor& parts, const Phase& phase) = 0;
-  // The same without this rank's part, which does not move: [(size - 1) * n, ...]. On CUDA only.
-  virtual PendingCollective exchange_with_others(const at::Tensor& parts, const Phase& phase) = 0;
+  virtual PendingCollective all_to_all(const at::Tensor& rows, const Phase& phase) = 0;
+  // The same without this rank's rows, which does not move: [(size - 1) * n, ...]. On CUDA only.
+  virtual PendingCollective exchange_with_others(const at::Tensor& rows, const Phase& phase) = 0;
 
  protected:
   explicit Collectives(CallContext to) : to_(std::move(to)) {}
@@ -78,9 +79,9 @@ at::Tensor empty_rows(const at::Tensor& like, const c10::SymInt& rows);
 
 // Those of the tensors that have elements, contiguous, with their outputs.
 struct GatheredTensors {
-  std::vector<at::Tensor> parts, out;
+  std::vector<at::Tensor> inputs, out;
 };
-GatheredTensors with_elements(at::TensorList parts, at::TensorList out);
+GatheredTensors with_elements(at::TensorList inputs, at::TensorList out);
 
 // Of a contiguous tensor. Where a dimension has one element, its stride may be any.
 at::Tensor as_bytes(const at::Tensor& tensor);

@@ -103,28 +103,28 @@ PendingCollective GlooCollectives::run(const Tensor& out, const Phase& phase, St
   });
 }
 
-PendingCollective GlooCollectives::all_gather(const Tensor& part, const Phase& phase) {
-  const Tensor input = part.contiguous(), out = empty_rows(input, input.sym_size(0) * to_.state->size);
+PendingCollective GlooCollectives::all_gather(const Tensor& rows, const Phase& phase) {
+  const Tensor input = rows.contiguous(), out = empty_rows(input, input.sym_size(0) * to_.state->size);
   return run(out, phase, [&] {
     Tensor from = as_bytes(input), to = as_bytes(out);
     return to_.state->cpu_backend->_allgather_base(to, from, options<c10d::AllgatherOptions>(true));
   });
 }
 
-PendingCollective GlooCollectives::all_gather_list(at::TensorList parts, at::TensorList out,
+PendingCollective GlooCollectives::all_gather_list(at::TensorList inputs, at::TensorList out,
                                                    const Phase& phase) {
-  const GatheredTensors gathered = with_elements(parts, out);
+  const GatheredTensors gathered = with_elements(inputs, out);
   return run(gathered.out.empty() ? out[0] : gathered.out[0], phase, [&] {
     std::vector<Tensor> from, to;
-    for (const Tensor& part : gathered.parts) from.push_back(as_bytes(part));
+    for (const Tensor& tensor : gathered.inputs) from.push_back(as_bytes(tensor));
     for (const Tensor& each : gathered.out) to.push_back(as_bytes(each));
     return to_.state->cpu_backend->allgather_into_tensor_coalesced(to, from,
                                                                    options<c10d::AllgatherOptions>(true));
   });
 }
 
-PendingCollective GlooCollectives::all_to_all(const Tensor& parts, const Phase& phase) {
-  const Tensor input = parts.contiguous(), out = empty_rows(input, input.sym_size(0));
+PendingCollective GlooCollectives::all_to_all(const Tensor& rows, const Phase& phase) {
+  const Tensor input = rows.contiguous(), out = empty_rows(input, input.sym_size(0));
   return run(out, phase, [&] {
     Tensor from = as_bytes(input), to = as_bytes(out);
     std::vector<int64_t> equal_splits;

@@ -18,11 +18,11 @@ class GlooCollectives : public Collectives, public std::enable_shared_from_this<
   // this rank's next message for the missing one. So the group is marked as failed.
   void end_call() override;
 
-  PendingCollective all_gather(const at::Tensor& part, const Phase& phase) override;
-  PendingCollective all_gather_list(at::TensorList parts, at::TensorList out, const Phase& phase) override;
-  PendingCollective all_to_all(const at::Tensor& parts, const Phase& phase) override;
+  PendingCollective all_gather(const at::Tensor& rows, const Phase& phase) override;
+  PendingCollective all_gather_list(at::TensorList inputs, at::TensorList out, const Phase& phase) override;
+  PendingCollective all_to_all(const at::Tensor& rows, const Phase& phase) override;
   // Gloo has no exchange of lists.
-  PendingCollective exchange_with_others(const at::Tensor& parts, const Phase& phase) override;
+  PendingCollective exchange_with_others(const at::Tensor& rows, const Phase& phase) override;
 
  private:
   void compare_headers(const Call& call);

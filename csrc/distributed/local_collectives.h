@@ -13,18 +13,18 @@ class LocalCollectives : public Collectives {
   void begin_call(const Call&, int64_t) override {}
   void end_call() override {}
 
-  PendingCollective all_gather(const at::Tensor& part, const Phase&) override {
-    return PendingCollective(part.contiguous());
+  PendingCollective all_gather(const at::Tensor& rows, const Phase&) override {
+    return PendingCollective(rows.contiguous());
   }
-  PendingCollective all_gather_list(at::TensorList parts, at::TensorList out, const Phase&) override {
-    for (size_t i = 0; i < parts.size(); ++i) out[i].copy_(parts[i]);
+  PendingCollective all_gather_list(at::TensorList inputs, at::TensorList out, const Phase&) override {
+    for (size_t i = 0; i < inputs.size(); ++i) out[i].copy_(inputs[i]);
     return PendingCollective(out[0]);
   }
-  PendingCollective all_to_all(const at::Tensor& parts, const Phase&) override {
-    return PendingCollective(parts.contiguous());
+  PendingCollective all_to_all(const at::Tensor& rows, const Phase&) override {
+    return PendingCollective(rows.contiguous());
   }
-  PendingCollective exchange_with_others(const at::Tensor& parts, const Phase&) override {
-    return PendingCollective(empty_rows(parts, 0));
+  PendingCollective exchange_with_others(const at::Tensor& rows, const Phase&) override {
+    return PendingCollective(empty_rows(rows, 0));
   }
 };
 

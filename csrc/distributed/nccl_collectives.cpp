@@ -78,20 +78,20 @@ PendingCollective NcclCollectives::run(const Tensor& out, const Phase& phase, St
   return PendingCollective(out);
 }
 
-PendingCollective NcclCollectives::all_gather(const Tensor& part, const Phase& phase) {
-  const Tensor input = part.contiguous(), out = empty_rows(input, input.sym_size(0) * to_.state->size);
+PendingCollective NcclCollectives::all_gather(const Tensor& rows, const Phase& phase) {
+  const Tensor input = rows.contiguous(), out = empty_rows(input, input.sym_size(0) * to_.state->size);
   return run(out, phase, [&] {
     Tensor from = as_payload(input), to = as_payload(out);
     return backend()._allgather_base(to, from, options<c10d::AllgatherOptions>(false));
   });
 }
 
-PendingCollective NcclCollectives::all_gather_list(at::TensorList parts, at::TensorList out,
+PendingCollective NcclCollectives::all_gather_list(at::TensorList inputs, at::TensorList out,
                                                    const Phase& phase) {
-  const GatheredTensors gathered = with_elements(parts, out);
+  const GatheredTensors gathered = with_elements(inputs, out);
   return run(gathered.out.empty() ? out[0] : gathered.out[0], phase, [&] {
     std::vector<Tensor> from, to;
-    for (const Tensor& part : gathered.parts) from.push_back(as_payload(part));
+    for (const Tensor& tensor : gathered.inputs) from.push_back(as_payload(tensor));
     for (const Tensor& each : gathered.out) to.push_back(as_payload(each));
     const auto how = options<c10d::AllgatherOptions>(false);
     // That of one tensor takes the host less time.
@@ -100,8 +100,8 @@ PendingCollective NcclCollectives::all_gather_list(at::TensorList parts, at::Ten
   });
 }
 
-PendingCollective NcclCollectives::all_to_all(const Tensor& parts, const Phase& phase) {
-  const Tensor input = parts.contiguous(), out = empty_rows(input, input.sym_size(0));
+PendingCollective NcclCollectives::all_to_all(const Tensor& rows, const Phase& phase) {
+  const Tensor input = rows.contiguous(), out = empty_rows(input, input.sym_size(0));
   return run(out, phase, [&] {
     Tensor from = as_bytes(input), to = as_bytes(out);
     std::vector<int64_t> equal_splits;
@@ -110,11 +110,11 @@ PendingCollective NcclCollectives::all_to_all(const Tensor& parts, const Phase& 
   });
 }
 
-PendingCollective NcclCollectives::exchange_with_others(const Tensor& parts, const Phase& phase) {
+PendingCollective NcclCollectives::exchange_with_others(const Tensor& rows, const Phase& phase) {
   const int64_t size = to_.state->size, rank = to_.state->rank;
-  const Tensor out = empty_rows(parts, parts.size(0) / size * (size - 1));
+  const Tensor out = empty_rows(rows, rows.size(0) / size * (size - 1));
   return run(out, phase, [&] {
-    const Tensor from = as_bytes(parts), to = as_bytes(out);
+    const Tensor from = as_bytes(rows), to = as_bytes(out);
     const int64_t bytes = from.size(0) / size;
     std::vector<Tensor> sent, received;
     for (int64_t r = 0, place = 0; r < size; ++r) {

@@ -15,10 +15,10 @@ class NcclCollectives : public Collectives {
   void begin_call(const Call& call, int64_t collectives) override;
   void end_call() override {}
 
-  PendingCollective all_gather(const at::Tensor& part, const Phase& phase) override;
-  PendingCollective all_gather_list(at::TensorList parts, at::TensorList out, const Phase& phase) override;
-  PendingCollective all_to_all(const at::Tensor& parts, const Phase& phase) override;
-  PendingCollective exchange_with_others(const at::Tensor& parts, const Phase& phase) override;
+  PendingCollective all_gather(const at::Tensor& rows, const Phase& phase) override;
+  PendingCollective all_gather_list(at::TensorList inputs, at::TensorList out, const Phase& phase) override;
+  PendingCollective all_to_all(const at::Tensor& rows, const Phase& phase) override;
+  PendingCollective exchange_with_others(const at::Tensor& rows, const Phase& phase) override;
 
  private:
   template <typename Start>

@@ -94,13 +94,13 @@ class EmbeddingFunction : public DifferentiableOnce<EmbeddingFunction> {
     Tensor grad = at::embedding_dense_backward_symint(grads[0], indices, rows, padding_idx, false);
     if (shard.is_sharded()) {
       if (weight.sym_size(0) * shard.ranks != rows) {
-        const Tensor parts = sharded::new_unsharded_grad(weight, shard, grad.scalar_type());
-        parts.narrow(0, 0, shard.rows).copy_(grad);
-        grad = parts;
+        const Tensor unsharded_grad = sharded::new_unsharded_grad(weight, shard, grad.scalar_type());
+        unsharded_grad.narrow(0, 0, shard.rows).copy_(grad);
+        grad = unsharded_grad;
       }
-      const Tensor parts = grad;
-      grad = sharded::reduce_gradient(parts, shard, {weight});
-      if (grad.defined()) grad = sharded::finish_gradient(grad, parts, weight, shard, Tensor());
+      const Tensor unsharded_grad = grad;
+      grad = sharded::reduce_gradient(unsharded_grad, shard, {weight});
+      if (grad.defined()) grad = sharded::finish_gradient(grad, unsharded_grad, weight, shard, Tensor());
     }
     return {Tensor(), grad, Tensor(), Tensor()};
   }

@@ -306,12 +306,12 @@ class NormLinearFunction : public DifferentiableOnce<NormLinearFunction> {
     const WeightSource source{{}, {}, shard};
     const Quantized early = is_early ? source.for_backward(weight, formats).values : Quantized{};
     if (!needs_grad.input) announce_use_in_backward(ctx, "main_grad", shard);
-    const UnshardedWeight whole = [&] {
+    const UnshardedWeight unsharded = [&] {
       return is_early ? early : source.for_backward(weight, formats).values;
     };
-    if (formats.unquantized()) return unquantized_gradients(grad, norm, whole, needs_grad);
+    if (formats.unquantized()) return unquantized_gradients(grad, norm, unsharded, needs_grad);
     const SavedTensors kept{{}, {saved[5], saved[6], saved[7], formats.input, input_key, true}, {}};
-    return quantized_gradients(grad, norm, kept, whole, formats, needs_grad);
+    return quantized_gradients(grad, norm, kept, unsharded, formats, needs_grad);
   }
 };
 

@@ -10,7 +10,7 @@
 
 namespace transformer_plugin::linear {
 
-// What a weight that is sharded over ranks may have: a part that is large enough, a buffer for each tensor and no queue.
+// What a weight that is sharded over ranks may have: a shard that is large enough, a buffer for each tensor and no queue.
 void check_weight_shard(const WeightArgument& weight, const sharded::WeightShard& shard,
                         const MainGrad& main_grad, bool is_quantized = false);
 

@@ -57,9 +57,9 @@ class GroupedWeight {
   at::TensorList tensors_;
 };
 
-// The first dimension of a weight; of the whole one where it is sharded over ranks.
+// The first dimension of a weight; of the unsharded one where it is sharded over ranks.
 c10::SymInt unsharded_size(const at::Tensor& weight, const sharded::WeightShard& shard);
-// The rows of a whole matrix of a grouped weight.
+// The rows of an unsharded matrix of a grouped weight.
 c10::SymInt unsharded_rows(const WeightArgument& weight, const sharded::WeightShard& shard);
 
 // Dtype, dimensions and device; of several matrices, that all are like the first.

@@ -127,7 +127,7 @@ WeightShard check_out(const Tensor& unsharded_grad, const Tensor& weight, const 
                 kOp, "out", "the dtype of 'unsharded_grad', or float32", describe(out),
                 "Allocate it with that dtype");
   TP_CHECK_VALUE(weight.sym_sizes() == out.sym_sizes(), kOp, "out", "the sizes of 'weight'", describe(out),
-                 "Allocate it like this rank's part of the weight");
+                 "Allocate it like this rank's shard of the weight");
   check_contiguous(to);
   tensor_parallel::check_memory(to);
   tensor_parallel::check_memory({kOp, "unsharded_grad", unsharded_grad});

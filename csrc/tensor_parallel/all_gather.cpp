@@ -1,4 +1,4 @@
-// all_gather: the parts of all ranks, one after the other along the first dimension. Its gradient is reduce_scatter.
+// all_gather: the inputs of all ranks, one after the other along the first dimension. Its gradient is reduce_scatter.
 #include "common/ops/tensor_parallel.h"
 #include "common/register.h"
 #include "common/tensor.h"

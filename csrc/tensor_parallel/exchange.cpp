@@ -34,19 +34,19 @@ void check_memory(const Argument& argument) {
 }
 
 std::vector<c10::SymInt> reduced_sizes(const Argument& argument, int64_t num_ranks, int64_t timeout_ms) {
-  const Tensor& parts = argument.tensor;
+  const Tensor& input = argument.tensor;
   check_exchange(argument, num_ranks, timeout_ms);
   check_dtype(argument, {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble});
-  TP_CHECK_VALUE(parts.sym_size(0) % num_ranks == 0, argument.op, argument.name,
-                 "rows that " << num_ranks << " ranks can share evenly", describe(parts),
+  TP_CHECK_VALUE(input.sym_size(0) % num_ranks == 0, argument.op, argument.name,
+                 "rows that " << num_ranks << " ranks can share evenly", describe(input),
                  "Pad the rows to a multiple of the number of ranks");
-  std::vector<c10::SymInt> sizes(parts.sym_sizes().begin(), parts.sym_sizes().end());
+  std::vector<c10::SymInt> sizes(input.sym_sizes().begin(), input.sym_sizes().end());
   sizes[0] = sizes[0] / num_ranks;
   return sizes;
 }
 
-Tensor all_to_all_rows(const RankGroup& group, const Tensor& parts, const Phase& phase) {
-  return group.collectives().all_to_all(parts, phase).wait().view({parts.size(0), width_of(parts)});
+Tensor all_to_all_rows(const RankGroup& group, const Tensor& input, const Phase& phase) {
+  return group.collectives().all_to_all(input, phase).wait().view({input.size(0), width_of(input)});
 }
 
 void check_ranks(const char* op, const RankGroup& group, int64_t num_ranks) {
@@ -71,17 +71,17 @@ Call exchange_call(const Phase& phase, const char* argument, const Tensor& tenso
 
 namespace {}  // namespace
 
-Call list_call(const Phase& phase, const char* argument, at::TensorList parts) {
+Call list_call(const Phase& phase, const char* argument, at::TensorList inputs) {
   Checksum shapes;
   int64_t bytes = 0;
-  for (const Tensor& part : parts) {
-    bytes += static_cast<int64_t>(part.nbytes());
-    shapes.add(static_cast<int64_t>(part.scalar_type()));
-    shapes.add(part.dim());
-    for (const int64_t size : part.sizes()) shapes.add(size);
+  for (const Tensor& tensor : inputs) {
+    bytes += static_cast<int64_t>(tensor.nbytes());
+    shapes.add(static_cast<int64_t>(tensor.scalar_type()));
+    shapes.add(tensor.dim());
+    for (const int64_t size : tensor.sizes()) shapes.add(size);
   }
   Call call(phase, fields::kAll);
-  call.set(fields::kTensors, static_cast<int64_t>(parts.size()), argument)
+  call.set(fields::kTensors, static_cast<int64_t>(inputs.size()), argument)
       .set(fields::kBytes, bytes, argument)
       .set(fields::kShapes, shapes.value(), argument);
   return call;

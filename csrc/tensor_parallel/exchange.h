@@ -18,19 +18,19 @@ void check_exchange(const Argument& tensor, int64_t num_ranks, int64_t timeout_m
 void check_memory(const Argument& tensor);
 // The group has as many ranks as the caller says.
 void check_ranks(const char* op, const RankGroup& group, int64_t num_ranks);
-// The same, and that the rows can be added and divided among the ranks. Returns the sizes of a rank's part.
-std::vector<c10::SymInt> reduced_sizes(const Argument& parts, int64_t num_ranks, int64_t timeout_ms);
-// [R * n, W]: this rank's part as each rank has it.
-at::Tensor all_to_all_rows(const RankGroup& group, const at::Tensor& parts, const Phase& phase);
-// This rank's part of the sum over ranks, times `factor`, into a contiguous buffer, or added to it.
-void reduce_scatter_into(const RankGroup& group, const at::Tensor& parts, const Phase& phase,
+// The same, and that the rows can be added and divided among the ranks. Returns the sizes of a rank's rows.
+std::vector<c10::SymInt> reduced_sizes(const Argument& input, int64_t num_ranks, int64_t timeout_ms);
+// [R * n, W]: this rank's rows as each rank has it.
+at::Tensor all_to_all_rows(const RankGroup& group, const at::Tensor& input, const Phase& phase);
+// This rank's rows of the sum over ranks, times `factor`, into a contiguous buffer, or added to it.
+void reduce_scatter_into(const RankGroup& group, const at::Tensor& input, const Phase& phase,
                          const at::Tensor& out, bool accumulate, double factor);
 // Elements of a row.
 int64_t width_of(const at::Tensor& tensor);
 // The header of a call. `needs_grad`: whether autograd will compute a gradient.
 Call exchange_call(const Phase& phase, const char* argument, const at::Tensor& tensor, bool needs_grad);
 // That of a call with several tensors.
-Call list_call(const Phase& phase, const char* argument, at::TensorList parts);
+Call list_call(const Phase& phase, const char* argument, at::TensorList inputs);
 
 // The node of a collective, whose gradient is the other one. `Op` has kName, call() and call_gradient().
 template <typename Op>

@@ -1,4 +1,4 @@
-// reduce_scatter: the r-th part of the rows goes to rank r, which adds those of all ranks. The parts move by an all-to-all
+// reduce_scatter: the r-th share of the rows goes to rank r, which adds those of all ranks. The rows move by an all-to-all
 // and are added in ascending order of ranks in FP32, rounded once: as many bytes as a ring moves, one rounding instead of one
 // for each rank, and the same bits on a CPU and on a GPU. Its gradient is all_gather.
 #include "common/ops/tensor_parallel.h"

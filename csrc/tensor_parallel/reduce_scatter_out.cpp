@@ -49,7 +49,7 @@ void reduce_scatter_out_meta(const Tensor& input, const Tensor& out, bool, int64
 void reduce_scatter_into(const RankGroup& group, const Tensor& input, const Phase& phase, const Tensor& out,
                          bool accumulate, double factor) {
   const int64_t ranks = group.size();
-  if (input.is_cuda() && ranks > 1) {  // this rank's part stays where it is
+  if (input.is_cuda() && ranks > 1) {  // this rank's rows stay where they are
     const Tensor all = input.contiguous().view({input.size(0), width_of(input)});
     const Tensor received = group.collectives().exchange_with_others(all, phase).wait();
     const int64_t rows = all.size(0) / ranks;

@@ -70,7 +70,7 @@ struct AllGather {
   static constexpr const char* kName = "finish_all_gather";
   static constexpr const char *kStart = start_op.name, *kOperand = "input";
   static constexpr Phase kPhase = phases::kStartAllGather;
-  static constexpr auto whole = ops::all_gather;
+  static constexpr auto in_one_step = ops::all_gather;
   static constexpr auto gradient = ops::reduce_scatter;
 
   static std::vector<c10::SymInt> sizes(const Argument& input, int64_t num_ranks, int64_t timeout_ms) {
@@ -90,7 +90,7 @@ struct ReduceScatter {
   static constexpr const char* kName = "finish_reduce_scatter";
   static constexpr const char *kStart = start_op.name, *kOperand = "input";
   static constexpr Phase kPhase = phases::kStartReduceScatter;
-  static constexpr auto whole = ops::reduce_scatter;
+  static constexpr auto in_one_step = ops::reduce_scatter;
   static constexpr auto gradient = ops::all_gather;
   static constexpr auto sizes = reduced_sizes;
 
@@ -151,7 +151,7 @@ Tensor finish(const Tensor& work, const Tensor& operand, int64_t num_ranks, std:
   const RankGroup group(Op::kName, group_name, timeout_ms, operand);
   check_ranks(Op::kName, group, num_ranks);
   const Tensor out = StartedCollectives::of(group.state()).finish(Op::kName, Op::kStart, work, argument);
-  return out.defined() ? out : Op::whole(operand, num_ranks, group_name, timeout_ms, -1);
+  return out.defined() ? out : Op::in_one_step(operand, num_ranks, group_name, timeout_ms, -1);
 }
 
 template <typename Op>
