@@ -18,13 +18,13 @@ void run(const SumRanksArgs& args, const Tensor& like) {
 }
 
 // [ranks * n, W] into [rows, W].
-SumRanksArgs args_of(const Tensor& received, int64_t ranks, int64_t part_rows, int64_t rows,
+SumRanksArgs args_of(const Tensor& received, int64_t ranks, int64_t partial_rows, int64_t rows,
                      const Tensor& out) {
   SumRanksArgs args{};
-  args.parts = received.const_data_ptr();
+  args.partials = received.const_data_ptr();
   args.output = out.mutable_data_ptr();
   args.ranks = ranks;
-  args.part_rows = part_rows;
+  args.partial_rows = partial_rows;
   args.rows = rows;
   args.width = received.size(1);
   args.dtype = to_dtype(received.scalar_type());

@@ -8,17 +8,17 @@
 
 namespace transformer_plugin::distributed {
 
-// output[t, h] = sum over ranks r = 0, 1, ... of parts[r, t, h], in FP32 (FP64 for float64), starting at
+// output[t, h] = sum over ranks r = 0, 1, ... of partials[r, t, h], in FP32 (FP64 for float64), starting at
 // zero, times `factor`, rounded once. With `accumulate` that is added to output[t, h] before it is rounded.
-// The part of rank `own_rank` may lie elsewhere, at `own`; `parts` then has those of the other ranks.
+// The partial sum of rank `own_rank` may lie elsewhere, at `own`; `partials` then has those of the other ranks.
 struct SumRanksArgs {
-  const void* parts;  // [ranks, part_rows, width], or one less
-  void* output;       // [rows, width]
+  const void* partials;  // [ranks, partial_rows, width], or one less
+  void* output;          // [rows, width]
   int64_t ranks;
-  int64_t part_rows;
+  int64_t partial_rows;
   int64_t rows;
   int64_t width;
-  DType dtype;      // of parts
+  DType dtype;      // of partials
   DType out_dtype;  // the same, or float32
   bool accumulate;
   float factor = 1;
@@ -26,10 +26,10 @@ struct SumRanksArgs {
   int64_t own_rank = 0;
 
   template <typename T>
-  TP_HOST_DEVICE const T* part(int64_t rank) const {
+  TP_HOST_DEVICE const T* partial(int64_t rank) const {
     if (own && rank == own_rank) return static_cast<const T*>(own);
     const int64_t place = own && rank > own_rank ? rank - 1 : rank;
-    return static_cast<const T*>(parts) + place * part_rows * width;
+    return static_cast<const T*>(partials) + place * partial_rows * width;
   }
 };
 void sum_ranks_cpu(const SumRanksArgs& args);

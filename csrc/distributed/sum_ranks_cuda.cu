@@ -1,4 +1,4 @@
-// The sum over ranks (SumRanksArgs): output[t, h] = factor * sum over r of parts[r, t, h].
+// The sum over ranks (SumRanksArgs): output[t, h] = factor * sum over r of partials[r, t, h].
 //
 // Grid-stride loop over the rows * width elements, 256 threads a block, one element, or one vector, a thread and step, no
 // shared memory. Each thread adds the ranks in ascending order in FP32 (FP64 for float64), then what the output holds if it
@@ -20,7 +20,7 @@ __global__ void sum_ranks_kernel(SumRanksArgs args) {
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < elements; i += step) {
     Sum sum = 0;
     for (int64_t r = 0; r < args.ranks; ++r) {
-      const T value = args.part<T>(r)[i];
+      const T value = args.partial<T>(r)[i];
       if constexpr (std::is_same_v<T, double>) {
         sum = sum + value;
       } else {
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kThreads) sum_ranks_vector_kernel(SumRanksArgs
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < vectors; i += step) {
     float sums[kSize] = {};
     for (int64_t r = 0; r < args.ranks; ++r) {
-      const Floats<T> values(reinterpret_cast<const uint4*>(args.part<T>(r))[i]);
+      const Floats<T> values(reinterpret_cast<const uint4*>(args.partial<T>(r))[i]);
 #pragma unroll
       for (int k = 0; k < kSize; ++k) sums[k] = sums[k] + values.at[k];
     }
@@ -66,12 +66,12 @@ __global__ void __launch_bounds__(kThreads) sum_ranks_vector_kernel(SumRanksArgs
   }
 }
 
-// Whether all parts and the output are whole, aligned vectors.
+// Whether all partials and the output are aligned vectors.
 template <typename T>
 bool has_vectors(const SumRanksArgs& args) {
   if (args.rows * args.width % kVectorSize<T> != 0) return false;
-  if (args.part_rows * args.width % kVectorSize<T> != 0) return false;
-  return is_vector_aligned(args.parts) && is_vector_aligned(args.own) && is_vector_aligned(args.output);
+  if (args.partial_rows * args.width % kVectorSize<T> != 0) return false;
+  return is_vector_aligned(args.partials) && is_vector_aligned(args.own) && is_vector_aligned(args.output);
 }
 
 template <typename T, typename Out>

@@ -28,7 +28,8 @@ Quantized external_operand(at::TensorList shards, const sharded::WeightShard& sh
           formats.weight_key, made.columnwise};
 }
 
-QuantizedWeight external_weight(const WeightSource& source, const OperandFormats& formats, bool backward) {
+QuantizedWeight unsharded_by_runtime(const WeightSource& source, const OperandFormats& formats,
+                                     bool backward) {
   QuantizedWeight result;
   result.forward = external_operand(source.tensors, source.shard, formats, false, result.matrices);
   if (backward) result.backward = {source.tensors[0], Tensor(), Tensor()};
@@ -37,7 +38,7 @@ QuantizedWeight external_weight(const WeightSource& source, const OperandFormats
 }
 
 // Of a list the values are all-gathered, in one collective.
-QuantizedWeight sharded_list(const WeightSource& source, const OperandFormats& formats, bool backward) {
+QuantizedWeight unsharded_list(const WeightSource& source, const OperandFormats& formats, bool backward) {
   const Tensor unsharded = sharded::gather_weight_list(source.tensors, source.shard, false);
   QuantizedWeight result = quantize_weight_operand(unsharded, formats, false);
   if (backward) result.shards = source.tensors.vec();
@@ -51,7 +52,7 @@ QuantizedWeight own_weight(const WeightSource& source, const OperandFormats& for
 
 // The ranks' quantized shards are all-gathered, or, where there are none, the values, which are quantized after that. A gather
 // usually finds that the use of the weight before it has begun it (sharded/gather_cache.h). What is saved stays this rank's shard.
-QuantizedWeight sharded_weight(const WeightSource& source, const OperandFormats& formats, bool backward) {
+QuantizedWeight unsharded_weight(const WeightSource& source, const OperandFormats& formats, bool backward) {
   if (source.quantized || !formats.weight.is_quantized()) {
     QuantizedWeight own = own_weight(source, formats, backward);
     own.forward = sharded::gather_weight(own.forward, source.shard, false);
@@ -70,8 +71,9 @@ Tensor WeightSource::values(bool backward) const {
 
 QuantizedWeight WeightSource::for_forward(const OperandFormats& formats, bool backward) const {
   if (!shard.is_sharded()) return own_weight(*this, formats, backward);
-  if (shard.is_external()) return external_weight(*this, formats, backward);
-  return shard.is_list ? sharded_list(*this, formats, backward) : sharded_weight(*this, formats, backward);
+  if (shard.is_external()) return unsharded_by_runtime(*this, formats, backward);
+  return shard.is_list ? unsharded_list(*this, formats, backward)
+                       : unsharded_weight(*this, formats, backward);
 }
 
 WeightForBackward WeightSource::for_backward(const Quantized& saved, const OperandFormats& formats) const {

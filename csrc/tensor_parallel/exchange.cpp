@@ -69,8 +69,6 @@ Call exchange_call(const Phase& phase, const char* argument, const Tensor& tenso
   return call;
 }
 
-namespace {}  // namespace
-
 Call list_call(const Phase& phase, const char* argument, at::TensorList inputs) {
   Checksum shapes;
   int64_t bytes = 0;
