@@ -1,9 +1,9 @@
 """Layers whose weights are sharded over ranks, forward and backward, compared with FSDP2 around the same layers.
 
-Each rank has other tokens. Competitors: the whole weights on every rank without any exchange, which bounds what is
+Each rank has other tokens. Competitors: the full weights on every rank without any exchange, which bounds what is
 possible; FSDP2, which gathers the weights of a layer in bfloat16 and reduces gradients in bfloat16; and
 ``parallel.shard_`` in bfloat16 and in FP8 with blocks. FP8 quantizes its weights again in each step. Outputs and
-gradients are first compared with those of the whole weights. Competitors alternate in one run. Needs two GPUs.
+gradients are first compared with those of the full weights. Competitors alternate in one run. Needs two GPUs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.exposed import exposed, kernels_of, spans_of
 from transformer_plugin import functional, ops, recipes
 from transformer_plugin import nn as tnn
 from transformer_plugin.parallel import WeightShard, shard_
-from transformer_plugin.parallel._weight_part import part_of
+from transformer_plugin.parallel._parameter_shard import shard_of_parameter
 from transformer_plugin.testing.distributed import Rank, RankPool
 
 DENSE = {"layers": 8, "hidden": 8192, "ffn": 28672, "tokens": 4096}
@@ -69,14 +69,14 @@ def model_of(kind: str, sizes: dict[str, int], recipe: Any) -> torch.nn.Sequenti
 def competitors(kind: str, sizes: dict[str, int], rank: Rank) -> dict[str, torch.nn.Module]:
     """The models by name."""
     block = recipes.Float8BlockScaling()
-    whole, sharded, in_fp8, by_fsdp = (model_of(kind, sizes, r) for r in (None, None, block, None))
+    full, sharded, in_fp8, by_fsdp = (model_of(kind, sizes, r) for r in (None, None, block, None))
     shard_(sharded, rank.group)
     shard_(in_fp8, rank.group)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     for layer in by_fsdp:
         fully_shard(layer, mp_policy=policy)
     fully_shard(by_fsdp, mp_policy=policy)
-    return {"whole bf16": whole, "fsdp2 bf16": by_fsdp, "sharded bf16": sharded, "sharded fp8_block": in_fp8}
+    return {"whole bf16": full, "fsdp2 bf16": by_fsdp, "sharded bf16": sharded, "sharded fp8_block": in_fp8}
 
 
 def step_of(model: torch.nn.Module, input: Tensor, grad: Tensor) -> Callable[[], Tensor]:
@@ -98,24 +98,24 @@ def step_of(model: torch.nn.Module, input: Tensor, grad: Tensor) -> Callable[[],
 def check(
     kind: str, sizes: dict[str, int], models: dict[str, torch.nn.Module], data: Any
 ) -> dict[str, float]:
-    """Compares outputs bit for bit with those of whole weights, and gradients with the mean of the ranks'."""
+    """Compares outputs bit for bit with those of full weights, and gradients with the mean of the ranks'."""
     errors: dict[str, float] = {}
     for name, recipe in (("sharded bf16", None), ("sharded fp8_block", recipes.Float8BlockScaling())):
-        whole = models["whole bf16"] if recipe is None else model_of(kind, sizes, recipe)
-        assert torch.equal(step_of(models[name], *data)(), step_of(whole, *data)()), name
+        full = models["whole bf16"] if recipe is None else model_of(kind, sizes, recipe)
+        assert torch.equal(step_of(models[name], *data)(), step_of(full, *data)()), name
         worst = 0.0
-        for (key, parameter), other in zip(models[name].named_parameters(), whole.parameters(), strict=True):
-            part = part_of(parameter)
-            if part is None:
+        for (key, parameter), other in zip(models[name].named_parameters(), full.parameters(), strict=True):
+            shard = shard_of_parameter(parameter)
+            if shard is None:
                 continue
             assert other.grad is not None and parameter.grad is not None
             mean = other.grad.float()
             dist.all_reduce(mean)
-            want = part.rows.cut(mean / part.rows.ranks, part.rank)
+            want = shard.local_shard_of(mean / shard.shard.ranks)
             worst = max(worst, float((parameter.grad.float() - want).norm() / want.norm()))
             assert worst < BOUND, (name, key, worst)
         errors[name] = worst
-        for parameter in (*models[name].parameters(), *whole.parameters()):
+        for parameter in (*models[name].parameters(), *full.parameters()):
             parameter.grad = None
     return errors
 
@@ -124,12 +124,12 @@ def host_times(rank: Rank, calls: int = 60) -> dict[str, float]:
     """Microseconds of the host for a use of a weight that was gathered early, which begins the gather of the next, and
     for an all-gather of NCCL through torch."""
     weights = [torch.randn(256, 1024, device=rank.device) for _ in range(3)]
-    whole = torch.empty(256 * rank.size, 1024, device=rank.device)
+    full = torch.empty(256 * rank.size, 1024, device=rank.device)
     shard = str(WeightShard(rows=256 * rank.size, ranks=rank.size, group_name=rank.group_name, set=1))
     times = {}
     for name, call in {
         "host_us_of_a_use": lambda i: ops.gather_weight(weights[i], None, None, "none", False, False, shard),
-        "host_us_of_nccl": lambda i: dist.all_gather_into_tensor(whole, weights[i]),
+        "host_us_of_nccl": lambda i: dist.all_gather_into_tensor(full, weights[i]),
     }.items():
         samples = []
         for _ in range(9):
@@ -152,8 +152,8 @@ def weight_bytes(model: torch.nn.Module) -> int:
 
 
 def formula_gib(kind: str, sizes: dict[str, int], rank: Rank, saved: float) -> float:
-    """What a step in bfloat16 may take besides weights: what the backward of whole weights keeps (``saved``), the
-    gradients of this rank's parts, two gathered weights, two gradients of whole weights and their two sums.
+    """What a step in bfloat16 may take besides weights: what the backward of full weights keeps (``saved``), the
+    gradients of this rank's shards, two gathered weights, two gradients of full weights and their two sums.
 
     A weight is what is used together: of a dense layer one matrix, of experts those of both products.
     """

@@ -4,7 +4,7 @@ A model on paper: products, gathers and sums of a step in the order in which ``p
 that are measured on two GPUs (``results/sharded_layers_cuda.json``) and scaled. Products take a time in proportion to
 tokens. An exchange moves ``(ranks - 1) / ranks`` of a weight at a bandwidth, after a latency for each other rank;
 within NVLink the bandwidth is the measured one, over a network it is assumed. While an exchange runs, products are
-slower by a measured part. For two ranks the result is compared with the measured step.
+slower by a measured share. For two ranks the result is compared with the measured step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LATENCY, LATENCY_OF_A_RANK = 10e-6, 2e-6
 
 
 class Weight(NamedTuple):
-    """Elements of a weight, and the part of all products that are its own."""
+    """Elements of a weight, and the share of all products that are its own."""
 
     elements: float
     part: float
@@ -43,13 +43,13 @@ class Machine:
 
     ranks: int
     bandwidth: float  #: bytes a second that one GPU sends
-    slowdown: float  #: the part of a product's speed that an exchange beside it takes
+    slowdown: float  #: the share of a product's speed that an exchange beside it takes
 
-    def seconds(self, whole_bytes: float) -> float:
+    def seconds(self, full_bytes: float) -> float:
         """For the gather of a tensor of that size, or the sum."""
         others = self.ranks - 1
         latency = LATENCY + LATENCY_OF_A_RANK * (others - 1)
-        return latency + whole_bytes * others / self.ranks / self.bandwidth
+        return latency + full_bytes * others / self.ranks / self.bandwidth
 
 
 class Step(NamedTuple):
@@ -153,12 +153,12 @@ class Measured(NamedTuple):
 
 def measured(rows: list[dict[str, Any]]) -> Measured:
     """What is taken from the benchmark, of the rows of one model. How much exchanges slow products follows from
-    bfloat16 with sharded and with whole weights; products in eight bits were only measured beside exchanges."""
+    bfloat16 with sharded and with full weights; products in eight bits were only measured beside exchanges."""
     by = {row["competitor"]: row for row in rows}
     weights = weights_of(rows[0])
     elements = sum(weight.elements for weight in weights)
-    whole, beside = by["whole bf16"]["trace"], by["sharded bf16"]["trace"]
-    slowdown = (beside["compute_ms"] - whole["compute_ms"]) / beside["exchange_ms"]
+    full, beside = by["whole bf16"]["trace"], by["sharded bf16"]["trace"]
+    slowdown = (beside["compute_ms"] - full["compute_ms"]) / beside["exchange_ms"]
     products, bandwidth, steps = {}, {}, {}
     for key in BYTES:
         row = by[f"sharded {key}"]

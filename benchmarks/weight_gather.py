@@ -2,7 +2,7 @@
 
 Each rank has other rows. "ready": quantized rows are gathered, data and scales in one collective. "quantized": they are
 quantized first, and where a format needs it the amax is reduced over ranks. The bytes are first compared with those of
-the whole weight. Both sides write into buffers; competitors alternate. Needs two GPUs or more, and uses all of them.
+the full weight. Both sides write into buffers; competitors alternate. Needs two GPUs or more, and uses all of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from benchmarks.common import graph_of, rested_times, write
 from transformer_plugin import ops
-from transformer_plugin.parallel._gather_layout import Shards, parts_of
+from transformer_plugin.parallel._gather_layout import Shards, buffer_layouts
 from transformer_plugin.testing.distributed import Rank, RankPool
 
 #: A dense layer of Llama-3-70B, and an expert-sized one.
@@ -30,16 +30,16 @@ Calls = dict[str, Callable[[], Any]]
 
 
 class Gather:
-    """One format: buffers of this rank, and of the whole weight."""
+    """One format: buffers of this rank, and of the full weight."""
 
     def __init__(self, rank: Rank, rows: Tensor, key: str) -> None:
         self.rank, self.rows, self.key = rank, rows, key
         shards = Shards(key, (rows.shape[0] * rank.size, rows.shape[1]), rank.size, "none")
-        self.parts = [part for part in parts_of(shards) if not part.name.endswith("amax")]
+        self.layouts = [each for each in buffer_layouts(shards) if not each.name.endswith("amax")]
         self.needs_amax = shards.format.needs_amax or key == "fp8_tensor"
         self.amax = torch.zeros(1, device=rows.device)
-        self.planes = [torch.empty(p.shard, dtype=p.dtype, device=rows.device) for p in self.parts]
-        sent = [(p, plane) for p, plane in zip(self.parts, self.planes, strict=True) if p.axis is not None]
+        self.planes = [torch.empty(p.shard, dtype=p.dtype, device=rows.device) for p in self.layouts]
+        sent = [(p, plane) for p, plane in zip(self.layouts, self.planes, strict=True) if p.axis is not None]
         self.sent = [plane for _, plane in sent]
         self.received = [plane.new_empty(rank.size * plane.shape[0], *plane.shape[1:]) for plane in self.sent]
 
@@ -57,22 +57,21 @@ class Gather:
         ops.quantize_out(self.rows, self.key, self.planes, amax=amax)
         self.ready()
 
-    def check(self, whole: Tensor) -> None:
-        """Compares the gathered bytes with those of the whole weight."""
+    def check(self, full: Tensor) -> None:
+        """Compares the gathered bytes with those of the full weight."""
         self.quantized()
-        amax = ops.amax(whole, self.key) if self.needs_amax else None
-        expected = [t.view(torch.uint8) for t in ops.quantize(whole, self.key, None, amax)[:2]]
-        sent = [
-            (part, want) for part, want in zip(self.parts, expected, strict=True) if part.axis is not None
-        ]
-        for (part, want), received in zip(sent, self.received, strict=True):
+        amax = ops.amax(full, self.key) if self.needs_amax else None
+        expected = [t.view(torch.uint8) for t in ops.quantize(full, self.key, None, amax)[:2]]
+        pairs = zip(self.layouts, expected, strict=True)
+        sent = [(layout, want) for layout, want in pairs if layout.axis is not None]
+        for (layout, want), received in zip(sent, self.received, strict=True):
             got = torch.empty_like(want)
-            part.copy(received.view(torch.uint8).view(-1), got.view(part.dtype))
-            assert torch.equal(got, want), (self.key, part)
+            layout.assemble(received.view(torch.uint8).view(-1), got.view(layout.dtype))
+            assert torch.equal(got, want), (self.key, layout)
 
     @property
     def bytes(self) -> int:
-        """Of the whole weight."""
+        """Of the full weight."""
         return sum(received.nbytes for received in self.received)
 
 
@@ -80,16 +79,16 @@ def measure(rank: Rank, shape: tuple[int, int]) -> list[dict[str, Any]]:
     """Returns one row for each format and mode."""
     generator = torch.Generator(rank.device).manual_seed(rank.rank)
     rows = torch.randn(shape[0] // rank.size, shape[1], device=rank.device, generator=generator).bfloat16()
-    whole = rows.new_empty(shape)
+    full = rows.new_empty(shape)
 
     def peer() -> None:
-        dist.all_gather_into_tensor(whole, rows)
+        dist.all_gather_into_tensor(full, rows)
 
     peer()
     calls: Calls = {PEER: peer}
     gathers = {key: Gather(rank, rows, key) for key in FORMATS}
     for key, gather in gathers.items():
-        gather.check(whole)
+        gather.check(full)
         calls |= {f"{key} ready": gather.ready, f"{key} quantized": gather.quantized}
     results = []
     for mode in ("graph", "eager"):

@@ -1,4 +1,4 @@
-"""The gathers of the benchmark have the bytes of the whole weight."""
+"""The gathers of the benchmark have the bytes of the full weight."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from transformer_plugin.testing.distributed import Rank, RankPool
 def check(rank: Rank) -> None:
     generator = torch.Generator().manual_seed(rank.rank)
     rows = torch.randn(256, 192, generator=generator).bfloat16()
-    whole = rows.new_empty(256 * rank.size, 192)
-    dist.all_gather_into_tensor(whole, rows)
+    full = rows.new_empty(256 * rank.size, 192)
+    dist.all_gather_into_tensor(full, rows)
     for key in FORMATS:
         gather = Gather(rank, rows, key)
-        gather.check(whole)
-        assert gather.bytes < 0.6 * whole.nbytes
+        gather.check(full)
+        assert gather.bytes < 0.6 * full.nbytes
         rows.mul_(1.5)
-        whole.mul_(1.5)
-        gather.check(whole)
+        full.mul_(1.5)
+        gather.check(full)
 
 
 def test_bytes() -> None:

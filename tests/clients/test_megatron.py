@@ -216,7 +216,7 @@ def initial(setting: Setting, device: torch.device) -> dict[str, Tensor]:
 
 
 def reduced_grads(setting: Setting, ddp: Any, rank: Rank) -> dict[str, Tensor]:
-    """The gradients over all ranks, from Megatron's buffers; the distributed optimizer has a part on each rank."""
+    """The gradients over all ranks, from Megatron's buffers; the distributed optimizer has a shard on each rank."""
     names = {p: name for name, p in ddp.module.named_parameters()}
     result = {}
     for buffer in [*ddp.buffers, *ddp.expert_parallel_buffers]:

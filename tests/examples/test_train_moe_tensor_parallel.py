@@ -1,4 +1,4 @@
-"""``--tensor-parallel`` and ``--shard`` of examples/train_moe.py: the losses, parts and checkpoints of whole layers."""
+"""``--tensor-parallel`` and ``--shard`` of examples/train_moe.py: the losses, shards and checkpoints of full layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from moe_lm.config import PRESETS, Config, difference
-from moe_lm.dense import cross_entropy, whole_logits
+from moe_lm.dense import cross_entropy, full_logits
 from moe_lm.trainer import Trainer
 from torch._dynamo.utils import counters
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -137,11 +137,11 @@ def numbers_with(rank: Rank, config: Config) -> tuple[list[float], dict[str, tup
 def test_parts_norm_and_balance_loss(pools: Pools, config: Config) -> None:
     """With as many sequences per rank, the balance losses are those of plain data parallelism, too."""
     config = replace(config, aux_loss_coeff=0.1)
-    expected, whole, tokens = pools[4].run(numbers_with, over(config, 4))[0]
+    expected, full, tokens = pools[4].run(numbers_with, over(config, 4))[0]
     for numbers, sizes, got_tokens in pools[4].run(numbers_with, over(config, 4, 2, 2)):
         assert numbers == pytest.approx(expected, rel=ROUNDING["none"])
         assert numbers[1] > 0.1 and numbers[3] > config.clip_norm and got_tokens == tokens
-        for name, size in whole.items():
+        for name, size in full.items():
             part = list(size)
             if name == "embedding.weight" or name.endswith(("qkv.weight", "head.weight")):
                 part[0] //= 4
@@ -156,19 +156,19 @@ def check_cross_entropy(rank: Rank) -> None:
     """256 columns over three ranks, of which the last has two columns fewer and zeros in their place."""
     mesh = init_device_mesh(rank.device.type, (rank.size,), mesh_dim_names=("tensor",))
     generator = torch.Generator().manual_seed(1)
-    whole = torch.randn(4, 5, 256, generator=generator).mul(20).requires_grad_()
+    full = torch.randn(4, 5, 256, generator=generator).mul(20).requires_grad_()
     targets = torch.randint(256, (4, 5), generator=generator)
     targets[0] = torch.tensor([0, 85, 86, 171, 255])
-    own = torch.nn.functional.pad(whole.detach(), (0, 2)).chunk(3, -1)[rank.rank].requires_grad_()
+    own = torch.nn.functional.pad(full.detach(), (0, 2)).chunk(3, -1)[rank.rank].requires_grad_()
     got, expected = (
-        cross_entropy(logits, targets, 256, each) for logits, each in ((own, mesh), (whole, None))
+        cross_entropy(logits, targets, 256, each) for logits, each in ((own, mesh), (full, None))
     )
     torch.testing.assert_close(got, expected)
     got.backward()
     expected.backward()
-    assert whole.grad is not None
-    torch.testing.assert_close(own.grad, torch.nn.functional.pad(whole.grad, (0, 2)).chunk(3, -1)[rank.rank])
-    assert torch.equal(whole_logits(own, 256, mesh), whole)
+    assert full.grad is not None
+    torch.testing.assert_close(own.grad, torch.nn.functional.pad(full.grad, (0, 2)).chunk(3, -1)[rank.rank])
+    assert torch.equal(full_logits(own, 256, mesh), full)
 
 
 def test_columns_that_do_not_divide(config: Config) -> None:
@@ -226,16 +226,16 @@ def digests(trainer: Trainer) -> dict[str, str]:
     }
 
 
-def resumed_and_whole(rank: Rank, config: Config, folder: str) -> tuple[list[Any], list[Any]]:
+def resumed_and_full(rank: Rank, config: Config, folder: str) -> tuple[list[Any], list[Any]]:
     """The numbers of two steps and the parameters after them, without a stop and from a checkpoint."""
-    whole = trainer_of(rank, config)
+    full = trainer_of(rank, config)
     for step in range(2):
-        whole.step(step)
-    dcp.save({"trainer": whole}, checkpoint_id=folder)
+        full.step(step)
+    dcp.save({"trainer": full}, checkpoint_id=folder)
     resumed = trainer_of(rank, config)
     dcp.load({"trainer": resumed}, checkpoint_id=folder)
     got, expected = (
-        [*each.step(2).tolist(), *each.step(3).tolist(), digests(each)] for each in (resumed, whole)
+        [*each.step(2).tolist(), *each.step(3).tolist(), digests(each)] for each in (resumed, full)
     )
     return got, expected
 
@@ -244,7 +244,7 @@ def resumed_and_whole(rank: Rank, config: Config, folder: str) -> tuple[list[Any
 def test_resumed_with_the_same_division(pools: Pools, config: Config, tmp_path: Path, format: str) -> None:
     """Bit for bit."""
     changed = over(config, 4, 2, 2, format=format, cached_weights=format != "none")
-    for got, expected in pools[4].run(resumed_and_whole, changed, str(tmp_path / "saved")):
+    for got, expected in pools[4].run(resumed_and_full, changed, str(tmp_path / "saved")):
         assert got == expected
 
 
@@ -296,16 +296,16 @@ def test_compiled(config: Config, division: tuple[int, ...], place: str, backend
 def test_runs_that_resume_with_another_division(text_file: Path, tmp_path: Path) -> None:
     """The command line: a run over two tensor-parallel ranks continues over two that shard weights."""
     options = ["--text", str(text_file), "--steps", "6", "--eval-batches", "1", "--aux-loss-coeff", "0"]
-    whole, out = tmp_path / "whole", tmp_path / "run"
-    train(whole, *options, "--data-parallel", "ddp")
+    full, out = tmp_path / "whole", tmp_path / "run"
+    train(full, *options, "--data-parallel", "ddp")
     done = train(out, *options, "--tensor-parallel", "2", "--batch-size", "16", "--stop-at", "3")
     assert (
         "2 ranks on cpu (ddp, tensor parallel 2): 2 layers, 4 experts, top 2, 0.2 M parameters" in done.stdout
     )
     done = train(out, *options, "--shard", "2", "--resume")
     assert "(ddp, shard 2)" in done.stdout and (out / "sample.txt").read_text()
-    assert losses_of(out) == pytest.approx(losses_of(whole), rel=ROUNDING["none"])
-    got, expected = (read_checkpoint(each, 6)["model"] for each in (out, whole))
+    assert losses_of(out) == pytest.approx(losses_of(full), rel=ROUNDING["none"])
+    got, expected = (read_checkpoint(each, 6)["model"] for each in (out, full))
     assert {n: v.shape for n, v in got.items()} == {n: v.shape for n, v in expected.items()}
 
 

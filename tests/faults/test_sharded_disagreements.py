@@ -47,7 +47,7 @@ def evaluates(model: Any, x: torch.Tensor, differs: bool) -> None:
     model(x)
 
 
-def changes_its_part(model: Any, x: torch.Tensor, differs: bool) -> None:
+def changes_its_shard(model: Any, x: torch.Tensor, differs: bool) -> None:
     for _ in range(2):
         model(x)
     output = model[0](x)  # the next weight is gathered early
@@ -59,12 +59,12 @@ def changes_its_part(model: Any, x: torch.Tensor, differs: bool) -> None:
 
 
 def gathers_further_ahead(model: Any, x: torch.Tensor, differs: bool) -> None:
-    ops.configure_gathers(model[0].weight_parts["weight"].group.group_name, 2 if differs else 1)
+    ops.configure_gathers(model[0].parameter_shards["weight"].group.group_name, 2 if differs else 1)
     for _ in range(3):
         model(x).sum().backward()
 
 
-PROGRAMS = [skips_a_layer, freezes_a_layer, evaluates, changes_its_part, gathers_further_ahead]
+PROGRAMS = [skips_a_layer, freezes_a_layer, evaluates, changes_its_shard, gathers_further_ahead]
 
 
 def check_program(rank: Rank, number: int, recipe: Any) -> tuple[str, str, float]:

@@ -23,13 +23,13 @@ PHASES = (
 def lose(rank: Rank, phase: str, how: str) -> Outcome:
     group = rank.size, rank.group_name, int(TIMEOUT * 1000)
     part = torch.full((3, 2), float(rank.rank), requires_grad=True)
-    whole = ops.all_gather(part, *group)
+    full = ops.all_gather(part, *group)
     action = {
         "all_gather": lambda: ops.all_gather(part, *group),
-        "reduce_scatter": lambda: ops.reduce_scatter(whole.detach(), *group),
-        "all_gather's gradient": whole.sum().backward,
-        "all_gather_list_out": lambda: ops.all_gather_list_out([part.detach()], [whole.detach()], *group),
-        "reduce_scatter_out": lambda: ops.reduce_scatter_out(whole.detach(), part.detach(), True, *group),
+        "reduce_scatter": lambda: ops.reduce_scatter(full.detach(), *group),
+        "all_gather's gradient": full.sum().backward,
+        "all_gather_list_out": lambda: ops.all_gather_list_out([part.detach()], [full.detach()], *group),
+        "reduce_scatter_out": lambda: ops.reduce_scatter_out(full.detach(), part.detach(), True, *group),
         "vocab_parallel_cross_entropy": lambda: ops.vocab_parallel_cross_entropy(
             part, torch.zeros(3, dtype=torch.int64), 6, rank.size, rank.group_name, timeout_ms=group[2]
         ),

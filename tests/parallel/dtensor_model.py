@@ -89,7 +89,7 @@ def plan(sequence: bool, dim: int = 1) -> dict[str, Any]:
     }
 
 
-def whole(tensor: Any) -> Tensor:
+def full(tensor: Any) -> Tensor:
     """All of a tensor."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -99,17 +99,17 @@ def results(model: torch.nn.Module, run: Callable[..., Any], *inputs: Tensor) ->
     output = run(*inputs)
     grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float32)
     output.backward(grad.to(output.device, output.dtype))
-    found = {"output": whole(output.detach())}
+    found = {"output": full(output.detach())}
     for i, tensor in enumerate(inputs):
         if tensor.grad is not None:
-            found[f"input {i}"] = whole(tensor.grad)
+            found[f"input {i}"] = full(tensor.grad)
     for name, parameter in model.named_parameters():
         gradient: Any = parameter.grad
         assert type(gradient) is type(parameter.detach()), name
         if isinstance(parameter, DTensor):
             assert gradient.placements == parameter.placements, name
             assert gradient.to_local().shape == parameter.to_local().shape
-        found[name] = whole(gradient)
+        found[name] = full(gradient)
     return found
 
 

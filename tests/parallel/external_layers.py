@@ -22,7 +22,7 @@ class Shard(Parameter):
     """A shard. The first of a layer has all unsharded weights, which it returns as if it had gathered them."""
 
     is_distributed_weight = True
-    whole: list[Tensor]
+    full: list[Tensor]
     convert: Convert
     calls: list[str]
     buffers: list[Tensor]
@@ -31,7 +31,7 @@ class Shard(Parameter):
     shift = 0
 
     def _all(self, backward: bool) -> list[Any]:
-        return [self.convert(whole, backward) for whole in self.whole]
+        return [self.convert(full, backward) for full in self.full]
 
     def materialize_group_for_forward(self) -> list[Any]:
         self.calls.append("forward")
@@ -51,8 +51,8 @@ class Shard(Parameter):
         return [None if self.keeps else wgrad[:rows] + self.shift for wgrad in wgrads]
 
 
-def unchanged(whole: Tensor, backward: bool) -> Tensor:
-    return whole
+def unchanged(full: Tensor, backward: bool) -> Tensor:
+    return full
 
 
 def driven(layer: Any, convert: Convert = unchanged, dtype: torch.dtype | None = None) -> Shard:
@@ -60,11 +60,11 @@ def driven(layer: Any, convert: Convert = unchanged, dtype: torch.dtype | None =
     names = getattr(layer, "_weight_names", ("weight",))
     shards = []
     for name in names:
-        whole = layer._parameters[name].detach()
-        shard = Shard(whole[: -(-whole.shape[0] // 2)].to(dtype or whole.dtype, copy=True))
-        shard.whole, shard.convert, shard.calls, shard.keeps = [], convert, [], False
-        shards.append((name, shard, whole))
-    shards[0][1].whole = [whole for _, _, whole in shards]
+        full = layer._parameters[name].detach()
+        shard = Shard(full[: -(-full.shape[0] // 2)].to(dtype or full.dtype, copy=True))
+        shard.full, shard.convert, shard.calls, shard.keeps = [], convert, [], False
+        shards.append((name, shard, full))
+    shards[0][1].full = [full for _, _, full in shards]
     for name, shard, _ in shards:
         layer.register_parameter(name, shard)
     assert attach_distributed_weights(layer) == list(names)

@@ -45,8 +45,8 @@ def made(rank: Rank, recipe: Any, **options: Any) -> Model:
 
 def shard(rank: Rank, model: Any, **options: Any) -> Any:
     mesh = init_device_mesh(rank.device.type, (rank.size,))
-    for part in (model.first, model.norm, model.experts, model):
-        fully_shard(part, mesh=mesh, **options)
+    for module in (model.first, model.norm, model.experts, model):
+        fully_shard(module, mesh=mesh, **options)
     return model
 
 
@@ -72,9 +72,9 @@ def step_of(model: Any, rank: Rank, step: int, dtype: torch.dtype = torch.float3
 
 
 def local(tensor: Any) -> Tensor:
-    part = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    part = part.detach()
-    result: Tensor = part.high_precision if isinstance(part, QuantizedGatherTensor) else part
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local = local.detach()
+    result: Tensor = local.high_precision if isinstance(local, QuantizedGatherTensor) else local
     return result
 
 

@@ -1,4 +1,4 @@
-"""Every layer in every way in which ranks share it, and what the whole layer computes in plain PyTorch."""
+"""Every layer in every way in which ranks share it, and what the full layer computes in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tests.parallel.layer_case import Case, Cut, Place, even, everything, padded
+from tests.parallel.layer_case import Case, Place, ShardOf, even, everything, padded
 from tests.parallel.plain_layers import Tensors, experts, grouped, mixture, norm_linear, normalized, routing
 from transformer_plugin import nn as tnn
 from transformer_plugin import ops, recipes
@@ -39,7 +39,12 @@ def linear_cases() -> Iterator[Case]:
 
 
 def linear(
-    mode: str, rows: bool, returns: bool, columns: tuple[int, Cut, Cut], options: dict[str, Any], note: str
+    mode: str,
+    rows: bool,
+    returns: bool,
+    columns: tuple[int, ShardOf, ShardOf],
+    options: dict[str, Any],
+    note: str,
 ) -> Case:
     outputs, of_weight, of_output = columns
     of_rows = even(0) if rows else everything
@@ -108,7 +113,7 @@ def norm_linear_case(
 
 
 def grouped_cases() -> Iterator[Case]:
-    for way in ("column", "row", "whole list"):
+    for way in ("column", "row", "full list"):
         for bias, scale, returns in (
             (False, False, False),
             (True, False, False),
@@ -195,7 +200,7 @@ def mlp_case(bias: bool, note: str) -> Case:
     biases = {f"{fc1}.bias": ((groups, 2 * F), gate_and_linear), "fc2.bias": ((groups, K), everything)}
     return Case(
         layer="GroupedMLP",
-        way="whole list" if note == "list" else "sliced",
+        way="full list" if note == "list" else "sliced",
         make=make,
         parameters={
             f"{fc1}.weight": ((groups, 2 * F, K), gate_and_linear),

@@ -1,4 +1,4 @@
-"""A layer that ranks share: how a rank makes it, and which part it has of what the whole layer reads and returns."""
+"""A layer that ranks share: how a rank makes it, and which shard it has of what the full layer reads and returns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.parallel.plain_layers import Tensors
 
-Cut = Callable[[Tensor, int, int], Tensor]
+ShardOf = Callable[[Tensor, int, int], Tensor]
 
 
 class Axis(NamedTuple):
@@ -34,50 +34,50 @@ class Place(NamedTuple):
         return {**options, "tp_group": self.tensor.group} if self.tensor.size > 1 else {}
 
 
-def everything(whole: Tensor, index: int, size: int) -> Tensor:
+def everything(full: Tensor, index: int, size: int) -> Tensor:
     """What all ranks have."""
-    return whole
+    return full
 
 
-def even(dim: int, sections: Sequence[int] = ()) -> Cut:
-    """An equal part of each section of a dimension."""
+def even(dim: int, sections: Sequence[int] = ()) -> ShardOf:
+    """An equal shard of each section of a dimension."""
 
-    def cut(whole: Tensor, index: int, size: int) -> Tensor:
-        parts = whole.split(list(sections) or whole.shape[dim], dim)
-        return torch.cat([part.chunk(size, dim)[index] for part in parts], dim)
+    def shard_of(full: Tensor, index: int, size: int) -> Tensor:
+        shards = full.split(list(sections) or full.shape[dim], dim)
+        return torch.cat([shard.chunk(size, dim)[index] for shard in shards], dim)
 
-    return cut
+    return shard_of
 
 
-def padded(dim: int) -> Cut:
-    """An equal part of a dimension that has zeros after its end."""
+def padded(dim: int) -> ShardOf:
+    """An equal shard of a dimension that has zeros after its end."""
 
-    def cut(whole: Tensor, index: int, size: int) -> Tensor:
-        each = -(-whole.shape[dim] // size)
-        missing = list(whole.shape)
-        missing[dim] = each * size - whole.shape[dim]
-        return torch.cat([whole, whole.new_zeros(missing)], dim).narrow(dim, index * each, each)
+    def shard_of(full: Tensor, index: int, size: int) -> Tensor:
+        each = -(-full.shape[dim] // size)
+        missing = list(full.shape)
+        missing[dim] = each * size - full.shape[dim]
+        return torch.cat([full, full.new_zeros(missing)], dim).narrow(dim, index * each, each)
 
-    return cut
+    return shard_of
 
 
 @dataclass(frozen=True)
 class Case:
-    """A layer: how a rank makes it, and the whole of what it reads, has and returns."""
+    """A layer: how a rank makes it, and all that it reads, has and returns."""
 
     #: The class, and how its ranks share it.
     layer: str
     way: str
     make: Callable[[Place, dict[str, Any]], Any]
-    #: Sizes of the whole parameters and of the differentiable arguments of forward, and which part a rank has.
-    parameters: dict[str, tuple[tuple[int, ...], Cut]]
-    inputs: dict[str, tuple[tuple[int, ...], Cut]]
-    #: Which part of each differentiable output a rank has.
-    outputs: list[Cut]
-    #: The whole outputs of whole parameters and inputs.
+    #: Sizes of the full parameters and of the differentiable arguments of forward, and which shard a rank has.
+    parameters: dict[str, tuple[tuple[int, ...], ShardOf]]
+    inputs: dict[str, tuple[tuple[int, ...], ShardOf]]
+    #: Which shard of each differentiable output a rank has.
+    outputs: list[ShardOf]
+    #: The full outputs of full parameters and inputs.
     plain: Callable[[Tensors, Tensors], Sequence[Tensor]]
     #: Other arguments of forward, and what a rank gets of them.
-    given: dict[str, tuple[Tensor, Cut]] = field(default_factory=dict)
+    given: dict[str, tuple[Tensor, ShardOf]] = field(default_factory=dict)
     #: Which results of forward are differentiable.
     results: Callable[[Any], Sequence[Tensor]] = lambda result: result if type(result) is tuple else (result,)
     #: Whether products have the formats of a recipe.

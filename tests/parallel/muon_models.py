@@ -1,4 +1,4 @@
-"""Matrices and stacks of experts that are sharded over ranks in every way, and torch's Muon on the whole ones."""
+"""Matrices and stacks of experts that are sharded over ranks in every way, and torch's Muon on the full ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.parallel.sharded_models import RECIPES
 from transformer_plugin import nn as tnn
 from transformer_plugin import optim
 from transformer_plugin.parallel import full_weight, shard_
-from transformer_plugin.parallel._weight_part import layout_of, part_of
+from transformer_plugin.parallel._parameter_shard import layout_of, shard_of_parameter
 from transformer_plugin.testing.distributed import Rank
 from transformer_plugin.testing.numerics import assert_same_bits
 
@@ -49,7 +49,7 @@ def weights_of(model: torch.nn.Module) -> dict[str, Parameter]:
 def twins(
     rank: Rank, tp: int, key: str = "bf16", dtype: torch.dtype = torch.bfloat16, seed: int = 0
 ) -> tuple[Matrices, Matrices, DeviceMesh]:
-    """The same model whole, and over a mesh of (data, tp) ranks with its weights sharded over the data ranks."""
+    """The same model unsharded, and over a mesh of (data, tp) ranks with its weights sharded over the data ranks."""
     mesh = init_device_mesh(rank.device.type, (rank.size // tp, tp), mesh_dim_names=("data", "tp"))
     models = []
     for group in (None, mesh["tp"] if tp > 1 else None):
@@ -59,31 +59,31 @@ def twins(
     return models[0], models[1], mesh
 
 
-def drawn_grads(whole: torch.nn.Module, step: int) -> dict[str, Tensor]:
-    """Gradients of the whole weights, the same on all ranks."""
+def drawn_grads(full: torch.nn.Module, step: int) -> dict[str, Tensor]:
+    """Gradients of the full weights, the same on all ranks."""
     generator = torch.Generator().manual_seed(100 + step)
-    weights = weights_of(whole).items()
+    weights = weights_of(full).items()
     return {name: torch.randn(p.shape, generator=generator).to(p) for name, p in weights}
 
 
 def give(model: torch.nn.Module, grads: dict[str, Tensor]) -> None:
-    """Sets the gradients of a model, of parts those of their elements. Padding, which nothing may read, is NaN."""
+    """Sets the gradients of a model, of shards those of their elements. Padding, which nothing may read, is NaN."""
     for name, parameter in weights_of(model).items():
         layout = layout_of(parameter)
-        parameter.grad = grads[name].clone() if layout is None else layout.cut(grads[name])
+        parameter.grad = grads[name].clone() if layout is None else layout.local_shard_of(grads[name])
         if layout is not None:
-            parameter.grad[layout.cut(torch.ones_like(grads[name])) == 0] = torch.nan
+            parameter.grad[layout.local_shard_of(torch.ones_like(grads[name])) == 0] = torch.nan
 
 
 class Reference:
-    """torch's Muon on the matrices of a whole model, those of experts one by one."""
+    """torch's Muon on the matrices of a full model, those of experts one by one."""
 
-    def __init__(self, whole: torch.nn.Module, **options: Any) -> None:
+    def __init__(self, full: torch.nn.Module, **options: Any) -> None:
         self.matrices = {
             name: [Parameter(each.detach().clone()) for each in (p if p.dim() == 3 else p[None])]
-            for name, p in weights_of(whole).items()
+            for name, p in weights_of(full).items()
         }
-        self.stacks = {name for name, p in weights_of(whole).items() if p.dim() == 3}
+        self.stacks = {name for name, p in weights_of(full).items() if p.dim() == 3}
         self.optimizer = torch.optim.Muon([p for some in self.matrices.values() for p in some], **options)
 
     def step(self, grads: dict[str, Tensor]) -> None:
@@ -104,7 +104,7 @@ class Reference:
     def compare(self, model: torch.nn.Module, optimizer: optim.Muon) -> None:
         """All elements of a model and of its optimizer have the bits of torch's, and padding is zero."""
         for name, parameter in weights_of(model).items():
-            got, momentum = full_weight(parameter), whole_of(parameter, momentum_of(optimizer, parameter))
+            got, momentum = full_weight(parameter), full_of(parameter, momentum_of(optimizer, parameter))
             assert_same_bits(momentum, self.momentum(name), f"momentum of {name}")
             if parameter.is_cuda and name in self.stacks:  # other kernels for other numbers of experts
                 torch.testing.assert_close(got, self.weight(name), rtol=2e-2, atol=1e-3)
@@ -112,9 +112,9 @@ class Reference:
                 assert_same_bits(got, self.weight(name), name)
             layout = layout_of(parameter)
             if layout is not None:
-                assert_same_bits(parameter.detach(), layout.cut(got), f"padding of {name}")
-                part = part_of(parameter)
-                assert part is None or not parameter[part.valid_rows :].any()
+                assert_same_bits(parameter.detach(), layout.local_shard_of(got), f"padding of {name}")
+                shard = shard_of_parameter(parameter)
+                assert shard is None or not parameter[shard.valid_rows :].any()
 
 
 def momentum_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor:
@@ -123,8 +123,8 @@ def momentum_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor:
     return value
 
 
-def whole_of(parameter: Tensor, value: Tensor) -> Tensor:
-    """The whole of a tensor that has the parts of a parameter."""
+def full_of(parameter: Tensor, value: Tensor) -> Tensor:
+    """The full tensor of one that is sharded as a parameter."""
     like = Parameter(value.clone())
     like.__dict__.update(parameter.__dict__)
     return full_weight(like)

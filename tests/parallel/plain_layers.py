@@ -1,4 +1,4 @@
-"""What layers compute, in plain PyTorch: of whole parameters and inputs, in any dtype."""
+"""What layers compute, in plain PyTorch: of full parameters and inputs, in any dtype."""
 
 from __future__ import annotations
 

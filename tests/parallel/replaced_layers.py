@@ -62,8 +62,8 @@ class Case:
     def is_quantized(self) -> bool:
         return self.kind.startswith("quantized")
 
-    def cut(self, full: Tensor, rank: Rank) -> Tensor:
-        """This rank's part of a full weight."""
+    def shard_of(self, full: Tensor, rank: Rank) -> Tensor:
+        """This rank's shard of a full weight."""
         return own(full, self.dim, rank)
 
     def full_sizes(self, sizes: Sequence[int], ranks: int) -> list[int]:
@@ -85,10 +85,10 @@ def own(full: Tensor, dim: int | None, rank: Place | Rank) -> Tensor:
         return full.clone()
     each = -(-full.shape[dim] // rank.size)
     first = min(rank.rank * each, full.shape[dim])
-    part = full.narrow(dim, first, min(each, full.shape[dim] - first))
+    shard = full.narrow(dim, first, min(each, full.shape[dim] - first))
     sizes = [*full.shape]
-    sizes[dim] = each - part.shape[dim]
-    return torch.cat([part, full.new_zeros(sizes)], dim)
+    sizes[dim] = each - shard.shape[dim]
+    return torch.cat([shard, full.new_zeros(sizes)], dim)
 
 
 class Model(torch.nn.Module):
@@ -121,8 +121,8 @@ def of_norm_linear(p: dict[str, Tensor], x: Tensor) -> Tensor:
 
 def of_grouped(p: dict[str, Tensor], x: Tensor) -> Tensor:
     weights = p["layer.weight"] if "layer.weight" in p else [p[f"layer.weight{g}"] for g in range(G)]
-    parts = [linear(rows, weights[g]) for g, rows in enumerate(x.split(SIZES.tolist()))]
-    return torch.cat(parts)
+    shards = [linear(rows, weights[g]) for g, rows in enumerate(x.split(SIZES.tolist()))]
+    return torch.cat(shards)
 
 
 def of_mlp(p: dict[str, Tensor], x: Tensor) -> Tensor:

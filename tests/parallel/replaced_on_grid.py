@@ -29,7 +29,7 @@ from transformer_plugin.testing.distributed import Rank
 class OnGrid(Case):
     """A layer that is sharded over two ranks with other inputs, and tensor parallel over two ranks."""
 
-    def cut(self, full: Tensor, rank: Rank) -> Tensor:
+    def shard_of(self, full: Tensor, rank: Rank) -> Tensor:
         data, slices = self.places(rank)
         return own(own(full, self.dim, slices), 0, data)
 

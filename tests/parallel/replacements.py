@@ -99,8 +99,8 @@ def load_with_assign(model: Any, case: Case, value: Tensor) -> None:
 def load(model: Any, case: Case, value: Tensor, assign: bool) -> None:
     state = {name: each.detach().clone() for name, each in model.state_dict().items()}
     entry = state[case.full_name]
-    if hasattr(entry, "part"):
-        entry.part.copy_(value)
+    if hasattr(entry, "shard_layout"):
+        entry.local.copy_(value)
     elif hasattr(entry, "to_local"):
         entry.to_local().copy_(value)
     else:

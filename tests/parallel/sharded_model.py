@@ -45,17 +45,17 @@ class Block(torch.nn.Module):
         return self.last(x)
 
 
-def whole_block(device: torch.device | str = "cpu", **options: Any) -> Block:
+def full_block(device: torch.device | str = "cpu", **options: Any) -> Block:
     """The model with all experts, the same on every rank."""
     torch.manual_seed(0)
     return Block(device, **options)
 
 
-def sharded_block(whole: Block, device: torch.device | str = "cpu", **placement: Any) -> Block:
+def sharded_block(full: Block, device: torch.device | str = "cpu", **placement: Any) -> Block:
     """The same model with its experts sharded over ranks."""
     torch.manual_seed(1 + dist.get_rank())  # random values that differ between ranks must not matter
     block = Block(device, **placement)
-    block.load_state_dict(whole.state_dict())
+    block.load_state_dict(full.state_dict())
     return block
 
 
@@ -69,9 +69,9 @@ def loss_of(model: torch.nn.Module, rows: Tensor) -> Tensor:
     return model(rows).square().sum(dim=1).mean()
 
 
-def wanted_gradients(whole: Block, ranks: int, steps: int = 1) -> dict[str, Tensor]:
+def wanted_gradients(full: Block, ranks: int, steps: int = 1) -> dict[str, Tensor]:
     """Returns the gradients of one process with the rows of all ranks, summed over the steps."""
-    model = copy.deepcopy(whole)
+    model = copy.deepcopy(full)
     device = model.first.weight.device
     for step in range(steps):
         loss_of(model, torch.cat([rows_of(rank, step) for rank in range(ranks)]).to(device)).backward()

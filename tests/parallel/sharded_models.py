@@ -1,4 +1,4 @@
-"""Models with whole weights and with weights that are sharded over ranks, and what they compute."""
+"""Models with full weights and with weights that are sharded over ranks, and what they compute."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from transformer_plugin import nn as tnn
 from transformer_plugin import recipes
 from transformer_plugin.parallel import shard_
-from transformer_plugin.parallel._weight_part import part_of
+from transformer_plugin.parallel._parameter_shard import shard_of_parameter
 from transformer_plugin.testing.distributed import Rank
 
 RECIPES: dict[str, Callable[[], Any]] = {
@@ -93,22 +93,22 @@ def computed(model: torch.nn.Module, batch: Batch) -> Results:
     return Results(output.detach(), input.grad, grads)
 
 
-def expected_grad(whole: list[Tensor], parameter: Tensor, mean: bool) -> Tensor:
-    """A part of the sum of the ranks' gradients, made in float32 in ascending order and rounded once."""
-    total = torch.zeros_like(whole[0], dtype=torch.float32)
-    for each in whole:
+def expected_grad(full: list[Tensor], parameter: Tensor, mean: bool) -> Tensor:
+    """A shard of the sum of the ranks' gradients, made in float32 in ascending order and rounded once."""
+    total = torch.zeros_like(full[0], dtype=torch.float32)
+    for each in full:
         total = total + each.float()
-    part = part_of(parameter)
-    assert part is not None
+    shard = shard_of_parameter(parameter)
+    assert shard is not None
     if mean:
-        total = total * (1 / len(whole))
-    return part.rows.cut(total, part.rank).to(whole[0].dtype)
+        total = total * (1 / len(full))
+    return shard.local_shard_of(total).to(full[0].dtype)
 
 
 def twins(
     rank: Rank, make: Callable[[], torch.nn.Module], **options: Any
 ) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """The same model twice: whole, and sharded over the ranks."""
+    """The same model twice: unsharded, and sharded over the ranks."""
     models = []
     for _ in range(2):
         torch.manual_seed(0)
@@ -117,24 +117,24 @@ def twins(
     return models[0], models[1]
 
 
-def change_cut(model: torch.nn.Module, seed: int) -> None:
-    """Adds the same numbers to every model that is cut in the same way."""
+def change_sharded(model: torch.nn.Module, seed: int) -> None:
+    """Adds the same numbers to every model that is sharded in the same way."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            part = part_of(parameter)
-            rows = parameter.shape[0] if part is None else part.rows.rows
+            shard = shard_of_parameter(parameter)
+            rows = parameter.shape[0] if shard is None else shard.shard.rows
             step = (0.01 * torch.randn(rows, *parameter.shape[1:], generator=generator)).to(parameter)
-            parameter.add_(step if part is None else part.rows.cut(step, part.rank))
+            parameter.add_(step if shard is None else shard.local_shard_of(step))
 
 
-def change(whole: torch.nn.Module, cut: torch.nn.Module, seed: int) -> None:
+def change(full: torch.nn.Module, sharded: torch.nn.Module, seed: int) -> None:
     """Adds the same numbers to both, as an optimizer would."""
-    pairs = zip(whole.parameters(), cut.parameters(), strict=True)
+    pairs = zip(full.parameters(), sharded.parameters(), strict=True)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for one, other in pairs:
             step = (0.01 * torch.randn(one.shape, generator=generator)).to(one)
             one.add_(step)
-            part = part_of(other)
-            other.add_(step if part is None else part.rows.cut(step, part.rank))
+            shard = shard_of_parameter(other)
+            other.add_(step if shard is None else shard.local_shard_of(step))

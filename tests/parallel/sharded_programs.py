@@ -1,4 +1,4 @@
-"""Random programs on models whose weights are sharded, and the same on whole weights.
+"""Random programs on models whose weights are sharded, and the same on full weights.
 
 Numbers are small integers, so that float32 has every sum exactly, in whatever order gradients are added.
 """
@@ -17,7 +17,7 @@ from tests.parallel.sharded_models import TOKENS
 from transformer_plugin import nn as tnn
 from transformer_plugin import ops
 from transformer_plugin.parallel import full_weight, shard_
-from transformer_plugin.parallel._weight_part import part_of
+from transformer_plugin.parallel._parameter_shard import shard_of_parameter
 from transformer_plugin.testing.distributed import Rank
 from transformer_plugin.testing.numerics import assert_same_bits
 
@@ -65,20 +65,20 @@ class Use:
 
 @dataclass
 class Pair:
-    """A model with whole weights and one with parts; what the gradients of the whole weights add up to."""
+    """A model with full weights and one with shards; what the gradients of the full weights add up to."""
 
-    whole: Layers
-    cut: Layers
+    full: Layers
+    sharded: Layers
     totals: dict[str, Tensor] = field(default_factory=dict)
 
     def forget(self, set_to_none: bool = True) -> None:
-        self.cut.zero_grad(set_to_none)
+        self.sharded.zero_grad(set_to_none)
         self.totals = {} if set_to_none else {n: torch.zeros_like(t) for n, t in self.totals.items()}
 
 
 def make_pair(rank: Rank, seed: int, prefetch: int) -> Pair:
     pair = Pair(Layers(seed), Layers(seed))
-    shard_(pair.cut, rank.group, gradient="sum", prefetch=prefetch)
+    shard_(pair.sharded, rank.group, gradient="sum", prefetch=prefetch)
     return pair
 
 
@@ -99,13 +99,13 @@ def add_reference(pair: Pair, use: Use, rank: Rank, times: int) -> dict[str, Ten
     """Adds the gradients of all ranks to the totals, so many times; returns them."""
     once: dict[str, Tensor] = {}
     for other in range(rank.size):
-        pair.whole.zero_grad()
-        output, _ = forward(pair.whole, use, other)
+        pair.full.zero_grad()
+        output, _ = forward(pair.full, use, other)
         if output.requires_grad:
             output.backward(use.inputs(other)[2])
-        for name, parameter in pair.whole.named_parameters():
+        for name, parameter in pair.full.named_parameters():
             if parameter.grad is None or (
-                part_of(pair.cut.get_parameter(name)) is None and other != rank.rank
+                shard_of_parameter(pair.sharded.get_parameter(name)) is None and other != rank.rank
             ):
                 continue
             once[name] = once.get(name, torch.zeros_like(parameter)) + parameter.grad
@@ -118,9 +118,9 @@ def run_use(pair: Pair, use: Use, rank: Rank) -> Any:
     """The forward, with its output compared; returns the backward."""
     stop = min(use.stop, len(use.chain) - 1) if use.kind == "stop_forward" else None
     with torch.set_grad_enabled(use.kind != "no_grad"):
-        output, first = forward(pair.cut, use, rank.rank, use.kind == "recompute", stop)
+        output, first = forward(pair.sharded, use, rank.rank, use.kind == "recompute", stop)
     with torch.no_grad():
-        assert_same_bits(output.detach(), forward(pair.whole, use, rank.rank, until=stop)[0])
+        assert_same_bits(output.detach(), forward(pair.full, use, rank.rank, until=stop)[0])
     if use.kind in ("no_grad", "stop_forward") or not output.requires_grad:
         return lambda: None
     return lambda: run_backward(pair, use, rank, output, first)
@@ -138,10 +138,10 @@ def run_backward(pair: Pair, use: Use, rank: Rank, output: Tensor, first: Tensor
     grad = use.inputs(rank.rank)[2]
     if use.kind == "asked":
         once = add_reference(pair, use, rank, 0)
-        names = [n for n, p in pair.cut.named_parameters() if p.requires_grad and n in once]
-        asked = torch.autograd.grad(output, [pair.cut.get_parameter(n) for n in names], grad)
+        names = [n for n, p in pair.sharded.named_parameters() if p.requires_grad and n in once]
+        asked = torch.autograd.grad(output, [pair.sharded.get_parameter(n) for n in names], grad)
         for name, got in zip(names, asked, strict=True):
-            assert_same_bits(got, own_part(pair, name, once[name]), name)
+            assert_same_bits(got, own_shard(pair, name, once[name]), name)
         return
     if use.kind == "stop_backward" and first.requires_grad and len(use.chain) > 0:
         first.register_hook(raise_stop)
@@ -157,18 +157,18 @@ def run_backward(pair: Pair, use: Use, rank: Rank, output: Tensor, first: Tensor
     add_reference(pair, use, rank, times)
 
 
-def own_part(pair: Pair, name: str, value: Tensor) -> Tensor:
-    part = part_of(pair.cut.get_parameter(name))
-    return value if part is None else part.rows.cut(value, part.rank)
+def own_shard(pair: Pair, name: str, value: Tensor) -> Tensor:
+    shard = shard_of_parameter(pair.sharded.get_parameter(name))
+    return value if shard is None else shard.local_shard_of(value)
 
 
 def compare_gradients(pair: Pair, about: str) -> None:
-    for name, parameter in pair.cut.named_parameters():
+    for name, parameter in pair.sharded.named_parameters():
         if name not in pair.totals:
             assert parameter.grad is None, (about, name)
             continue
         assert parameter.grad is not None, (about, name)
-        assert_same_bits(parameter.grad + 0, own_part(pair, name, pair.totals[name]) + 0, f"{about} {name}")
+        assert_same_bits(parameter.grad + 0, own_shard(pair, name, pair.totals[name]) + 0, f"{about} {name}")
 
 
 def change_weights(pair: Pair, how: str, seed: int) -> None:
@@ -177,26 +177,25 @@ def change_weights(pair: Pair, how: str, seed: int) -> None:
         return
     generator = torch.Generator().manual_seed(seed)
     after = {
-        n: torch.randint(-1, 2, p.shape, generator=generator).float()
-        for n, p in pair.whole.named_parameters()
+        n: torch.randint(-1, 2, p.shape, generator=generator).float() for n, p in pair.full.named_parameters()
     }
     with torch.no_grad():
-        for name, parameter in pair.whole.named_parameters():
+        for name, parameter in pair.full.named_parameters():
             parameter.copy_(after[name])
         if how == "add":
-            for name, parameter in pair.cut.named_parameters():
-                parameter.copy_(own_part(pair, name, after[name]))
+            for name, parameter in pair.sharded.named_parameters():
+                parameter.copy_(own_shard(pair, name, after[name]))
         elif how == "data":
-            for name, parameter in pair.cut.named_parameters():
-                parameter.data.copy_(own_part(pair, name, after[name]))
+            for name, parameter in pair.sharded.named_parameters():
+                parameter.data.copy_(own_shard(pair, name, after[name]))
             ops.invalidate_prefetched()
     if how == "step":
-        optimizer = torch.optim.SGD(pair.cut.parameters(), lr=1.0)
-        kept = {n: p.grad for n, p in pair.cut.named_parameters()}
-        for name, parameter in pair.cut.named_parameters():
-            parameter.grad = parameter.detach() - own_part(pair, name, after[name])
+        optimizer = torch.optim.SGD(pair.sharded.parameters(), lr=1.0)
+        kept = {n: p.grad for n, p in pair.sharded.named_parameters()}
+        for name, parameter in pair.sharded.named_parameters():
+            parameter.grad = parameter.detach() - own_shard(pair, name, after[name])
         optimizer.step()
-        for name, parameter in pair.cut.named_parameters():
+        for name, parameter in pair.sharded.named_parameters():
             parameter.grad = kept[name]
 
 
@@ -223,10 +222,10 @@ def run_program(rank: Rank, seed: int) -> None:
     pairs = [make_pair(rank, seed + i, distance) for i in range(2)]
     for step in range(4):
         for pair in pairs:
-            for layer, parameter in pair.cut.named_parameters():
+            for layer, parameter in pair.sharded.named_parameters():
                 wanted = choose.random() < 0.7
                 parameter.requires_grad_(wanted)
-                pair.whole.get_parameter(layer).requires_grad_(wanted)
+                pair.full.get_parameter(layer).requires_grad_(wanted)
             waiting = []
             for _ in range(choose.randint(1, 3)):
                 waiting.append(run_use(pair, draw_use(choose), rank))
@@ -244,8 +243,8 @@ def run_program(rank: Rank, seed: int) -> None:
         if choose.random() < 0.2:
             pairs[choose.randrange(2)] = make_pair(rank, seed + 10 + step, distance)
     for pair in pairs:
-        for key, parameter in pair.cut.named_parameters():
-            assert_same_bits(full_weight(parameter), pair.whole.get_parameter(key).detach(), key)
+        for key, parameter in pair.sharded.named_parameters():
+            assert_same_bits(full_weight(parameter), pair.full.get_parameter(key).detach(), key)
     ops.clear_gathers(name)
     ops.configure_gathers(name, 1)
     made = [now - then for now, then in zip(ops.count_gathers(name), start, strict=True)]

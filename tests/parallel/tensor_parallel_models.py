@@ -16,8 +16,8 @@ from transformer_plugin.testing.numerics import assert_same_bits
 
 #: Rows of all ranks, and the widths; multiples of 128 per rank keep the blocks of weights whole.
 ROWS, K, F = 64, 256, 512
-#: The error of the parallel block beside that of the whole one, both of float64: the partial sums are rounded, too, and
-#: scales of whole tensors are those of slices.
+#: The error of the parallel block beside that of the full one, both of float64: the partial sums are rounded, too, and
+#: scales of full tensors are those of slices.
 FACTOR = 1.25
 
 
@@ -47,30 +47,30 @@ def drawn(*sizes: int, seed: int, device: torch.device) -> Tensor:
 
 
 def twins(rank: Rank, key: str, sequence_parallel: bool, bias: bool = True) -> tuple[Block, Block]:
-    """The same block, whole and tensor parallel, with values of biases and norms that are not constant."""
+    """The same block, unsharded and tensor parallel, with values of biases and norms that are not constant."""
     torch.manual_seed(1)
-    whole = Block(RECIPES[key](), rank.device, bias)
+    full = Block(RECIPES[key](), rank.device, bias)
     torch.manual_seed(1)
     options = {"tp_group": rank.group, "sequence_parallel": sequence_parallel}
     parallel = Block(RECIPES[key](), rank.device, bias, **options)
-    assert_state(whole, parallel)
+    assert_state(full, parallel)
     with torch.no_grad():
-        for name, parameter in whole.named_parameters():
+        for name, parameter in full.named_parameters():
             if "norm" in name:
                 parameter += 0.25 * drawn(*parameter.shape, seed=len(name), device=rank.device)
-    parallel.load_state_dict(whole.state_dict())
-    return whole, parallel
+    parallel.load_state_dict(full.state_dict())
+    return full, parallel
 
 
-def assert_state(whole: torch.nn.Module, parallel: torch.nn.Module) -> None:
+def assert_state(full: torch.nn.Module, parallel: torch.nn.Module) -> None:
     for name, parameter in parallel.named_parameters():
-        assert_same_bits(full_weight(parameter), whole.get_parameter(name).detach(), name)
+        assert_same_bits(full_weight(parameter), full.get_parameter(name).detach(), name)
 
 
-def close(got: Tensor, whole: Tensor, exact: Tensor, name: str) -> None:
-    """The parallel result is not less accurate than that of the whole block."""
+def close(got: Tensor, full: Tensor, exact: Tensor, name: str) -> None:
+    """The parallel result is not less accurate than that of the full block."""
     scale = exact.norm().clamp(min=1e-12)
-    own, other = (got.double() - exact).norm() / scale, (whole.double() - exact).norm() / scale
+    own, other = (got.double() - exact).norm() / scale, (full.double() - exact).norm() / scale
     assert own <= FACTOR * other + 2**-9, f"{name}: {own} beside {other}"
 
 
@@ -93,8 +93,8 @@ def relative(got: Tensor, want: Any) -> float:
     return float((got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-12))
 
 
-def whole_grad(parameter: Tensor) -> Tensor:
-    """The gradient of the whole parameter, from those of the slices."""
+def full_grad(parameter: Tensor) -> Tensor:
+    """The gradient of the full parameter, from those of the slices."""
     assert parameter.grad is not None
     slices = getattr(parameter, "tensor_slices", None)
     if slices is None:

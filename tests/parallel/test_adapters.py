@@ -135,9 +135,9 @@ def test_sharded(pair: RankPool) -> None:
 def check_merged_and_quantized(rank: Rank) -> None:
     """The quantized copy, which travels, follows a merge. Of a tied weight the other layer has it, too."""
     torch.manual_seed(0)
-    layer, whole = (tnn.Linear(128, 256, bias=False, recipe=Float8BlockScaling()) for _ in range(2))
-    whole.load_state_dict(layer.state_dict())
-    whole.to(rank.device)
+    layer, full = (tnn.Linear(128, 256, bias=False, recipe=Float8BlockScaling()) for _ in range(2))
+    full.load_state_dict(layer.state_dict())
+    full.to(rank.device)
     layer = parallel.shard_(torch.nn.Sequential(layer.to(rank.device)), rank.group)
     adapted = peft().get_peft_model(layer, lora(target_modules=["0"]))
     x = drawn(16, 128, seed=rank.rank).to(rank.device)
@@ -146,8 +146,8 @@ def check_merged_and_quantized(rank: Rank) -> None:
     a, b = (getattr(adapted.base_model.model[0], f"lora_{each}")["default"].weight for each in "AB")
     adapted.merge_adapter()
     with torch.no_grad():
-        whole.weight += 1.5 * b @ a
-    torch.testing.assert_close(adapted(x), whole(x), rtol=1e-3, atol=1e-3)
+        full.weight += 1.5 * b @ a
+    torch.testing.assert_close(adapted(x), full(x), rtol=1e-3, atol=1e-3)
     table, head = tnn.Embedding(V, H), tnn.Linear(H, V, bias=False)
     head.weight = table.weight
     full = table.weight.detach().clone()

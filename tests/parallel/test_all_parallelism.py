@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformer_plugin import nn as tnn
 from transformer_plugin import parallel
 from transformer_plugin.parallel import shard_
-from transformer_plugin.parallel._weight_part import layout_of, part_of
+from transformer_plugin.parallel._parameter_shard import layout_of, shard_of_parameter
 from transformer_plugin.testing.distributed import Rank
 from transformer_plugin.testing.numerics import assert_same_bits
 
@@ -68,36 +68,40 @@ def sharded(rank: Rank, wide: bool) -> tuple[Block, int, int]:
 
 def check(rank: Rank, wide: bool) -> None:
     torch.manual_seed(0)
-    whole = Block()
+    full = Block()
     block, data, place = sharded(rank, wide)
     for name, value in parallel.full_state_dict(block).items():
-        assert_same_bits(value, whole.state_dict()[name], name)
-    count = {name: layout_of(p).shape[0] // p.shape[0] for name, p in block.named_parameters() if part_of(p)}  # type: ignore[union-attr]
+        assert_same_bits(value, full.state_dict()[name], name)
+    count = {
+        name: layout_of(p).shape[0] // p.shape[0]
+        for name, p in block.named_parameters()
+        if shard_of_parameter(p)
+    }  # type: ignore[union-attr]
     assert count["moe.experts.fc1.weight"] == (8 if wide else 4)
     assert count["up.weight"] == 4 and count["down.weight"] == 2
     model = parallel.data_parallel(block)
     own = slice(place * ROWS // TP, (place + 1) * ROWS // TP)
     for other in range(4):
         x, weight = rows_of(other)
-        output = whole(x)
+        output = full(x)
         (output * weight).sum().div(4).backward()
         if other == data:
             got = model(x[own])
             torch.testing.assert_close(got, output[own], rtol=1e-5, atol=1e-5)
             (got * weight[own]).sum().backward()
     for name, parameter in block.named_parameters():
-        layout, want = layout_of(parameter), whole.get_parameter(name).grad
+        layout, want = layout_of(parameter), full.get_parameter(name).grad
         assert want is not None and float(want.abs().max()) > 1e-3, name
-        want = want if layout is None else layout.cut(want)
+        want = want if layout is None else layout.local_shard_of(want)
         torch.testing.assert_close(
             parameter.grad, want, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
         )
-    want = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+    want = torch.nn.utils.clip_grad_norm_(full.parameters(), 0.5)
     torch.testing.assert_close(parallel.clip_grad_norm_(model, 0.5), want, rtol=1e-5, atol=0)
-    for trained in (whole, block):
+    for trained in (full, block):
         torch.optim.SGD(trained.parameters(), lr=0.1).step()
     for name, value in parallel.full_state_dict(block).items():
-        torch.testing.assert_close(value, whole.state_dict()[name], rtol=1e-4, atol=1e-5, msg=name)
+        torch.testing.assert_close(value, full.state_dict()[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("wide", [False, True], ids=["experts_of_tp", "experts_of_data_and_tp"])

@@ -45,15 +45,15 @@ def check_gradients(rank: Rank) -> None:
     group = group_of(rank)
     x, w = (drawn(1, (4 * rank.size, 4 * rank.size), torch.float64, seed)[0] for seed in (1, 2))
     x, w = x.to(rank.device, torch.float32), w.to(rank.device, torch.float32)
-    whole = [x.clone().requires_grad_(), w.clone().requires_grad_()]
-    (whole[0] @ whole[1]).square().sum().backward()
+    full = [x.clone().requires_grad_(), w.clone().requires_grad_()]
+    (full[0] @ full[1]).square().sum().backward()
     part = slice(4 * rank.rank, 4 * rank.rank + 4)
     mine = [x.clone().requires_grad_(), w[part].clone().requires_grad_()]
     rows = ops.copy_to_group(mine[0], *group)
     assert_same_bits(rows.detach(), x)
     ops.all_reduce(rows[:, part] @ mine[1], *group).square().sum().backward()
-    torch.testing.assert_close(mine[0].grad, whole[0].grad, rtol=1e-4, atol=1e-2)
-    torch.testing.assert_close(mine[1].grad, whole[1].grad[part], rtol=1e-4, atol=1e-2)  # type: ignore[index]
+    torch.testing.assert_close(mine[0].grad, full[0].grad, rtol=1e-4, atol=1e-2)
+    torch.testing.assert_close(mine[1].grad, full[1].grad[part], rtol=1e-4, atol=1e-2)  # type: ignore[index]
 
 
 def test_gradients(pool: RankPool) -> None:

@@ -16,22 +16,22 @@ import transformer_plugin as tp
 from tests.parallel.sharded_model import (
     assert_gradients,
     everything,
+    full_block,
     one_step,
     sharded_block,
     wanted_gradients,
-    whole_block,
 )
 from transformer_plugin.testing.distributed import Rank, RankPool
 from transformer_plugin.testing.numerics import assert_same_bits
 
 
 def check_clipping(rank: Rank) -> None:
-    whole = whole_block(rank.device)
+    full = full_block(rank.device)
     for norm_type in (1.0, 2.0, 3.5, math.inf):
-        block = sharded_block(whole, rank.device, group=rank.group)
+        block = sharded_block(full, rank.device, group=rank.group)
         model = tp.parallel.data_parallel(block)
         one_step(rank, model)
-        wanted = wanted_gradients(whole, rank.size)
+        wanted = wanted_gradients(full, rank.size)
         leaves = [torch.nn.Parameter(torch.zeros_like(g)) for g in wanted.values()]
         for leaf, gradient in zip(leaves, wanted.values(), strict=True):
             leaf.grad = gradient
@@ -65,7 +65,7 @@ def test_clipping(ranks: RankPool) -> None:
 def check_clipping_of_placements(rank: Rank) -> None:
     """Each element and each copy counts once, on meshes of one and two dimensions."""
     mesh = init_device_mesh(rank.device.type, (2, 2), mesh_dim_names=("a", "b"))
-    whole = torch.arange(1.0, 33.0, device=rank.device).view(8, 4)
+    full = torch.arange(1.0, 33.0, device=rank.device).view(8, 4)
     total = 0.0
     parameters = []
     cases: list[tuple[DeviceMesh, list[Any]]] = [
@@ -78,13 +78,13 @@ def check_clipping_of_placements(rank: Rank) -> None:
     ]
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         for place, placements in [*cases, (None, [])]:
-            value = whole.to(dtype)
+            value = full.to(dtype)
             if place is not None:
                 value = torch.distributed.tensor.distribute_tensor(value, place, placements)
             parameter = torch.nn.Parameter(torch.zeros_like(value))
             parameter.grad = value.clone()
             parameters.append(parameter)
-            total += float(whole.double().square().sum())
+            total += float(full.double().square().sum())
     norm = tp.clip_grad_norm_(
         iter(parameters + parameters), 1.0
     )  # a parameter that is passed twice counts once
@@ -95,9 +95,9 @@ def check_clipping_of_placements(rank: Rank) -> None:
         rounding = 2**-8 * (2 if rank.device.type == "cuda" else 1)
         limit = rounding if parameter.dtype == torch.bfloat16 else 1e-6
         torch.testing.assert_close(
-            everything(parameter.grad).float(), whole / norm.float(), rtol=limit, atol=0
+            everything(parameter.grad).float(), full / norm.float(), rtol=limit, atol=0
         )
-    parameters[0].grad = DTensor.from_local(whole, mesh["a"], [torch.distributed.tensor.Partial()])
+    parameters[0].grad = DTensor.from_local(full, mesh["a"], [torch.distributed.tensor.Partial()])
     with pytest.raises(ValueError, match="expected gradients without Partial placements"):
         tp.clip_grad_norm_(parameters, 1.0)
     with pytest.raises(
@@ -137,13 +137,13 @@ def test_clipping_of_main_grads(marked: bool) -> None:
 
 def check_clipping_of_sharded_main_grads(rank: Rank) -> None:
     mesh = init_device_mesh(rank.device.type, (rank.size,))
-    whole = torch.arange(1.0, 17.0, device=rank.device).view(4, 4)
-    weight: Any = torch.nn.Parameter(torch.distributed.tensor.distribute_tensor(whole, mesh, [Shard(0)]))
+    full = torch.arange(1.0, 17.0, device=rank.device).view(4, 4)
+    weight: Any = torch.nn.Parameter(torch.distributed.tensor.distribute_tensor(full, mesh, [Shard(0)]))
     weight.main_grad = weight.detach().to_local().clone()
     norm = tp.clip_grad_norm_(weight, 1.0)
-    torch.testing.assert_close(norm, whole.norm())
+    torch.testing.assert_close(norm, full.norm())
     everyone = DTensor.from_local(weight.main_grad, mesh, [Shard(0)]).full_tensor()
-    torch.testing.assert_close(everyone, whole / whole.norm())
+    torch.testing.assert_close(everyone, full / full.norm())
     before = weight.main_grad.clone()
     weight.grad = torch.zeros_like(weight)
     with pytest.raises(ValueError, match="expected 'grad_added_to_main_grad' on a DTensor"):

@@ -35,19 +35,19 @@ def one_backward(module: MoE, tokens: Tensor, grad: Tensor) -> None:
 
 def check_clipping_of_experts(rank: Rank, recipe: str, mesh_of_one_dimension: bool) -> None:
     torch.manual_seed(0)
-    whole = mixture(rank, recipe)
+    full = mixture(rank, recipe)
     mesh = init_device_mesh(rank.device.type, (rank.size,), mesh_dim_names=("experts",))
     part = mixture(rank, recipe, **({"mesh": mesh} if mesh_of_one_dimension else {"group": rank.group}))
-    part.load_state_dict(whole.state_dict())
+    part.load_state_dict(full.state_dict())
     tokens = torch.cat([tokens_of(r, TOKENS) for r in range(rank.size)]).to(rank.device)
     grad = torch.randn(tokens.shape, generator=torch.Generator().manual_seed(7)).to(rank.device)
     mine = slice(rank.rank * TOKENS, (rank.rank + 1) * TOKENS)
     for norm_type in (2.0, 1.0, math.inf):
-        one_backward(whole, tokens, grad)
+        one_backward(full, tokens, grad)
         one_backward(part, tokens[mine], grad[mine])
         dist.all_reduce(part.router.weight.grad)  # replicated, as any parameter outside the experts
         assert all(isinstance(p.grad, DTensor) for p in part.experts.parameters())
-        before = {name: p.grad.double() for name, p in whole.named_parameters() if p.grad is not None}
+        before = {name: p.grad.double() for name, p in full.named_parameters() if p.grad is not None}
         parts = torch.stack([torch.linalg.vector_norm(g, norm_type) for g in before.values()])
         expected = torch.linalg.vector_norm(parts, norm_type)
         got = tp.clip_grad_norm_(part, 0.25 * float(expected), norm_type)

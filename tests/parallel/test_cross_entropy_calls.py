@@ -69,9 +69,9 @@ def check_graph(rank: Rank) -> None:
     assert grads is not None
     for seed in (1, 2, 3):
         generator = torch.Generator().manual_seed(seed)
-        whole = (torch.randn(rows, part.shape[1] * rank.size, generator=generator) * 3.0).bfloat16()
+        full = (torch.randn(rows, part.shape[1] * rank.size, generator=generator) * 3.0).bfloat16()
         with torch.no_grad():
-            part.copy_(whole.chunk(rank.size, -1)[rank.rank])
+            part.copy_(full.chunk(rank.size, -1)[rank.rank])
         target.copy_(torch.randint(vocabulary, (rows,), generator=generator))
         graph.replay()
         wanted = ops.vocab_parallel_cross_entropy(part, target, *options)
@@ -87,10 +87,10 @@ def test_graph_replays_with_other_values(make_pool: Any, ranks: int) -> None:
 
 def test_opcheck(device: torch.device) -> None:
     for sizes, vocabulary in SIZES:
-        whole, target = (t.to(device) for t in drawn(sizes, vocabulary, vocabulary, torch.float32))
-        whole, arguments = whole.nan_to_num(0.0, 0.0, 0.0), (target, vocabulary, 1, "", 0.1)
-        opcheck(_ops.vocab_parallel_cross_entropy.default, (whole.requires_grad_(), *arguments))
-        logits = whole.detach()
+        full, target = (t.to(device) for t in drawn(sizes, vocabulary, vocabulary, torch.float32))
+        full, arguments = full.nan_to_num(0.0, 0.0, 0.0), (target, vocabulary, 1, "", 0.1)
+        opcheck(_ops.vocab_parallel_cross_entropy.default, (full.requires_grad_(), *arguments))
+        logits = full.detach()
         opcheck(_ops.vocab_parallel_cross_entropy_forward.default, (logits, *arguments))
         _, stats = ops.vocab_parallel_cross_entropy_forward(logits, *arguments)
         grad = torch.ones(sizes, device=device)

@@ -18,7 +18,7 @@ import transformer_plugin as tp
 from tests.error_text import text_of
 from transformer_plugin import parallel
 from transformer_plugin.nn import GroupedLinear, Linear, reduce_amax
-from transformer_plugin.parallel._weight_part import part_of
+from transformer_plugin.parallel._parameter_shard import shard_of_parameter
 from transformer_plugin.recipes import BFloat16, DelayedScaling, Float8CurrentScaling, Recipe
 from transformer_plugin.testing.distributed import Rank, RankPool
 from transformer_plugin.testing.numerics import assert_same_bits
@@ -72,14 +72,14 @@ def own_scales(rank: Rank, wrap: Any) -> None:
         for parameter in [*wrapped.parameters(), *alone.parameters()]:
             parameter.grad = None
         outputs, expected = [], []
-        for part in range(2):
-            x = rows(rank, 2 * step + part, 1000.0) / (2 * step + part + 1)
+        for shard in range(2):
+            x = rows(rank, 2 * step + shard, 1000.0) / (2 * step + shard + 1)
             outputs.append(wrapped(x))
             expected.append(alone(x))
             assert_same_bits(outputs[-1].detach(), expected[-1].detach())
             if step:
                 error = (outputs[-1] - exact(x)).norm() / exact(x).norm()
-                assert error < 0.25, (step, part, error)
+                assert error < 0.25, (step, shard, error)
         torch.stack(outputs).square().sum().backward()
         torch.stack(expected).square().sum().backward()
         for got, wanted in zip(wrapped.buffers(), alone.buffers(), strict=True):
@@ -93,8 +93,8 @@ def own_scales(rank: Rank, wrap: Any) -> None:
             assert got is not None
             if hasattr(got, "full_tensor"):
                 got = got.full_tensor()
-            part = part_of(gradients[name])
-            wanted = wanted if part is None else part.rows.cut(wanted, part.rank)
+            shard = shard_of_parameter(gradients[name])
+            wanted = wanted if shard is None else shard.local_shard_of(wanted)
             torch.testing.assert_close(got, wanted, rtol=1e-5, atol=float(1e-6 * wanted.abs().max()))
     assert not same_on_all(rank, alone.linear.delayed_scale)
 

@@ -74,7 +74,7 @@ PLAIN_PLAN = [
 
 
 @pytest.mark.parametrize("recipe", PLAIN_PLAN, ids=lambda recipe: type(recipe).__name__)
-def test_compiled_with_whole_activations(pair: RankPool, recipe: Recipe | None) -> None:
+def test_compiled_with_full_activations(pair: RankPool, recipe: Recipe | None) -> None:
     pair.run(compare, recipe, torch.bfloat16, False, 1, True)
 
 

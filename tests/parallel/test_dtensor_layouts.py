@@ -1,4 +1,4 @@
-"""Layers with DTensor parameters in every layout, with parts of unequal sizes, and what they refuse."""
+"""Layers with DTensor parameters in every layout, with shards of unequal sizes, and what they refuse."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ Case = tuple[dict[str, Any], Any]
 def distribute(layer: torch.nn.Module, mesh: DeviceMesh, layouts: dict[str, Any]) -> None:
     """Replicates the parameters that have no layout."""
     for name, parameter in list(layer.named_parameters()):
-        part = distribute_tensor(parameter, mesh, [layouts.get(name, Replicate())])
-        layer.register_parameter(name, torch.nn.Parameter(part))
+        shard = distribute_tensor(parameter, mesh, [layouts.get(name, Replicate())])
+        layer.register_parameter(name, torch.nn.Parameter(shard))
 
 
 def compare(
@@ -49,15 +49,15 @@ def compare(
     """
     torch._dynamo.reset()
     mesh = init_device_mesh(rank.device.type, (rank.size,))
-    plain, cut = torch.nn.ModuleList(), torch.nn.ModuleList()
+    plain, sharded = torch.nn.ModuleList(), torch.nn.ModuleList()
     for layouts, _ in cases:
-        for layers in (plain, cut):
+        for layers in (plain, sharded):
             torch.manual_seed(0)
             layers.append(make().to(rank.device))
-        distribute(cut[-1], mesh, layouts)
+        distribute(sharded[-1], mesh, layouts)
 
     def all_layers(inputs: list[Tensor]) -> list[Any]:
-        return [layer(x) for layer, x in zip(cut, inputs, strict=True)]
+        return [layer(x) for layer, x in zip(sharded, inputs, strict=True)]
 
     run = torch.compile(all_layers, fullgraph=True, backend="aot_eager") if compiled else all_layers
 
@@ -65,14 +65,14 @@ def compare(
         return torch.stack([layer(x) for layer, x in zip(plain, inputs, strict=True)])
 
     def forward(*inputs: Tensor) -> Tensor:
-        wholes = [DTensor.from_local(x, mesh, [Replicate()]) for x in inputs]
-        given = [x.redistribute(placements=[case[1]]) for x, case in zip(wholes, cases, strict=True)]
+        replicated = [DTensor.from_local(x, mesh, [Replicate()]) for x in inputs]
+        given = [x.redistribute(placements=[case[1]]) for x, case in zip(replicated, cases, strict=True)]
         return torch.stack([y.redistribute(placements=[Replicate()]).to_local() for y in run(given)])
 
     wanted = x.is_floating_point()
     x = x.to(rank.device)
     expected = results(plain, expected_of, *[x.clone().requires_grad_(wanted) for _ in cases])
-    got = results(cut, forward, *[x.clone().requires_grad_(wanted) for _ in cases])
+    got = results(sharded, forward, *[x.clone().requires_grad_(wanted) for _ in cases])
     assert got.keys() == expected.keys()
     for name, tensor in got.items():
         message = f"{name} of {cases}, compiled: {compiled}"
@@ -133,7 +133,7 @@ def norms(rank: Rank) -> None:
         compare_both(rank, make, [({}, of_input) for of_input in of_inputs], (4, 6, 32))
 
 
-def unequal_parts(rank: Rank) -> None:
+def unequal_shards(rank: Rank) -> None:
     of_inputs = (Replicate(), Shard(0), Shard(1))
     compare_both(rank, odd_linear, list(itertools.product((COLUMNS, ROWS, {}), of_inputs)), (5, 33))
     # One rank has no rows along dimension 0.
@@ -179,7 +179,7 @@ def compare_tables(rank: Rank, rows: int, padding: int | None, layouts: list[Any
 
 
 def tables(rank: Rank) -> None:
-    """Tables in each layout, also with a part without rows, and with a padding row in each part."""
+    """Tables in each layout, also with a shard without rows, and with a padding row in each shard."""
     for rows, padding in ((64, None), (33, 32), (33, 3), (1, None)):
         compare_tables(rank, rows, padding, TABLES, False)
     compare_tables(rank, 33, 32, TABLES, True)
@@ -213,7 +213,7 @@ def refused_operands(rank: Rank) -> None:
     device = rank.device.type
     mesh, grid = init_device_mesh(device, (2,)), init_device_mesh(device, (2, 1), mesh_dim_names=("dp", "tp"))
     x = torch.randn(4, 32).to(rank.device)
-    whole, layer = distribute_tensor(x, mesh, [Replicate()]), by_columns(rank, mesh)
+    full, layer = distribute_tensor(x, mesh, [Replicate()]), by_columns(rank, mesh)
     assert message(lambda: layer(x)) == (
         START
         + "'input': expected a DTensor, as the weight is one, got a plain tensor. Parallelize the layer with "
@@ -226,22 +226,22 @@ def refused_operands(rank: Rank) -> None:
         + "'input': expected a DTensor on the mesh of the weight, got one on another. Use one mesh for both."
     )
     layer.register_parameter("bias", torch.nn.Parameter(torch.zeros(16, device=rank.device)))
-    assert message(lambda: layer(whole)) == (
+    assert message(lambda: layer(full)) == (
         START
         + "'bias': expected a DTensor in Shard(0), as the weight is one, got a plain tensor. Parallelize the layer "
         "with the styles of torch.distributed.tensor.parallel."
     )
     norm = RMSNorm(32).to(rank.device)
     distribute(norm, mesh, {"weight": Shard(0)})
-    assert message(lambda: norm(whole)) == (
+    assert message(lambda: norm(full)) == (
         "transformer_plugin::RMSNorm: argument 'weight': expected a DTensor in Replicate(), got one in S(0). "
         "Parallelize the layer with the styles of torch.distributed.tensor.parallel."
     )
     on_grid = Linear(32, 32).to(rank.device)
     for name, parameter in list(on_grid.named_parameters()):
-        part = distribute_tensor(parameter, grid, [Replicate(), Shard(0)])
-        on_grid.register_parameter(name, torch.nn.Parameter(part))
-    assert message(lambda: on_grid(whole)) == (
+        shard = distribute_tensor(parameter, grid, [Replicate(), Shard(0)])
+        on_grid.register_parameter(name, torch.nn.Parameter(shard))
+    assert message(lambda: on_grid(full)) == (
         START
         + "'weight': expected a DTensor on a mesh of one dimension, got one on a mesh of 2. Pass the dimension of "
         "tensor parallelism to parallelize_module, for example mesh['tp'], and the others to fully_shard."
@@ -250,28 +250,28 @@ def refused_operands(rank: Rank) -> None:
 
 def refused_options(rank: Rank) -> None:
     mesh = init_device_mesh(rank.device.type, (rank.size,))
-    whole = distribute_tensor(torch.randn(4, 32).to(rank.device), mesh, [Replicate()])
+    full = distribute_tensor(torch.randn(4, 32).to(rank.device), mesh, [Replicate()])
     layer = by_columns(rank, mesh)
-    assert message(lambda: by_columns(rank, mesh, recipe=DelayedScaling())(whole)) == (
+    assert message(lambda: by_columns(rank, mesh, recipe=DelayedScaling())(full)) == (
         START + "'recipe': expected one with scales of the current values, as the weight is a DTensor, got "
         "DelayedScaling. Use for example Float8CurrentScaling()."
     )
     for name, columns in (("out", 16), ("dgrad_out", 32)):
         buffer = torch.empty(4, columns, device=rank.device)
-        assert message(lambda name=name, buffer=buffer: layer(whole, **{name: buffer})) == (  # type: ignore[misc]
+        assert message(lambda name=name, buffer=buffer: layer(full, **{name: buffer})) == (  # type: ignore[misc]
             START + "'out': expected none with DTensor parameters, nor 'dgrad_out', got one. Leave both out."
         )
     replicated: Any = Linear(32, 32, fuse_wgrad_accumulation=True).to(rank.device)
     distribute(replicated, mesh, {})
     replicated.weight.main_grad = torch.zeros(32, 32, device=rank.device)
-    rows = whole.redistribute(placements=[Shard(0)])
+    rows = full.redistribute(placements=[Shard(0)])
     assert message(lambda: replicated(rows)) == (
         START
         + "'weight': expected a sharded weight with fuse_wgrad_accumulation or delay_wgrad_compute, got a "
         "replicated one with a sharded input, whose gradient is a sum over ranks. Leave both out, or shard the weight."
     )
-    table, cut = Embedding(32, 8).to(rank.device), Linear(32, 32).to(rank.device)
-    for layer in (table, cut):
+    table, sharded = Embedding(32, 8).to(rank.device), Linear(32, 32).to(rank.device)
+    for layer in (table, sharded):
         shard_(layer, rank.group)
         sizes = list(layer.weight.shape)
         assert message(lambda layer=layer: distribute(layer, mesh, {"weight": Shard(1)})) == (  # type: ignore[misc]
@@ -302,7 +302,7 @@ def refused_indices(rank: Rank) -> None:
 
 
 def too_narrow(rank: Rank) -> None:
-    """A part whose width its format does not take: the error of the op."""
+    """A shard whose width its format does not take: the error of the op."""
     mesh = init_device_mesh(rank.device.type, (rank.size,))
     layer = Linear(32, 48, recipe=NVFP4BlockScaling()).to(rank.device)
     parallelize_module(layer, mesh, ColwiseParallel())
@@ -319,8 +319,8 @@ def partial_input(rank: Rank) -> None:
         expected = layer(x).detach()
         layouts: Any = {"input_layouts": Partial(), "output_layouts": Replicate()}
         parallelize_module(layer, mesh, style(**layouts))
-        part = x * 0.25 if rank.rank == 0 else x * 0.75
-        torch.testing.assert_close(layer(part), expected, rtol=0.1, atol=0.1)
+        partial = x * 0.25 if rank.rank == 0 else x * 0.75
+        torch.testing.assert_close(layer(partial), expected, rtol=0.1, atol=0.1)
 
 
 @pytest.mark.parametrize(
@@ -328,7 +328,7 @@ def partial_input(rank: Rank) -> None:
     [
         every_layout,
         norms,
-        unequal_parts,
+        unequal_shards,
         normalized_output,
         tables,
         pytest.param(other_tables_compiled, marks=pytest.mark.long),

@@ -74,11 +74,11 @@ def compare(rank: Rank, op: Op, cases: list[Case], compiled: bool) -> list[Any]:
     ]
     torch.autograd.backward(outputs, [distribute_tensor(grad, mesh, [Shard(0)]) for grad in grads])
     for (operands, layouts), parts, got, grad in zip(cases, distributed, outputs, grads, strict=True):
-        whole = [t if t is None else t.to(rank.device).detach().clone().requires_grad_() for t in operands]
-        expected = op(*whole)
+        full = [t if t is None else t.to(rank.device).detach().clone().requires_grad_() for t in operands]
+        expected = op(*full)
         torch.testing.assert_close(got.full_tensor(), expected, msg=str(layouts))
         expected.backward(grad)
-        for a, b in zip(whole, parts, strict=True):
+        for a, b in zip(full, parts, strict=True):
             assert a is None or (a.grad is None) == (b.grad is None)
             if a is not None and a.grad is not None:
                 torch.testing.assert_close(
@@ -136,7 +136,7 @@ def gradient_of_no_bias(rank: Rank) -> None:
 
 
 def linear_of_formats(rank: Rank) -> None:
-    """A product of sharded operands; in formats, of whole ones."""
+    """A product of sharded operands; in formats, of full ones."""
     mesh = mesh_of(rank.device.type, rank.size)
     torch.manual_seed(0)
     x, weight = torch.randn(128, 256).to(rank.device), torch.randn(256, 256).to(rank.device)
@@ -157,8 +157,8 @@ def products(rank: Rank) -> None:
     for of_a, of_b in itertools.product(layouts, layouts):
         parts = distribute_tensor(a, mesh, [of_a]), distribute_tensor(b, mesh, [of_b])
         for transpose_b, row in itertools.product((True, False), (None, bias)):
-            whole = None if row is None else distribute_tensor(row, mesh, [Replicate()])
-            got: Any = ops.gemm(*parts, whole, transpose_b)
+            full = None if row is None else distribute_tensor(row, mesh, [Replicate()])
+            got: Any = ops.gemm(*parts, full, transpose_b)
             expected = a.double() @ (b.double().t() if transpose_b else b.double())
             expected = expected if row is None else expected + row
             torch.testing.assert_close(got.full_tensor().cpu().double(), expected, rtol=1e-4, atol=1e-4)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import transformer_plugin as tp
-from tests.parallel.dtensor_model import INNER, ROWS, WIDTH, Mlp, Model, distance, plan, whole
+from tests.parallel.dtensor_model import INNER, ROWS, WIDTH, Mlp, Model, distance, full, plan
 from transformer_plugin.nn import Linear
 from transformer_plugin.recipes import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
 from transformer_plugin.testing.distributed import Rank, RankPool
@@ -53,7 +53,7 @@ def training(rank: Rank, recipe: Recipe | None, bound: float) -> None:
         train(rank, model, torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9))
     for name, parameter in models[1].named_parameters():
         moved = models[0].get_parameter(name).detach() - start[name]
-        assert distance(whole(parameter.detach()) - start[name], moved) <= bound, name
+        assert distance(full(parameter.detach()) - start[name], moved) <= bound, name
 
 
 def test_training(pair: RankPool) -> None:
@@ -62,23 +62,23 @@ def test_training(pair: RankPool) -> None:
 
 
 def save(rank: Rank, path: str) -> list[Any]:
-    """Two steps, then a checkpoint. Returns the whole parameters, and the output of the next batch."""
+    """Two steps, then a checkpoint. Returns the full parameters, and the output of the next batch."""
     mesh = init_device_mesh(rank.device.type, (rank.size,))
     model = model_of(rank, MXFP8BlockScaling(), mesh)
     train(rank, model, torch.optim.AdamW(model.parameters(), lr=0.01), 2)
     dcp.save(model.state_dict(), checkpoint_id=path)
-    whole_state = {name: whole(value).detach().cpu() for name, value in model.state_dict().items()}
-    return [whole_state, model(batch(rank, 5)).detach().cpu()]
+    full_state = {name: full(value).detach().cpu() for name, value in model.state_dict().items()}
+    return [full_state, model(batch(rank, 5)).detach().cpu()]
 
 
 def load(rank: Rank, path: str, expected: dict[str, Tensor]) -> None:
-    """A checkpoint of a whole model goes into a parallel one."""
+    """A checkpoint of a full model goes into a parallel one."""
     model = model_of(rank, MXFP8BlockScaling(), init_device_mesh(rank.device.type, (rank.size,)))
     state = model.state_dict()
     dcp.load(state, checkpoint_id=path)
     model.load_state_dict(state)
     for name, value in model.state_dict().items():
-        assert torch.equal(whole(value).detach().cpu(), expected[name]), name
+        assert torch.equal(full(value).detach().cpu(), expected[name]), name
 
 
 def test_checkpoints(pair: RankPool, tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def mlp_of(rank: Rank, mesh: Any, **options: Any) -> Mlp:
 
 
 def cached_weights(rank: Rank) -> None:
-    """The parts are quantized once, with the same bits, and again after a step."""
+    """The shards are quantized once, with the same bits, and again after a step."""
     mesh = init_device_mesh(rank.device.type, (rank.size,))
     fresh, cached = (mlp_of(rank, mesh, recipe=Float8BlockScaling()) for _ in range(2))
     optimizers = [torch.optim.SGD(mlp.parameters(), lr=0.1) for mlp in (fresh, cached)]
@@ -111,8 +111,8 @@ def cached_weights(rank: Rank) -> None:
     for layer in (cached.up, cached.down):
         layer.quantize_weights()
         assert layer.quantized_weight is not None
-        part = layer.weight.to_local()  # type: ignore[operator]
-        assert layer.quantized_weight.tensors[0].shape == part.shape
+        shard = layer.weight.to_local()  # type: ignore[operator]
+        assert layer.quantized_weight.tensors[0].shape == shard.shape
     for _ in range(2):
         outputs = [mlp(x) for mlp in (fresh, cached)]
         assert torch.equal(*outputs)
@@ -121,11 +121,11 @@ def cached_weights(rank: Rank) -> None:
             optimizer.step()
             optimizer.zero_grad()
     for a, b in zip(fresh.parameters(), cached.parameters(), strict=True):
-        assert torch.equal(whole(a), whole(b))
+        assert torch.equal(full(a), full(b))
 
 
 def where_gradients_go(rank: Rank) -> None:
-    """main_grad holds this rank's part; delayed gradients arrive in .grad as DTensors."""
+    """main_grad holds this rank's shard; delayed gradients arrive in .grad as DTensors."""
     mesh = init_device_mesh(rank.device.type, (rank.size,))
     recipe = Float8BlockScaling()
     plain = mlp_of(rank, mesh, recipe=recipe)
@@ -133,8 +133,8 @@ def where_gradients_go(rank: Rank) -> None:
     delayed = mlp_of(rank, mesh, recipe=recipe, delay_wgrad_compute=True)
     layers = [(getattr(plain, name), getattr(fused, name), getattr(delayed, name)) for name in ("up", "down")]
     for _, layer, _ in layers:
-        part = layer.weight.to_local()
-        layer.weight.main_grad = torch.zeros(part.shape, device=rank.device)
+        shard = layer.weight.to_local()
+        layer.weight.main_grad = torch.zeros(shard.shape, device=rank.device)
         layer.weight.grad_added_to_main_grad = False
     x = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(1)).to(rank.device)
     for mlp in (plain, fused, delayed):
@@ -144,8 +144,8 @@ def where_gradients_go(rank: Rank) -> None:
         later.backward_dw()
         assert torch.equal(later.weight.grad.full_tensor(), expected.weight.grad.full_tensor())
         assert later.weight.grad.placements == expected.weight.placements
-        whole_grad = DTensor.from_local(by_main_grad.weight.main_grad, mesh, expected.weight.placements)
-        torch.testing.assert_close(whole_grad.full_tensor(), expected.weight.grad.full_tensor())
+        full_grad = DTensor.from_local(by_main_grad.weight.main_grad, mesh, expected.weight.placements)
+        torch.testing.assert_close(full_grad.full_tensor(), expected.weight.grad.full_tensor())
         assert by_main_grad.weight.grad_added_to_main_grad
 
 
@@ -161,7 +161,7 @@ def under_autocast(rank: Rank) -> None:
             output = mlp(x)
         assert output.dtype == torch.bfloat16
         output.float().square().sum().backward()
-        grads = [whole(parameter.grad) for parameter in mlp.parameters()]
+        grads = [full(parameter.grad) for parameter in mlp.parameters()]
         assert all(grad.dtype == torch.float32 for grad in grads)
         found.append([output.detach(), *grads])
     for got, expected in zip(found[1], found[0], strict=True):
@@ -175,7 +175,7 @@ def recomputed(rank: Rank) -> None:
     model(batch(rank, 1)).square().sum().backward()
     torch.utils.checkpoint.checkpoint(again, batch(rank, 1), use_reentrant=False).square().sum().backward()
     for a, b in zip(model.parameters(), again.parameters(), strict=True):
-        assert torch.equal(whole(a.grad), whole(b.grad))
+        assert torch.equal(full(a.grad), full(b.grad))
 
 
 def without_gradients(rank: Rank) -> None:
@@ -277,7 +277,7 @@ def dropout(rank: Rank) -> None:
     for of_torch, ours in zip(masks[:3], masks[3:], strict=True):
         assert torch.equal(of_torch, ours)
     rows, columns, _ = masks[:3]
-    # On CPUs each rank draws its part from its own generator, and all have the same seed.
+    # On CPUs each rank draws its shard from its own generator, and all have the same seed.
     equal = rank.device.type == "cpu"
     assert torch.equal(*rows.chunk(rank.size, 0)) == equal
     assert torch.equal(*columns.chunk(rank.size, 1)) == equal

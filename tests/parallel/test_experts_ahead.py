@@ -50,7 +50,7 @@ def are_experts(_: str, layer: Any) -> bool:
 
 
 def check(rank: Rank) -> None:
-    whole, model = twins(rank, lambda: Blocks(rank.device), filter=lambda n, m: not are_experts(n, m))
+    full, model = twins(rank, lambda: Blocks(rank.device), filter=lambda n, m: not are_experts(n, m))
     own = dist.new_group(list(range(rank.size)))
     assert isinstance(own, dist.ProcessGroup)
     shard_(model, own, filter=are_experts)
@@ -65,7 +65,7 @@ def check(rank: Rank) -> None:
             block.noted.clear()
         start = ops.count_gathers(own.group_name).prefetched
         output = model(input, sizes)
-        assert_same_bits(output.detach(), whole(input, sizes).detach())
+        assert_same_bits(output.detach(), full(input, sizes).detach())
         output.square().sum().backward()
         if step >= 2:
             # When the experts of block i are used, those of block i were begun while block i - 1 ran.

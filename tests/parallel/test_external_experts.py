@@ -30,7 +30,7 @@ def test_what_the_first_expert_is_called_for(groups: int) -> None:
     values = torch.randint(-2, 3, (groups, 5, 6), generator=generator).float()
     for i in range(groups):
         layer._parameters[f"weight{i}"] = Parameter(values[i])
-    leader = driven(layer, lambda whole, backward: (4 if backward else 2) * whole)
+    leader = driven(layer, lambda full, backward: (4 if backward else 2) * full)
     leader.shift = 100
     x = torch.randint(-2, 3, (8, 6), generator=generator).float().requires_grad_()
     grad = torch.randint(-2, 3, (8, 5), generator=generator).float()
@@ -57,16 +57,16 @@ def test_what_the_first_expert_is_called_for(groups: int) -> None:
 def test_gradient_buffers_of_experts(of_first: bool) -> None:
     """Those of each, or a list of the first, are written over."""
     layer = layer_of("GroupedLinear list", dtype=torch.bfloat16, fuse_wgrad_accumulation=True)
-    whole = layer_of("GroupedLinear list", dtype=torch.bfloat16)
+    full = layer_of("GroupedLinear list", dtype=torch.bfloat16)
     leader, buffers = driven(layer), [torch.full((N, K), 7.0) for _ in range(G)]
     leader.keeps = True
     for buffer, shard in zip(buffers, layer._parameters_named(layer._weight_names), strict=True):
         shard.buffers = [buffers if of_first else buffer]
     run(layer, "GroupedLinear", torch.bfloat16)
-    run(whole, "GroupedLinear", torch.bfloat16)
+    run(full, "GroupedLinear", torch.bfloat16)
     for i, buffer in enumerate(buffers):
         assert layer._parameters[f"weight{i}"].grad is None
-        torch.testing.assert_close(buffer, whole._parameters[f"weight{i}"].grad.float(), rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(buffer, full._parameters[f"weight{i}"].grad.float(), rtol=1e-2, atol=1e-2)
     for buffer, shard in zip(buffers, layer._parameters_named(layer._weight_names), strict=True):
         shard.buffers = [buffers if of_first else buffer]
     x, sizes, _ = batch("GroupedLinear", torch.bfloat16)
@@ -168,12 +168,12 @@ class Adapter(torch.nn.Module):
 
 
 def test_adapters() -> None:
-    layer, whole = layer_of("Linear"), layer_of("Linear")
+    layer, full = layer_of("Linear"), layer_of("Linear")
     leader = driven(layer)
     adapter = Adapter(layer)
     assert attach_distributed_weights(torch.nn.Sequential(adapter)) == ["0.base_layer.weight"]
     x = batch("Linear")[0].detach()
-    assert_same_bits(adapter(x).detach(), (whole(x) + adapter.own(x)).detach())
+    assert_same_bits(adapter(x).detach(), (full(x) + adapter.own(x)).detach())
     assert leader.calls == ["forward"]
 
 

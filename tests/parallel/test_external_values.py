@@ -33,8 +33,8 @@ from transformer_plugin.testing.numerics import assert_same_bits
 def quantized(key: str) -> Convert:
     """What a runtime that gathers bytes has: one direction at a time."""
 
-    def convert(whole: Tensor, backward: bool) -> Any:
-        return tp.quantize(whole, key, rowwise=not backward, columnwise=backward)
+    def convert(full: Tensor, backward: bool) -> Any:
+        return tp.quantize(full, key, rowwise=not backward, columnwise=backward)
 
     return convert
 
@@ -43,10 +43,10 @@ def quantized(key: str) -> Convert:
 @pytest.mark.parametrize("name", [name for name in RECIPES if name not in ("none", "bf16")])
 def test_quantized_weights_are_multiplied_as_they_are(kind: str, name: str, device: torch.device) -> None:
     recipe: Any = RECIPES[name]
-    layer, whole = (layer_of(kind, recipe, device=device) for _ in range(2))
+    layer, full = (layer_of(kind, recipe, device=device) for _ in range(2))
     driven(layer, quantized(recipe.weight_format))
     results = []
-    for each in (layer, whole):
+    for each in (layer, full):
         torch.manual_seed(2)
         results.append(run(each, kind))
     for got, wanted in zip(*results, strict=True):
@@ -58,13 +58,13 @@ def test_quantized_weights_are_multiplied_as_they_are(kind: str, name: str, devi
 def test_quantized_weights_of_other_formats_are_dequantized(
     kind: str, name: str, device: torch.device
 ) -> None:
-    layer, whole = (layer_of(kind, RECIPES[name], device=device) for _ in range(2))
+    layer, full = (layer_of(kind, RECIPES[name], device=device) for _ in range(2))
     driven(layer, lambda values, backward: tp.quantize(values, "fp8_tensor"))
     with torch.no_grad():
-        for parameter in (p for n, p in whole.named_parameters() if "weight" in n and "norm" not in n):
+        for parameter in (p for n, p in full.named_parameters() if "weight" in n and "norm" not in n):
             each = parameter if parameter.dim() == 3 else parameter[None]
             each.copy_(torch.stack([tp.quantize(matrix, "fp8_tensor").dequantize() for matrix in each]))
-    for got, wanted in zip(run(layer, kind), run(whole, kind), strict=True):
+    for got, wanted in zip(run(layer, kind), run(full, kind), strict=True):
         assert_same_bits(got, wanted)
 
 
@@ -75,32 +75,32 @@ def test_float32_shards(kind: str, name: str, gathers: torch.dtype, device: torc
     """Of a layer in float32, under autocast, and with inputs in bfloat16; gathered in float32 or bfloat16."""
 
     def made() -> tuple[Any, Any]:
-        layer, whole = (layer_of(kind, RECIPES[name], device=device) for _ in range(2))
+        layer, full = (layer_of(kind, RECIPES[name], device=device) for _ in range(2))
         driven(layer, lambda values, backward: values.to(gathers))
         with torch.no_grad():
-            for parameter in (p for n, p in whole.named_parameters() if "weight" in n and "norm" not in n):
+            for parameter in (p for n, p in full.named_parameters() if "weight" in n and "norm" not in n):
                 parameter.copy_(parameter.to(gathers))
-        return layer, whole
+        return layer, full
 
-    def same(layer: Any, whole: Any, dtype: torch.dtype) -> None:
-        results = [run(each, kind, dtype) for each in (layer, whole)]
+    def same(layer: Any, full: Any, dtype: torch.dtype) -> None:
+        results = [run(each, kind, dtype) for each in (layer, full)]
         for got, wanted in zip(*results, strict=True):
             assert_same_bits(got, wanted)
         weights = getattr(layer, "_weight_names", ("weight",))
-        for weight, of_whole in ((layer._parameters[n], whole._parameters[n]) for n in weights):
+        for weight, of_full in ((layer._parameters[n], full._parameters[n]) for n in weights):
             assert weight.grad.dtype == torch.float32 and weight.grad.shape == weight.shape
-            own = of_whole.grad[: weight.shape[0]].float()
+            own = of_full.grad[: weight.shape[0]].float()
             torch.testing.assert_close(weight.grad, own, rtol=2.0**-7, atol=1e-6)
 
     same(*made(), torch.float32)
     with torch.autocast(device.type, torch.bfloat16):
         results = made()
         same(*results, torch.float32)
-    layer, whole = made()
+    layer, full = made()
     for parameter in layer.parameters():
         if not isinstance(parameter, Shard):
             parameter.data = parameter.bfloat16()
-    same(layer, whole.bfloat16(), torch.bfloat16)
+    same(layer, full.bfloat16(), torch.bfloat16)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -108,16 +108,16 @@ def test_float32_shards(kind: str, name: str, gathers: torch.dtype, device: torc
 def test_float16(kind: str, autocasts: bool, device: torch.device) -> None:
     """Whose gradients of stacks no op writes into a buffer."""
     dtype = torch.float32 if autocasts else torch.float16
-    layer, whole = (layer_of(kind, dtype=dtype, device=device) for _ in range(2))
+    layer, full = (layer_of(kind, dtype=dtype, device=device) for _ in range(2))
     driven(layer)
     with torch.autocast(device.type, torch.float16, enabled=autocasts):
-        results = [run(each, kind, dtype) for each in (layer, whole)]
+        results = [run(each, kind, dtype) for each in (layer, full)]
     for got, wanted in zip(*results, strict=True):
         assert_same_bits(got, wanted)
     for name in getattr(layer, "_weight_names", ("weight",)):
-        weight, of_whole = layer._parameters[name], whole._parameters[name]
+        weight, of_full = layer._parameters[name], full._parameters[name]
         assert weight.grad.dtype == dtype
-        assert_same_bits(weight.grad, of_whole.grad[: weight.shape[0]])
+        assert_same_bits(weight.grad, of_full.grad[: weight.shape[0]])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -127,7 +127,7 @@ def test_a_copy_reads_its_own_weights(kind: str) -> None:
     leader = driven(layer)
     copied = copy.deepcopy(layer)
     own = getattr(copied, getattr(copied, "_weight_names", ("weight",))[0])
-    own.whole, own.convert, own.calls, own.keeps = [2 * w for w in leader.whole], unchanged, [], False
+    own.full, own.convert, own.calls, own.keeps = [2 * w for w in leader.full], unchanged, [], False
     x, *sizes, grad = batch(kind)
     bias = layer(torch.zeros_like(x), *sizes) if kind != "LayerNormLinear" else layer.bias
     calls = list(leader.calls)
@@ -151,9 +151,9 @@ def test_a_trace_is_refused(kind: str) -> None:
 def check_dtensors(rank: Rank) -> None:
     mesh = init_device_mesh(rank.device.type, (rank.size,))
     for kind in KINDS:
-        layer, whole, sharded = (layer_of(kind, device=rank.device) for _ in range(3))
+        layer, full, sharded = (layer_of(kind, device=rank.device) for _ in range(3))
         driven(layer, lambda w, _: DTensor.from_local(w, mesh, [Replicate()]))
-        for got, wanted in zip(run(layer, kind), run(whole, kind), strict=True):
+        for got, wanted in zip(run(layer, kind), run(full, kind), strict=True):
             assert_same_bits(got, wanted)
         driven(sharded, lambda w, _: DTensor.from_local(w.chunk(rank.size)[rank.rank], mesh, [Placed(0)]))
         with pytest.raises(ValueError, match="or DTensors that are replicated, got a DTensor of layout"):
@@ -231,7 +231,7 @@ def test_what_a_runtime_must_return(name: str) -> None:
     kind, convert, text = RETURNED[name]
     layer = layer_of(kind, recipes.MXFP8BlockScaling())
     leader = driven(layer)
-    leader._all = lambda backward: convert(leader.whole[0], backward)  # type: ignore[method-assign]
+    leader._all = lambda backward: convert(leader.full[0], backward)  # type: ignore[method-assign]
     with pytest.raises(ValueError, match=re.escape(text)):
         run(layer, kind)
 

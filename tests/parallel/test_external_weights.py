@@ -20,20 +20,20 @@ from transformer_plugin.testing.numerics import assert_same_bits
 
 
 class GatheredWeight(Parameter):
-    """A part that this test gathers, and whose gradient it reduces; it notes what is called."""
+    """A shard that this test gathers, and whose gradient it reduces; it notes what is called."""
 
     is_distributed_weight = True
     rank: Rank
     rows: int
     calls: list[str]
-    wholes: list[Any]
+    gathered: list[Any]
     grad_scratch: Tensor | None
     keeps_gradient: bool
 
     def _gathered(self) -> Tensor:
-        whole = ops.all_gather(self.detach(), self.rank.size, self.rank.group_name)[: self.rows]
-        self.wholes.append(weakref.ref(whole))
-        return whole
+        full = ops.all_gather(self.detach(), self.rank.size, self.rank.group_name)[: self.rows]
+        self.gathered.append(weakref.ref(full))
+        return full
 
     def materialize_group_for_forward(self) -> Tensor:
         self.calls.append("forward")
@@ -63,17 +63,17 @@ class GatheredWeight(Parameter):
 
 
 def driven(rank: Rank, model: torch.nn.Module) -> torch.nn.Module:
-    """Puts parts in place of the weights of a model with whole ones."""
+    """Puts shards in place of the weights of a model with full ones."""
     for layer in model.modules():
         weight = layer._parameters.get("weight")
         if weight is None:
             continue
         share = -(-weight.shape[0] // rank.size)
-        part = weight.new_zeros(share, *weight.shape[1:])
+        shard = weight.new_zeros(share, *weight.shape[1:])
         own = weight.detach()[rank.rank * share : (rank.rank + 1) * share]
-        part[: own.shape[0]] = own
-        made = GatheredWeight(part)
-        made.rank, made.rows, made.calls, made.wholes = rank, weight.shape[0], [], []
+        shard[: own.shape[0]] = own
+        made = GatheredWeight(shard)
+        made.rank, made.rows, made.calls, made.gathered = rank, weight.shape[0], [], []
         made.grad_scratch, made.keeps_gradient = None, False
         layer.register_parameter("weight", made)
     attach_distributed_weights(model)
@@ -107,7 +107,7 @@ def check_same_as_shard(rank: Rank, key: str) -> None:
     for weight in model.parameters():
         if isinstance(weight, GatheredWeight):
             assert weight.calls == ["forward", "backward", "finalize"] * 2
-            assert all(whole() is None for whole in weight.wholes)  # not even the last is kept
+            assert all(full() is None for full in weight.gathered)  # not even the last is kept
 
 
 @pytest.mark.parametrize("key", RECIPES)
@@ -116,7 +116,7 @@ def test_same_as_sharded_weights(pair: RankPool, key: str) -> None:
 
 
 def check_kept(rank: Rank) -> None:
-    """Between forward and backward no whole weight exists, in high precision or quantized."""
+    """Between forward and backward no full weight exists, in high precision or quantized."""
     for key in ("bf16", "fp8_block"):
         _, model = models(rank, key)
         saved: list[Tensor] = []
@@ -129,7 +129,7 @@ def check_kept(rank: Rank) -> None:
             model(dense_batch(rank.rank, 0, rank.device).arguments[0][:48].clone().requires_grad_())
         for weight in model.parameters():
             if isinstance(weight, GatheredWeight):
-                assert all(whole() is None for whole in weight.wholes)
+                assert all(full() is None for full in weight.gathered)
                 sizes = {(weight.rows, weight.shape[1]), (weight.shape[1], weight.rows)}
                 assert not any(tuple(t.shape) in sizes for t in saved)
 
@@ -142,23 +142,23 @@ def check_fused(rank: Rank) -> None:
     """The gradient is written into the runtime's buffer, and autograd gets none."""
     torch.manual_seed(0)  # the same weights on all ranks
     layer = tnn.Linear(64, 48, device=rank.device, dtype=torch.bfloat16, fuse_wgrad_accumulation=True)
-    whole = tnn.Linear(64, 48, device=rank.device, dtype=torch.bfloat16)
-    whole.load_state_dict(layer.state_dict())
+    full = tnn.Linear(64, 48, device=rank.device, dtype=torch.bfloat16)
+    full.load_state_dict(layer.state_dict())
     driven(rank, layer)
     weight: Any = layer.weight
     weight.keeps_gradient, weight.grad_scratch = True, torch.full((48, 64), 7.0, device=rank.device)
     x = dense_batch(0, 0, rank.device).arguments[0][:, :64]  # the same on all ranks; needs no gradient
     layer(x).float().sum().backward()
-    whole(x).float().sum().backward()
+    full(x).float().sum().backward()
     assert weight.grad is None and weight.calls == ["forward", "backward", "buffer", "finalize"]
-    assert whole.weight.grad is not None and layer.bias.grad is not None
-    want = whole.weight.grad.float()
+    assert full.weight.grad is not None and layer.bias.grad is not None
+    want = full.weight.grad.float()
     torch.testing.assert_close(weight.grad_scratch, want, rtol=1e-2, atol=1e-2)
     share = 48 // rank.size
     own = weight.grad_scratch[rank.rank * share : (rank.rank + 1) * share]
     torch.testing.assert_close(weight.main_grad, own)
     with torch.no_grad():
-        assert_same_bits(layer(x), whole(x))
+        assert_same_bits(layer(x), full(x))
 
 
 def test_gradient_buffers(pair: RankPool) -> None:
@@ -168,17 +168,17 @@ def test_gradient_buffers(pair: RankPool) -> None:
 def check_experts(rank: Rank) -> None:
     """Whole experts of a stack, of which the last rank has fewer."""
     torch.manual_seed(1)
-    whole = tnn.GroupedMLP(3, 32, 48, device=rank.device, dtype=torch.bfloat16)
+    full = tnn.GroupedMLP(3, 32, 48, device=rank.device, dtype=torch.bfloat16)
     torch.manual_seed(1)
     model = driven(rank, tnn.GroupedMLP(3, 32, 48, device=rank.device, dtype=torch.bfloat16))
     x = torch.randn(TOKENS, 32, generator=torch.Generator().manual_seed(rank.rank)).bfloat16().to(rank.device)
     sizes, probs = torch.tensor([32, 0, 16], device=rank.device), torch.rand(TOKENS, device=rank.device)
-    outputs = [each(x, sizes, probs) for each in (whole, model)]
+    outputs = [each(x, sizes, probs) for each in (full, model)]
     assert_same_bits(*(output.detach() for output in outputs))
     for output in outputs:
         output.float().square().mean().backward()
     for name, parameter in model.named_parameters():
-        mine: Any = whole.get_parameter(name).grad
+        mine: Any = full.get_parameter(name).grad
         padded = torch.cat([mine, mine.new_zeros(rank.size * parameter.shape[0] - 3, *mine.shape[1:])])
         want = ops.reduce_scatter(padded.float(), rank.size, rank.group_name) / rank.size
         torch.testing.assert_close(parameter.grad.float(), want, rtol=2e-2, atol=1e-5)  # type: ignore[union-attr]

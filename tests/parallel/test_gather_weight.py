@@ -1,4 +1,4 @@
-"""gather_weight: the bytes that quantizing the whole weight gives, for every format and direction, with rows that do
+"""gather_weight: the bytes that quantizing the full weight gives, for every format and direction, with rows that do
 not divide by the ranks, and ranks without rows."""
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from torch import Tensor
 from transformer_plugin import ops
 from transformer_plugin.formats import Format
 from transformer_plugin.parallel import WeightShard
-from transformer_plugin.parallel._row_shard import RowShard
 from transformer_plugin.testing.distributed import Rank, RankPool
 from transformer_plugin.testing.numerics import assert_same_bits
 
@@ -32,14 +31,14 @@ def quantized(rows: Tensor, key: str, columnwise: bool, amax: Tensor | None) -> 
 Values = tuple[Tensor, Tensor | None]
 
 
-def compare(whole: Values, mine: Values, key: str, columnwise: bool, shard: str) -> None:
-    """What is gathered with what quantizing the whole gives; each with its amax, if there is one."""
-    want = quantized(whole[0], key, columnwise, whole[1])
+def compare(full: Values, mine: Values, key: str, columnwise: bool, shard: str) -> None:
+    """What is gathered with what quantizing the full weight gives; each with its amax, if there is one."""
+    want = quantized(full[0], key, columnwise, full[1])
     part: list[Any] = [*quantized(mine[0], key, columnwise, mine[1]), None]
     for backward in (False, True, True):
         got = ops.gather_weight(*part[:3], key, columnwise, backward, shard)
         for one, other in zip(got, want, strict=False):
-            assert_same_bits(one, other, f"{key} {list(whole[0].shape)} columnwise={columnwise}")
+            assert_same_bits(one, other, f"{key} {list(full[0].shape)} columnwise={columnwise}")
 
 
 def check_matrix(rank: Rank, key: str) -> None:
@@ -52,15 +51,14 @@ def check_matrix(rank: Rank, key: str) -> None:
             seed += 1
             if format.family in ("mxfp8", "nvfp4") and (width % block or rows % block):
                 continue
-            whole = torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)).bfloat16()
-            whole = whole.to(rank.device)
-            cut = RowShard(rows, rank.size, align)
-            mine = cut.cut(whole, rank.rank)
+            full = torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)).bfloat16()
+            full = full.to(rank.device)
+            shard = WeightShard(rows, rank.size, rank.group_name, align=align)
+            mine = shard.shard_of(full, rank.rank)
             takes_amax = format.needs_amax or format.family == "fp8_tensor"
-            amax = ops.amax(whole, key) if takes_amax else None
-            shard = str(WeightShard(rows=rows, ranks=rank.size, group_name=rank.group_name))
+            amax = ops.amax(full, key) if takes_amax else None
             for columnwise in (False, True):
-                compare((whole, amax), (mine, amax), key, columnwise, shard)
+                compare((full, amax), (mine, amax), key, columnwise, str(shard))
 
 
 @pytest.mark.parametrize("key", FORMATS)
@@ -74,17 +72,17 @@ def test_three_ranks(make_pool: Any) -> None:
 
 
 def check_stack(rank: Rank, key: str) -> None:
-    """Whole matrices: no block of a format crosses ranks, whatever its rows."""
+    """Full matrices: no block of a format crosses ranks, whatever its rows."""
     for matrices in (1, rank.size, 2 * rank.size + 1):
         generator = torch.Generator().manual_seed(matrices)
-        whole = torch.randn(matrices, 96, 160, generator=generator).bfloat16().to(rank.device)
-        mine = RowShard(matrices, rank.size).cut(whole, rank.rank)
+        full = torch.randn(matrices, 96, 160, generator=generator).bfloat16().to(rank.device)
+        shard = WeightShard(matrices, rank.size, rank.group_name)
+        mine = shard.shard_of(full, rank.rank)
         needs_amax = Format.parse(key).needs_amax
-        amax = ops.amax(whole, key) if needs_amax else None
+        amax = ops.amax(full, key) if needs_amax else None
         own = ops.amax(mine, key) if needs_amax else None
-        shard = str(WeightShard(rows=matrices, ranks=rank.size, group_name=rank.group_name))
         for columnwise in (False, True):
-            compare((whole, amax), (mine, own), key, columnwise, shard)
+            compare((full, amax), (mine, own), key, columnwise, str(shard))
 
 
 @pytest.mark.parametrize("key", FORMATS)

@@ -1,4 +1,4 @@
-"""gather_weight_list: a stack of whole matrices, and the keys that layers and ops refuse."""
+"""gather_weight_list: a stack of full matrices, and the keys that layers and ops refuse."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Gradients of every differentiable input and parameter of every layer, on every rank, against one process in float64.
 
 A rank computes its outputs from what it has of the inputs, and differentiates what it has of the outputs. Its gradients
-are then what it has of those of the whole layer in plain PyTorch.
+are then what it has of those of the full layer in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tests.parallel.gradient_cases import (
     norm_case,
     norm_linear_case,
 )
-from tests.parallel.layer_case import Axis, Case, Cut, Place, even, everything
+from tests.parallel.layer_case import Axis, Case, Place, ShardOf, even, everything
 from transformer_plugin import nn as tnn
 from transformer_plugin.parallel import shard_
 from transformer_plugin.parallel.styles import NormColwiseParallel
@@ -69,7 +69,7 @@ def drawn(case: Case, name: str, size: tuple[int, ...], seed: int, dtype: torch.
 
 
 class Exact(NamedTuple):
-    """Of one input of the whole layer."""
+    """Of one input of the full layer."""
 
     inputs: dict[str, Tensor]
     factors: list[Tensor]
@@ -100,14 +100,14 @@ def is_sharded(place: Place, case: Case, name: str) -> bool:
     return place.data.size > 1 and of_product and case.way not in EXPERT_WAYS
 
 
-def whole_gradient(
+def full_gradient(
     place: Place, case: Case, name: str, exact: list[Exact], mean: bool
-) -> tuple[Tensor, Cut, Axis]:
-    """The gradient that belongs to a parameter, and which part of it a rank has."""
+) -> tuple[Tensor, ShardOf, Axis]:
+    """The gradient that belongs to a parameter, and which shard of it a rank has."""
     matrix = re.fullmatch(r"(.*?)(\d*)", name)
     assert matrix is not None
     base, index = matrix.groups()
-    cut, axis = case.parameters[base][1], place.tensor
+    shard_of, axis = case.parameters[base][1], place.tensor
     grads = [each.grads[base] for each in exact]
     own = grads[place.data.index]
     if case.way in EXPERT_WAYS and base.startswith("experts."):
@@ -115,13 +115,13 @@ def whole_gradient(
         own = torch.stack(grads).sum(0)
     elif is_sharded(place, case, base):
         own = torch.stack(grads).mean(0) if mean else torch.stack(grads).sum(0)
-    return (own[int(index)], everything, axis) if index else (own, cut, axis)
+    return (own[int(index)], everything, axis) if index else (own, shard_of, axis)
 
 
-def own_rows(part: Tensor, like: Tensor, axis: Axis) -> Tensor:
+def own_rows(shard: Tensor, like: Tensor, axis: Axis) -> Tensor:
     """A rank's rows of a sharded weight, of which each rank has as many, zeros last."""
-    rows = part.new_zeros((like.shape[0] * axis.size, *part.shape[1:]))
-    rows[: part.shape[0]] = part
+    rows = shard.new_zeros((like.shape[0] * axis.size, *shard.shape[1:]))
+    rows[: shard.shape[0]] = shard
     return rows.chunk(axis.size)[axis.index]
 
 
@@ -152,41 +152,43 @@ def compare(
         after(layer, place)
     tensor = place.tensor.index, place.tensor.size
 
-    def part(whole: Tensor, cut: Cut) -> Tensor:
-        return cut(whole, *tensor).detach()
+    def shard(full: Tensor, shard_of: ShardOf) -> Tensor:
+        return shard_of(full, *tensor).detach()
 
     leaves = {
-        name: part(mine.inputs[name], cut).to(torch.float32 if size == (ROWS,) else dtype).requires_grad_()
-        for name, (size, cut) in case.inputs.items()
+        name: shard(mine.inputs[name], shard_of)
+        .to(torch.float32 if size == (ROWS,) else dtype)
+        .requires_grad_()
+        for name, (size, shard_of) in case.inputs.items()
     }
-    given = {name: part(value, cut).to(place.device) for name, (value, cut) in case.given.items()}
+    given = {name: shard(value, shard_of).to(place.device) for name, (value, shard_of) in case.given.items()}
     arguments = inspect.signature(layer.forward).bind(
         **leaves, **given
     )  # torch's styles see those by position
     outputs = case.results(layer(*arguments.args, **arguments.kwargs))
     terms, bound = [], BOUNDS[key]
-    for i, (output, cut) in enumerate(zip(outputs, case.outputs, strict=True)):
-        terms.append((output.double() * part(mine.factors[i], cut)).sum())
-        yield from wrong(f"output {i}", output, part(mine.outputs[i], cut), mine.outputs[i], bound)
+    for i, (output, shard_of) in enumerate(zip(outputs, case.outputs, strict=True)):
+        terms.append((output.double() * shard(mine.factors[i], shard_of)).sum())
+        yield from wrong(f"output {i}", output, shard(mine.outputs[i], shard_of), mine.outputs[i], bound)
     torch.stack(terms).sum().backward()
     for name, leaf in leaves.items():
-        want = part(mine.grads[name], case.inputs[name][1])
+        want = shard(mine.grads[name], case.inputs[name][1])
         yield from wrong(f"gradient of {name}", leaf.grad, want, mine.grads[name], bound)
     for name, parameter in layer.named_parameters():
         grad: Any = parameter.grad
         grad = grad.to_local() if hasattr(grad, "to_local") else grad
-        whole, cut, axis = whole_gradient(place, case, name, exact, mean)
-        want = cut(whole, axis.index, axis.size)
+        full, shard_of, axis = full_gradient(place, case, name, exact, mean)
+        want = shard_of(full, axis.index, axis.size)
         if grad is not None and is_sharded(place, case, name):
             want = own_rows(want, grad, place.data)
-        yield from wrong(f"gradient of {name}", grad, want, whole, bound)
+        yield from wrong(f"gradient of {name}", grad, want, full, bound)
 
 
-def wrong(name: str, got: Tensor | None, want: Tensor, whole: Tensor, bound: float) -> Iterator[str]:
+def wrong(name: str, got: Tensor | None, want: Tensor, full: Tensor, bound: float) -> Iterator[str]:
     if got is None or got.shape != want.shape:
         yield f"{name}: expected {list(want.shape)}, got {None if got is None else list(got.shape)}"
         return
-    scale = torch.maximum(want.norm(), 0.1 * whole.norm())
+    scale = torch.maximum(want.norm(), 0.1 * full.norm())
     error = float((got.detach().double() - want).norm() / scale.clamp(min=1e-12))
     if not error <= bound:
         yield f"{name}: error {error:.3g} of {float(want.norm()):.3g}"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.parallel.sharded_models import RECIPES, TOKENS, change_cut, computed, dense_batch, twins
+from tests.parallel.sharded_models import RECIPES, TOKENS, change_sharded, computed, dense_batch, twins
 from transformer_plugin import nn as tnn
 from transformer_plugin import ops
 from transformer_plugin.testing.distributed import Rank, RankPool
@@ -60,7 +60,7 @@ def check_eager(rank: Rank, key: str) -> None:
         for name, grad in want.grads.items():
             assert_same_bits(got.grads[name], grad, name)
         for model in (plain, bordered):
-            change_cut(model, step)
+            change_sharded(model, step)
         counts = [now - then for now, then in zip(ops.count_gathers(rank.group_name), before, strict=True)]
         if step >= 2:
             assert counts[:4] == [18, 17, 17, 0], counts
@@ -110,7 +110,7 @@ def check_graphs(rank: Rank, key: str, bordered: bool) -> None:
         assert [block.captured for block in model] == [[(3, 2)]] * 3
     for seed in range(3):
         for each in (eager, model):
-            change_cut(each, seed)
+            change_sharded(each, seed)
         for layer in model.modules():
             if getattr(layer, "gathers_quantized", False):
                 layer.quantize_weights()
@@ -151,7 +151,7 @@ def check_reduce_overhead(rank: Rank) -> None:
         for name, grad in want.grads.items():
             assert_same_bits(got.grads[name], grad, name)
         for each in (eager, model):
-            change_cut(each, step)
+            change_sharded(each, step)
 
 
 def test_reduce_overhead_of_layers(pair_of_gpus: RankPool) -> None:

@@ -71,7 +71,7 @@ class Trained(NamedTuple):
 
 
 def trained(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Trained:
-    """Whole plain tensors on the CPU. A collective call if parameters are sharded."""
+    """Full plain tensors on the CPU. A collective call if parameters are sharded."""
     named = {name.removeprefix("module."): p for name, p in model.named_parameters()}
     moments = {
         name: {key: numbers(value) for key, value in optimizer.state[p].items()}
@@ -96,7 +96,7 @@ def reference(size: int, steps: int, micro_batches: int = 1, lr: float = 0.05) -
 
 
 def numbers(p: Any) -> Tensor:
-    """A parameter or its state as a plain tensor on the CPU, whole."""
+    """A parameter or its state as a full plain tensor on the CPU."""
     p = p.full_tensor() if hasattr(p, "full_tensor") else p
     p = p.packed() if isinstance(p, tp.GroupedTensor) else p
     result: Tensor = p.detach().cpu()
@@ -157,9 +157,9 @@ def train_ddp(rank: Rank, options: dict[str, Any], recompute: bool, zero: bool) 
     if zero:
         optimizer.consolidate_state_dict(to=0)
         if rank.rank == 0:
-            whole = torch.optim.AdamW(ddp.parameters())
-            whole.load_state_dict(optimizer.state_dict())
-            assert_trained(trained(ddp, whole), reference(rank.size, 3, micro_batches=2))
+            full = torch.optim.AdamW(ddp.parameters())
+            full.load_state_dict(optimizer.state_dict())
+            assert_trained(trained(ddp, full), reference(rank.size, 3, micro_batches=2))
     else:
         assert_trained(trained(ddp, optimizer), reference(rank.size, 3, micro_batches=2))
 
@@ -261,7 +261,7 @@ def load(rank: Rank, path: str) -> list[Trained]:
 
 @pytest.mark.parametrize("shard", [False, True], ids=["replicated", "sharded"])
 def test_distributed_checkpoint(pair: RankPool, tmp_path: Path, shard: bool) -> None:
-    """Sharded and whole parameters, on two ranks and on one, read the checkpoint of either."""
+    """Sharded and full parameters, on two ranks and on one, read the checkpoint of either."""
     path = str(tmp_path / "checkpoint")
     saved, same = pair.run(save, path, shard)
     assert_trained(saved, same, exact=True)
@@ -287,9 +287,9 @@ def collectives(rank: Rank) -> None:
     gathered = [torch.empty(2, 2, 2, device=rank.device) for _ in range(rank.size)]
     dist.all_gather(gathered, value())
     assert all(torch.equal(got, expected) for got, expected in zip(gathered, every, strict=True))
-    whole = torch.empty(2 * rank.size, 2, 2, device=rank.device)
-    dist.all_gather_into_tensor(whole, value())
-    assert torch.equal(whole, torch.cat(every))
+    full = torch.empty(2 * rank.size, 2, 2, device=rank.device)
+    dist.all_gather_into_tensor(full, value())
+    assert torch.equal(full, torch.cat(every))
     summed = value()
     dist.all_reduce(summed)
     assert torch.equal(summed.packed(), torch.stack(every).sum(0))

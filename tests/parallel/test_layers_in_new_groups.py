@@ -54,7 +54,7 @@ def check_refused(rank: Rank, key: str, model: Any, compiled: Any) -> None:
     actions = [lambda: parallel.full_weight(weight), lambda: parallel.clip_grad_norm_([weight], 1.0)]
     if (
         case.kind == "sliced" or weight.dim() == 2
-    ):  # of a stack each rank has whole matrices, which Muon does not gather
+    ):  # of a stack each rank has full matrices, which Muon does not gather
         actions.append(lambda: optim.Muon([weight]).step())
     for action in actions:
         with pytest.raises(ValueError, match=text):

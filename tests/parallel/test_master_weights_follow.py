@@ -15,7 +15,7 @@ from tests.parallel.sharded_models import RECIPES, dense
 from transformer_plugin import nn as tnn
 from transformer_plugin.optim import MasterWeights
 from transformer_plugin.parallel import shard_
-from transformer_plugin.parallel._weight_part import part_of
+from transformer_plugin.parallel._parameter_shard import shard_of_parameter
 from transformer_plugin.testing.distributed import Rank, RankPool
 
 
@@ -45,9 +45,9 @@ def train(rank: Rank, model: torch.nn.Module, masters: MasterWeights) -> None:
         if "norm_weight" in name:  # 1 in every model, so that a master weight near it stays as it is
             continue
         gradient = torch.randn(local(parameter).shape, generator=generator).to(rank.device, parameter.dtype)
-        part = part_of(parameter)
-        if part is not None:
-            gradient[part.valid_rows :] = 0
+        shard = shard_of_parameter(parameter)
+        if shard is not None:
+            gradient[shard.valid_rows :] = 0
         if hasattr(parameter, "to_local"):
             gradient = type(parameter.detach()).from_local(
                 gradient, parameter.device_mesh, parameter.placements
@@ -68,7 +68,7 @@ def check(rank: Rank, kind: str, folder: str, by_dcp: bool) -> None:
         state = model.state_dict()
         dcp.load({"model": state}, checkpoint_id=folder)
     if kind == "DTensors" and by_dcp:
-        masters.follow_parameters()  # torch does not count what is written into their parts
+        masters.follow_parameters()  # torch does not count what is written into their shards
     elif not by_dcp:
         model.load_state_dict(state)
     expected = MasterWeights(other.parameters(), sgd)

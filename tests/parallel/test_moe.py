@@ -34,18 +34,18 @@ def tokens_of(rank: int, count: int) -> Tensor:
     return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(100 + rank))
 
 
-def whole_and_part(rank: Rank, recipe: str, dispatch: DispatchConfig) -> tuple[MoE, MoE]:
+def full_and_part(rank: Rank, recipe: str, dispatch: DispatchConfig) -> tuple[MoE, MoE]:
     """Returns a mixture with all experts, and the same mixture with its experts sharded over the ranks."""
     torch.manual_seed(0)
     options = {"router": ROUTER, "bias": True, "device": rank.device, "recipe": recipe_of(recipe)}
-    whole = MoE(HIDDEN, FFN, EXPERTS, TOPK, dispatch=DispatchConfig(alignment=dispatch.alignment), **options)
+    full = MoE(HIDDEN, FFN, EXPERTS, TOPK, dispatch=DispatchConfig(alignment=dispatch.alignment), **options)
     part = MoE(HIDDEN, FFN, EXPERTS, TOPK, group=rank.group, dispatch=dispatch, **options)
     here = slice(rank.rank * EXPERTS // rank.size, (rank.rank + 1) * EXPERTS // rank.size)
-    state = whole.state_dict()
+    state = full.state_dict()
     part.load_state_dict(
         {k: v[here] if k.startswith("experts.") else v for k, v in state.items()}, strict=True
     )
-    return whole, part
+    return full, part
 
 
 def gradients(
@@ -59,17 +59,17 @@ def gradients(
 
 def check_against_one_rank(rank: Rank, recipe: str, counts: list[int], alignment: int) -> None:
     counts = counts[: rank.size]
-    whole, part = whole_and_part(rank, recipe, DispatchConfig(max_tokens=max(counts), alignment=alignment))
+    full, part = full_and_part(rank, recipe, DispatchConfig(max_tokens=max(counts), alignment=alignment))
     everything = torch.cat([tokens_of(r, count) for r, count in enumerate(counts)]).to(rank.device)
     everything.requires_grad_()
     mine = slice(sum(counts[: rank.rank]), sum(counts[: rank.rank + 1]))
     generator = torch.Generator().manual_seed(7)
     grad = torch.randn(everything.shape, generator=generator).to(rank.device)
 
-    expected = whole(everything)
+    expected = full(everything)
     # The auxiliary loss is computed from a rank's own tokens.
-    losses = [whole(each).aux_loss for each in everything.split(counts)]
-    wanted = gradients(expected.output, sum(losses), grad, everything, whole)
+    losses = [full(each).aux_loss for each in everything.split(counts)]
+    wanted = gradients(expected.output, sum(losses), grad, everything, full)
 
     input = everything.detach()[mine].requires_grad_()
     result = part(input)
@@ -78,7 +78,7 @@ def check_against_one_rank(rank: Rank, recipe: str, counts: list[int], alignment
 
     here = slice(rank.rank * EXPERTS // rank.size, (rank.rank + 1) * EXPERTS // rank.size)
     limit = LIMITS[recipe]
-    assert_same_bits(result.expert_load, whole(everything[mine]).expert_load)
+    assert_same_bits(result.expert_load, full(everything[mine]).expert_load)
     assert relative_error(result.output.detach(), expected.output.detach()[mine]) <= limit
     assert relative_error(result.aux_loss.detach(), losses[rank.rank].detach()) <= 1e-6
     assert relative_error(got["input"], wanted["input"][mine]) <= limit
@@ -98,7 +98,7 @@ def test_equals_one_rank_with_everything(pool: RankPool, recipe: str, counts: li
 
 
 def check_no_tokens_anywhere(rank: Rank) -> None:
-    _, part = whole_and_part(rank, "fp8_block", DispatchConfig(max_tokens=4))
+    _, part = full_and_part(rank, "fp8_block", DispatchConfig(max_tokens=4))
     input = torch.empty(0, HIDDEN, device=rank.device, requires_grad=True)
     result = part(input)
     (result.output.sum() + result.aux_loss).backward()
@@ -127,15 +127,15 @@ def kept_weights(weights: list[Tensor], indices: list[Tensor], capacity: int, lo
 
 def check_capacity(rank: Rank) -> None:
     dispatch = DispatchConfig(max_tokens=30, capacity=20, alignment=1)
-    whole, small = whole_and_part(rank, "none", dispatch)
+    full, small = full_and_part(rank, "none", dispatch)
     tokens = [tokens_of(r, 30).to(rank.device) for r in range(rank.size)]
-    routings = [whole.router(each) for each in tokens]
+    routings = [full.router(each) for each in tokens]
     weights = [each.weights.detach() for each in routings]
     kept = kept_weights(weights, [each.indices for each in routings], 20, EXPERTS // rank.size)[rank.rank]
     assert kept.any() and not kept.all()
-    received = whole.dispatcher.dispatch(tokens[rank.rank], routings[rank.rank].indices, kept)
-    expected = whole.dispatcher.combine(
-        whole.experts(received.rows, received.group_sizes, received.probs), received
+    received = full.dispatcher.dispatch(tokens[rank.rank], routings[rank.rank].indices, kept)
+    expected = full.dispatcher.combine(
+        full.experts(received.rows, received.group_sizes, received.probs), received
     )
     result = small(tokens[rank.rank])
     assert relative_error(result.output.detach(), expected.detach()) <= 1e-6
@@ -148,7 +148,7 @@ def test_capacity_drops_rows(pair: RankPool) -> None:
 
 def check_rows_in_use(rank: Rank) -> None:
     """Eager calls on a CPU have only the rows in use; fake tensors, which have no values, the whole capacity."""
-    _, part = whole_and_part(rank, "none", DispatchConfig(max_tokens=20, alignment=1))
+    _, part = full_and_part(rank, "none", DispatchConfig(max_tokens=20, alignment=1))
     capacity = part.dispatcher.context.capacity
 
     def rows_for(tokens: Tensor) -> tuple[int, Tensor]:
@@ -169,7 +169,7 @@ def test_rows_in_use(pair: RankPool) -> None:
 
 
 def check_state(rank: Rank) -> None:
-    _, part = whole_and_part(rank, "none", DispatchConfig(max_tokens=8))
+    _, part = full_and_part(rank, "none", DispatchConfig(max_tokens=8))
     input = tokens_of(rank.rank, 8).to(rank.device)
     assert_same_bits(copy.deepcopy(part)(input).output, part(input).output)
     deferred = MoE(

@@ -109,10 +109,10 @@ def check(rank: Rank, recipe: str, copies: bool, counts: tuple[int, ...], routin
         times = 2
     used.backward(grad)
 
-    whole = [torch.empty(rank.size, *each.shape, dtype=each.dtype, device=rank.device) for each in (fc1, fc2)]
-    for each, parts in zip((fc1, fc2), whole, strict=True):
+    full = [torch.empty(rank.size, *each.shape, dtype=each.dtype, device=rank.device) for each in (fc1, fc2)]
+    for each, parts in zip((fc1, fc2), full, strict=True):
         dist.all_gather_into_tensor(parts.view(-1, *each.shape[1:]), each.detach())
-    expected = exact(data, *(each.flatten(0, 1).cpu() for each in whole))
+    expected = exact(data, *(each.flatten(0, 1).cpu() for each in full))
     first = sum(counts[r % len(counts)] for r in range(rank.rank))
     mine, experts = slice(first, first + len(tokens)), EXPERTS // rank.size
     here = slice(rank.rank * experts, (rank.rank + 1) * experts)

@@ -1,4 +1,4 @@
-"""Muon on whole matrices, stacks of experts, and sharded matrices, beside torch's on whole matrices."""
+"""Muon on full matrices, stacks of experts, and sharded matrices, beside torch's on full matrices."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from tests.parallel.muon_models import (
 from tests.parallel.sharded_models import dense_batch
 from transformer_plugin import nn as tnn
 from transformer_plugin import optim, parallel
-from transformer_plugin.optim import _muon, _newton_schulz, _whole_matrices
+from transformer_plugin.optim import _full_matrices, _muon, _newton_schulz
 from transformer_plugin.parallel import full_weight, shard_
-from transformer_plugin.parallel._weight_part import part_of
+from transformer_plugin.parallel._parameter_shard import shard_of_parameter
 from transformer_plugin.testing.distributed import Rank, RankPool
 from transformer_plugin.testing.numerics import assert_same_bits, relative_error
 
 pytestmark = pytest.mark.bits
 
-#: Options that matter for parts: which tensor is gathered, and the sizes that adjust the learning rate.
+#: Options that matter for shards: which tensor is gathered, and the sizes that adjust the learning rate.
 OPTIONS: list[dict[str, Any]] = [
     {"lr": 0.02},
     {"lr": 0.02, "adjust_lr_fn": "match_rms_adamw", "nesterov": False, "weight_decay": 0.3},
@@ -44,7 +44,7 @@ ADJUSTMENTS = [{"lr": 0.02, "adjust_lr_fn": name} for name in _muon.ADJUSTMENTS 
 @pytest.mark.parametrize(
     "options", [*OPTIONS, *ADJUSTMENTS[2:], {"lr": torch.tensor(0.01), "ns_steps": 3, "momentum": 0.5}]
 )
-def test_whole_matrices(device: torch.device, dtype: torch.dtype, options: dict[str, Any]) -> None:
+def test_full_matrices(device: torch.device, dtype: torch.dtype, options: dict[str, Any]) -> None:
     """The bits of torch's, also with closures, after saving, and of matrices without a gradient."""
     torch.manual_seed(0)
     shapes = (48, 96), (96, 48), (7, 43), (1, 5), (8, 8)
@@ -149,23 +149,23 @@ def test_wrong_arguments(shape: tuple[int, ...], options: dict[str, Any], text: 
 
 
 def check_parity(rank: Rank, tp: int, key: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    """Steps of a model over a mesh, and of torch's Muon on whole matrices: the same bits."""
-    default = _whole_matrices.BUCKET_BYTES
+    """Steps of a model over a mesh, and of torch's Muon on full matrices: the same bits."""
+    default = _full_matrices.BUCKET_BYTES
     for limit in (20_000, default):  # a few matrices at a time, and all
-        whole, model, _ = twins(rank, tp, key, dtype)
-        reference = Reference(whole, **options)
+        full, model, _ = twins(rank, tp, key, dtype)
+        reference = Reference(full, **options)
         optimizer = optim.Muon(weights_of(model).values(), **options)
-        _whole_matrices.BUCKET_BYTES = limit
+        _full_matrices.BUCKET_BYTES = limit
         try:
             for step in range(3):
-                grads = drawn_grads(whole, step)
+                grads = drawn_grads(full, step)
                 if step == 1:
                     grads["down.weight"].zero_()
                 give(model, grads)
                 reference.step(grads)
                 optimizer.step()
         finally:
-            _whole_matrices.BUCKET_BYTES = default
+            _full_matrices.BUCKET_BYTES = default
         reference.compare(model, optimizer)
 
 
@@ -184,7 +184,7 @@ MESHES = [
 
 
 @pytest.mark.parametrize(("ranks", "tp", "key", "dtype", "options"), MESHES)
-def test_parts_have_the_bits_of_whole_matrices(
+def test_shards_have_the_bits_of_full_matrices(
     make_pool: Callable[..., RankPool], ranks: int, tp: int, key: str, dtype: torch.dtype, options: int
 ) -> None:
     make_pool(ranks).run(check_parity, tp, key, dtype, OPTIONS[options])
@@ -192,7 +192,7 @@ def test_parts_have_the_bits_of_whole_matrices(
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("key", ["bf16", "fp8_block"])
-def test_parts_on_gpus(pair_of_gpus: RankPool, key: str, tp: int) -> None:
+def test_shards_on_gpus(pair_of_gpus: RankPool, key: str, tp: int) -> None:
     pair_of_gpus.run(check_parity, tp, key, torch.bfloat16, OPTIONS[0])
 
 
@@ -200,16 +200,16 @@ def check_momentum_without_nesterov(rank: Rank) -> None:
     """Of bfloat16 matrices, which some versions of torch divide in place: all ranks then have the same momentum."""
     torch.manual_seed(0)
     options: dict[str, Any] = {"bias": False, "device": rank.device, "dtype": torch.bfloat16}
-    whole = torch.nn.Sequential(*(tnn.Linear(43, 7, **options) for _ in range(4)))
-    cut = shard_(copy.deepcopy(whole), rank.group)
-    reference = Reference(whole, nesterov=False)
-    optimizer = optim.Muon(cut.parameters(), nesterov=False)
+    full = torch.nn.Sequential(*(tnn.Linear(43, 7, **options) for _ in range(4)))
+    sharded = shard_(copy.deepcopy(full), rank.group)
+    reference = Reference(full, nesterov=False)
+    optimizer = optim.Muon(sharded.parameters(), nesterov=False)
     for step in range(3):
-        grads = drawn_grads(whole, step)
-        give(cut, grads)
+        grads = drawn_grads(full, step)
+        give(sharded, grads)
         reference.step(grads)
         optimizer.step()
-    reference.compare(cut, optimizer)
+    reference.compare(sharded, optimizer)
 
 
 def test_momentum_without_nesterov(pair: RankPool) -> None:
@@ -222,9 +222,9 @@ def check_shared_work(rank: Rank, tp: int) -> None:
     options: dict[str, Any] = {"parallel_mode": "column", "tp_group": mesh["tp"]} if tp > 1 else {}
     calls: list[torch.Size] = []
 
-    def counted(whole: Tensor, **options: Any) -> Tensor:
-        calls.append(whole.shape)
-        return _newton_schulz.orthogonalized(whole, **options)
+    def counted(full: Tensor, **options: Any) -> Tensor:
+        calls.append(full.shape)
+        return _newton_schulz.orthogonalized(full, **options)
 
     for count, expected in ((8, 8 // rank.size), (1, 1)):
         layers = [tnn.Linear(32, 64, False, device=rank.device, **options) for _ in range(count)]
@@ -248,29 +248,29 @@ def check_training(rank: Rank) -> None:
     """Backwards of other batches on each rank, Muon for hidden weights and AdamW for the rest."""
     torch.manual_seed(0)
     options: dict[str, Any] = {"device": rank.device, "dtype": torch.bfloat16}
-    whole = torch.nn.Sequential(tnn.Linear(128, 96, **options), tnn.LayerNormLinear(96, 37, False, **options))
-    cut = parallel.data_parallel(shard_(copy.deepcopy(whole), rank.group))
+    full = torch.nn.Sequential(tnn.Linear(128, 96, **options), tnn.LayerNormLinear(96, 37, False, **options))
+    sharded = parallel.data_parallel(shard_(copy.deepcopy(full), rank.group))
     optimizers = []
-    for model, kind in ((whole, torch.optim.Muon), (cut, optim.Muon)):
+    for model, kind in ((full, torch.optim.Muon), (sharded, optim.Muon)):
         hidden = [p for p in model.parameters() if p.dim() == 2]
         others = [p for p in model.parameters() if p.dim() == 1]
         optimizers += [kind(hidden, lr=0.1), torch.optim.AdamW(others, lr=0.1)]
     for step in range(3):
-        means = {name: 0.0 for name, _ in whole.named_parameters()}
+        means = {name: 0.0 for name, _ in full.named_parameters()}
         for other in range(rank.size):
             batch = dense_batch(other, step, rank.device).arguments[0]
-            for model in [whole] + [cut] * (other == rank.rank):
+            for model in [full] + [sharded] * (other == rank.rank):
                 model.zero_grad()
                 model(batch).float().square().sum().backward()
-            for name, parameter in whole.named_parameters():
+            for name, parameter in full.named_parameters():
                 means[name] = means[name] + parameter.grad.float()  # type: ignore[union-attr, assignment]
-        for (name, parameter), other in zip(whole.named_parameters(), cut.parameters(), strict=True):
+        for (name, parameter), other in zip(full.named_parameters(), sharded.parameters(), strict=True):
             parameter.grad = (means[name] * (1 / rank.size)).to(parameter.dtype)  # type: ignore[attr-defined]
-            if part_of(other) is None:
+            if shard_of_parameter(other) is None:
                 other.grad = parameter.grad.clone()
         for optimizer in optimizers:
             optimizer.step()
-    for one, other in zip(whole.parameters(), cut.parameters(), strict=True):
+    for one, other in zip(full.parameters(), sharded.parameters(), strict=True):
         assert_same_bits(full_weight(other), one.detach())
 
 

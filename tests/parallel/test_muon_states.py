@@ -1,4 +1,4 @@
-"""Muon of parts in checkpoints and with master weights, DTensors, and what is refused."""
+"""Muon of shards in checkpoints and with master weights, DTensors, and what is refused."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from tests.parallel.muon_models import (
     EXPERTS,
     Reference,
     drawn_grads,
+    full_of,
     give,
     momentum_of,
     twins,
     weights_of,
-    whole_of,
 )
-from tests.parallel.sharded_model import everything, mesh_of, one_step, sharded_block, whole_block
+from tests.parallel.sharded_model import everything, full_block, mesh_of, one_step, sharded_block
 from transformer_plugin import nn as tnn
 from transformer_plugin import optim, quantized_init
 from transformer_plugin.errors import PeerTimeoutError
 from transformer_plugin.parallel import full_weight, shard_
-from transformer_plugin.parallel._part_tensor import PartTensor
+from transformer_plugin.parallel._shard_tensor import ShardTensor
 from transformer_plugin.recipes import Float8BlockScaling
 from transformer_plugin.testing.distributed import Rank, RankPool
 from transformer_plugin.testing.numerics import assert_same_bits
@@ -49,19 +49,19 @@ def stepped(model: torch.nn.Module, optimizer: Any, grads: dict[str, Tensor]) ->
 
 
 def values_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Whole weights, and whole momenta."""
+    """Full weights, and full momenta."""
     weights = {name: full_weight(p) for name, p in weights_of(model).items()}
-    momenta = {f"{n} momentum": whole_of(p, momentum_of(optimizer, p)) for n, p in weights_of(model).items()}
+    momenta = {f"{n} momentum": full_of(p, momentum_of(optimizer, p)) for n, p in weights_of(model).items()}
     return weights | momenta
 
 
 def check_checkpoint(rank: Rank, folder: str, tp: int, phase: str) -> None:
     """What one mesh saves, others load, and then make the same next step."""
-    whole, model, _ = twins(rank, tp, seed=1 if phase == "save" else 2)
+    full, model, _ = twins(rank, tp, seed=1 if phase == "save" else 2)
     optimizer = optim.Muon(weights_of(model).values(), lr=0.05)
     if phase == "save":
         for step in range(2):
-            stepped(model, optimizer, drawn_grads(whole, step))
+            stepped(model, optimizer, drawn_grads(full, step))
     states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     if phase == "save":
         dcp.save(states, checkpoint_id=folder)
@@ -71,7 +71,7 @@ def check_checkpoint(rank: Rank, folder: str, tp: int, phase: str) -> None:
             model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"]
         )
     found = values_of(model, optimizer)
-    stepped(model, optimizer, drawn_grads(whole, 2))
+    stepped(model, optimizer, drawn_grads(full, 2))
     found |= {f"{name} afterwards": value for name, value in values_of(model, optimizer).items()}
     if phase == "save" and rank.rank == 0:
         torch.save(found, f"{folder}/expected.pt")
@@ -94,21 +94,21 @@ def test_checkpoints_on_other_meshes(make_pool: Callable[..., RankPool], tmp_pat
 
 
 def check_state_dict(rank: Rank) -> None:
-    """A state holds whole momenta and loads again; so does that of an optimizer of whole weights."""
-    whole, model, _ = twins(rank, 1)
+    """A state holds full momenta and loads again; so does that of an optimizer of full weights."""
+    full, model, _ = twins(rank, 1)
     weights = weights_of(model)
     optimizer = optim.Muon(weights.values(), lr=0.05)
-    reference = optim.Muon(weights_of(whole).values(), lr=0.05)
-    stepped(model, optimizer, drawn_grads(whole, 0))
-    stepped(whole, reference, drawn_grads(whole, 0))
+    reference = optim.Muon(weights_of(full).values(), lr=0.05)
+    stepped(model, optimizer, drawn_grads(full, 0))
+    stepped(full, reference, drawn_grads(full, 0))
     state = optimizer.state_dict()
-    assert all(isinstance(value["momentum_buffer"], PartTensor) for value in state["state"].values())
+    assert all(isinstance(value["momentum_buffer"], ShardTensor) for value in state["state"].values())
     for saved in (state, reference.state_dict()):
         other = optim.Muon(weights.values())
         other.load_state_dict(copy.deepcopy(saved))
         assert other.param_groups[0]["lr"] == 0.05
         for parameter in weights.values():
-            momenta = [whole_of(parameter, momentum_of(each, parameter)) for each in (other, optimizer)]
+            momenta = [full_of(parameter, momentum_of(each, parameter)) for each in (other, optimizer)]
             assert_same_bits(*momenta)
 
 
@@ -117,15 +117,15 @@ def test_state_dicts(pair: RankPool) -> None:
 
 
 def check_master_weights(rank: Rank) -> None:
-    """Float32 copies of parts are parts, too, and groups of parameters keep their options."""
+    """Float32 copies of shards are shards, too, and groups of parameters keep their options."""
     for tp in (1, rank.size):
-        whole, model, _ = twins(rank, tp)
+        full, model, _ = twins(rank, tp)
         weights = weights_of(model)
         names = list(weights)
         masters = optim.MasterWeights(weights.values(), lambda w: optim.Muon(w, lr=0.05))
-        reference = Reference(whole.float(), lr=0.05)
+        reference = Reference(full.float(), lr=0.05)
         for step in range(2):
-            grads = {name: grad.bfloat16() for name, grad in drawn_grads(whole, step).items()}
+            grads = {name: grad.bfloat16() for name, grad in drawn_grads(full, step).items()}
             stepped(model, masters, grads)
             reference.step({name: grad.float() for name, grad in grads.items()})
         for name, master in zip(names, masters.master_weights, strict=True):
@@ -134,9 +134,9 @@ def check_master_weights(rank: Rank) -> None:
             assert_same_bits(weights[name].detach(), master.detach().bfloat16(), name)
         state = copy.deepcopy(masters.state_dict())
         masters.load_state_dict(state)
-    others = optim.MasterWeights(weights_of(whole).values(), lambda w: optim.Muon(w, lr=0.05))
+    others = optim.MasterWeights(weights_of(full).values(), lambda w: optim.Muon(w, lr=0.05))
     before = copy.deepcopy(others.state_dict())
-    with pytest.raises(ValueError, match=r"argument 'master_weights.0': expected whole master weights"):
+    with pytest.raises(ValueError, match=r"argument 'master_weights.0': expected full master weights"):
         others.load_state_dict(state)
     assert str(others.state_dict()) == str(before)
 
@@ -147,16 +147,16 @@ def test_master_weights(pair: RankPool) -> None:
 
 def check_groups(rank: Rank) -> None:
     """Of two groups of parameters each has its options; a weight that no rank has a gradient of stays."""
-    whole, model, _ = twins(rank, 1)
-    own, other = weights_of(model), weights_of(whole)
+    full, model, _ = twins(rank, 1)
+    own, other = weights_of(model), weights_of(full)
     optimizers = []
     for kind, weights in ((optim.Muon, own), (torch.optim.Muon, other)):
         matrices = [p for p in weights.values() if p.dim() == 2]
         groups = [{"params": matrices[:2]}, {"params": matrices[2:], "lr": 0.3, "weight_decay": 0.0}]
         optimizers.append(kind(groups, lr=0.1))
     for step in range(2):
-        grads = drawn_grads(whole, step)
-        for model_, optimizer in ((model, optimizers[0]), (whole, optimizers[1])):
+        grads = drawn_grads(full, step)
+        for model_, optimizer in ((model, optimizers[0]), (full, optimizers[1])):
             give(model_, grads)
             model_.down.weight.grad = None
             optimizer.step()
@@ -169,25 +169,25 @@ def test_groups(pair: RankPool) -> None:
 
 
 def check_dtensors(rank: Rank) -> None:
-    """Those of which a rank has whole matrices are stepped where they are; others are refused."""
+    """Those of which a rank has full matrices are stepped where they are; others are refused."""
     mesh = init_device_mesh(rank.device.type, (rank.size,))
     torch.manual_seed(0)
     values = torch.randn(5, 8, 24, device=rank.device), torch.randn(16, 8, device=rank.device)
     placements: list[tuple[Placement, Placement]] = [(Shard(0), Replicate()), (Replicate(), Replicate())]
     for stack, matrix in placements:
-        whole = [Parameter(value.clone()) for value in values]
+        full = [Parameter(value.clone()) for value in values]
         pairs = zip(values, (stack, matrix), strict=True)
-        parts = [Parameter(distribute_tensor(value.clone(), mesh, [p])) for value, p in pairs]
-        optimizers = optim.Muon(whole), optim.Muon(parts)
+        shards = [Parameter(distribute_tensor(value.clone(), mesh, [p])) for value, p in pairs]
+        optimizers = optim.Muon(full), optim.Muon(shards)
         for _ in range(2):
-            for one, two in zip(whole, parts, strict=True):
+            for one, two in zip(full, shards, strict=True):
                 one.grad = torch.randn_like(one)
                 two.grad = distribute_tensor(one.grad.clone(), mesh, two.placements)  # type: ignore[attr-defined]
-            versions = [part._version for part in parts]
+            versions = [shard._version for shard in shards]
             for optimizer in optimizers:
                 optimizer.step()
-            assert all(part._version > version for part, version in zip(parts, versions, strict=True))
-        for one, two in zip(whole, parts, strict=True):
+            assert all(shard._version > version for shard, version in zip(shards, versions, strict=True))
+        for one, two in zip(full, shards, strict=True):
             momentum = optimizers[1].state[two]["momentum_buffer"]
             assert isinstance(momentum, DTensor) and momentum.placements == two.placements  # type: ignore[attr-defined]
             full = two.detach().full_tensor()  # type: ignore[attr-defined]
@@ -195,11 +195,11 @@ def check_dtensors(rank: Rank) -> None:
                 full, one.detach(), rtol=0, atol=0 if full.device.type == "cpu" else 1e-3
             )
     for value, placement in ((values[1], Shard(0)), (values[1], Shard(1)), (values[0], Shard(1))):
-        part = Parameter(distribute_tensor(value, mesh, [placement]))
+        shard = Parameter(distribute_tensor(value, mesh, [placement]))
         with pytest.raises(
             TypeError, match="Muon: argument 'params': expected tensors of which this rank has"
         ):
-            optim.Muon([part])
+            optim.Muon([shard])
 
 
 def test_dtensors(pair: RankPool) -> None:
@@ -208,19 +208,19 @@ def test_dtensors(pair: RankPool) -> None:
 
 def check_experts_under_fsdp(rank: Rank) -> None:
     """Experts over ranks, in FSDP2 over copies of them: each rank steps its own."""
-    block = sharded_block(whole_block(rank.device), rank.device, mesh=(mesh := mesh_of(rank))["experts"])
+    block = sharded_block(full_block(rank.device), rank.device, mesh=(mesh := mesh_of(rank))["experts"])
     transformer_plugin.parallel.fully_shard(block, mesh)
     one_step(rank, block)
     stacks = [p for p in block.moe.experts.parameters() if p.dim() == 3]
     assert len(stacks) == 2 and all(isinstance(p, DTensor) for p in stacks)
-    whole = [Parameter(everything(p.detach()).clone()) for p in stacks]
-    for one, part in zip(whole, stacks, strict=True):
-        one.grad = everything(part.grad).clone()  # type: ignore[arg-type]
-    for parameters in (whole, stacks):
+    full = [Parameter(everything(p.detach()).clone()) for p in stacks]
+    for one, shard in zip(full, stacks, strict=True):
+        one.grad = everything(shard.grad).clone()  # type: ignore[arg-type]
+    for parameters in (full, stacks):
         optim.Muon(parameters, lr=0.1).step()
-    for one, part in zip(whole, stacks, strict=True):
+    for one, shard in zip(full, stacks, strict=True):
         close = {"rtol": 0, "atol": 0 if one.device.type == "cpu" else 1e-3}
-        torch.testing.assert_close(everything(part.detach()), one.detach(), **close)
+        torch.testing.assert_close(everything(shard.detach()), one.detach(), **close)
 
 
 def test_experts_under_fsdp(ranks: RankPool) -> None:
@@ -228,13 +228,13 @@ def test_experts_under_fsdp(ranks: RankPool) -> None:
 
 
 def check_refusals(rank: Rank) -> None:
-    """torch's Muon on a part, also a subclass and of master weights, and gradients on some ranks only."""
+    """torch's Muon on a shard, also a subclass and of master weights, and gradients on some ranks only."""
     _, sharded, _mesh = twins(rank, 1)
     _, sliced, _ = twins(rank, rank.size)
     for model, name in ((sharded, "'up.weight'"), (sliced, "a tensor-parallel parameter")):
         text = (
-            "transformer_plugin::torch.optim.Muon: argument 'params': expected whole parameters, got "
-            f"{name}, of which each of {rank.size} ranks has a part. Use transformer_plugin.optim.Muon."
+            "transformer_plugin::torch.optim.Muon: argument 'params': expected full parameters, got "
+            f"{name}, of which each of {rank.size} ranks has a shard. Use transformer_plugin.optim.Muon."
         )
         before = model.up.weight.detach().clone()
         model.up.weight.grad = torch.ones_like(before)

@@ -15,7 +15,7 @@ import transformer_plugin as tp
 from transformer_plugin import nn as tnn
 from transformer_plugin.nn.convert import ConvertedExperts
 from transformer_plugin.parallel import quantize_all_gather, set_gather_order, shard_
-from transformer_plugin.parallel._weight_part import part_of
+from transformer_plugin.parallel._parameter_shard import shard_of_parameter
 from transformer_plugin.recipes import Float8BlockScaling
 from transformer_plugin.testing.distributed import Rank, RankPool
 
@@ -58,14 +58,17 @@ def converted(device: Any) -> Any:
 
 def check_shard(rank: Rank) -> None:
     head = "transformer_plugin::shard_: argument 'module': expected layers of transformer_plugin.nn, got "
-    tail = ". Their weights stay whole on every rank: leave them out with 'filter' if that is meant."
+    tail = ". Their weights stay unsharded on every rank: leave them out with 'filter' if that is meant."
     model = mixed(rank.device)
     (text,) = texts_of(shard_, model, rank.group)
     assert text == (
         f"{head}a module of the class Linear ('head') and a module of the class Embedding ('table') and a module of "
         f"the class Experts ('experts'), with 84% of the model's parameters{tail}"
     )
-    assert part_of(model["own"].weight) is not None and part_of(model["head"].weight) is None  # type: ignore[arg-type]
+    assert (
+        shard_of_parameter(model["own"].weight) is not None
+        and shard_of_parameter(model["head"].weight) is None
+    )  # type: ignore[arg-type]
     own = mixed(rank.device)
     assert texts_of(shard_, own, rank.group, filter=lambda _, layer: isinstance(layer, tnn.Linear)) == []
     (text,) = texts_of(shard_, mixed(rank.device), rank.group, filter=lambda name, _: name != "experts")

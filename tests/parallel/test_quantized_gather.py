@@ -25,7 +25,7 @@ from tests.parallel.gathered_model import (
 )
 from tests.tensor.values import KEYS
 from transformer_plugin.parallel import quantize_all_gather
-from transformer_plugin.parallel._gather_layout import Shards, check, parts_of, quantize_shard
+from transformer_plugin.parallel._gather_layout import Shards, buffer_layouts, check, quantize_shard
 from transformer_plugin.parallel._quantized_gather import QuantizedGatherTensor
 from transformer_plugin.recipes import (
     Float8BlockScaling,
@@ -142,22 +142,22 @@ def test_bytes_that_are_gathered(pair: RankPool, key: str) -> None:
     pair.run(count_bytes, key)
 
 
-def train_whole(rank: Rank, name: str) -> None:
+def train_full(rank: Rank, name: str) -> None:
     """Against one model that is not sharded, with the batches of all ranks."""
     recipe = RECIPES[name][0]
-    whole = made(rank, recipe)
+    full = made(rank, recipe)
     model = shard(rank, quantize_all_gather(made(rank, recipe)))
     gradients: dict[str, list[Tensor]] = {}
     for r in range(rank.size):
         torch.manual_seed(3)
-        output = whole(*batch(r, 0, rank.device))
+        output = full(*batch(r, 0, rank.device))
         torch.manual_seed(4)
         output.square().sum().backward()
         if r == rank.rank:
             torch.manual_seed(3)
             mine = model(*batch(r, 0, rank.device))
             assert_same_bits(mine.detach(), output.detach())
-        for n, p in whole.named_parameters():
+        for n, p in full.named_parameters():
             gradients.setdefault(n, []).append(p.grad.clone())
             p.grad = None
     torch.manual_seed(4)
@@ -172,7 +172,7 @@ def train_whole(rank: Rank, name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_same_bits_as_one_model(pair: RankPool, name: str) -> None:
-    pair.run(train_whole, name)
+    pair.run(train_full, name)
 
 
 def assemble(rank: Rank, key: str, kind: str) -> None:
@@ -181,18 +181,18 @@ def assemble(rank: Rank, key: str, kind: str) -> None:
     shape = {"stack": (4, 48, 96), "matrix": (512, 96), "short": (64, 160)}[kind]
     x = torch.randn(shape, generator=generator).bfloat16().to(rank.device)
     x.view(-1)[3] = 77.0  # the amax is on one rank
-    whole = tp.quantize(x, key, columnwise=True)
-    symmetric = whole.format.square_blocks or whole.format.family == "fp8_tensor"
+    full = tp.quantize(x, key, columnwise=True)
+    symmetric = full.format.square_blocks or full.format.family == "fp8_tensor"
     choices: list[Any] = ["none", "gathered"]
-    choices += ["transposed"] if symmetric and not whole.format.needs_amax else []
+    choices += ["transposed"] if symmetric and not full.format.needs_amax else []
     mesh = init_device_mesh(rank.device.type, (rank.size,))
     rows = x.chunk(rank.size)[rank.rank].contiguous()
     for columns in choices:
-        shards = Shards(whole.format.key, shape, rank.size, columns)
+        shards = Shards(full.format.key, shape, rank.size, columns)
         check(shards, "Linear")
         own = quantize_shard(shards, rows, mesh.get_group())
         names, outputs, kept = [], [], {}
-        for part in parts_of(shards):
+        for part in buffer_layouts(shards):
             mine = own[part.name].view(torch.uint8).reshape(-1)
             assert own[part.name].shape == part.shard
             if part.axis is None:
@@ -204,8 +204,8 @@ def assemble(rank: Rank, key: str, kind: str) -> None:
         metadata = (shards, tuple(names), kept)
         holder = QuantizedGatherTensor(rows)
         value, inner = holder.fsdp_post_all_gather(tuple(outputs), metadata, torch.bfloat16)
-        wanted = {n: t for n, t in whole._buffers.present() if columns != "none" or "columnwise" not in n}
-        assert type(value) is type(whole) and value.shape == whole.shape and value.dtype == torch.bfloat16
+        wanted = {n: t for n, t in full._buffers.present() if columns != "none" or "columnwise" not in n}
+        assert type(value) is type(full) and value.shape == full.shape and value.dtype == torch.bfloat16
         got = dict(value._buffers.present())
         assert got.keys() == wanted.keys()
         for again in (False, True):

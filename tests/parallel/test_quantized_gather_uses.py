@@ -79,13 +79,13 @@ def resume(rank: Rank, folder: str) -> None:
         opt.step()
     assert_alike(again, model)
     # One process's model, not sharded, in high precision and as a quantized one.
-    whole = Model(recipe).to(rank.device)
-    state = {"model": whole.state_dict()}
+    full = Model(recipe).to(rank.device)
+    state = {"model": full.state_dict()}
     dcp.load(state, checkpoint_id=folder)
-    whole.load_state_dict(state["model"])
-    for name, p in whole.named_parameters():
+    full.load_state_dict(state["model"])
+    for name, p in full.named_parameters():
         assert_same_bits(p.detach(), expected[name])
-    assert_same_bits(whole(*inputs).detach(), output)
+    assert_same_bits(full(*inputs).detach(), output)
     with tp.quantized_init(recipe):
         quantized = Model(None).to(rank.device)
     quantized.load_state_dict(state["model"])

@@ -17,7 +17,7 @@ def key_of(rank: Rank, rows: int) -> str:
 
 
 def gradient(rank: Rank, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Of the whole weight, with other numbers on each rank."""
+    """Of the full weight, with other numbers on each rank."""
     generator = torch.Generator().manual_seed(100 * seed + rank.rank)
     return torch.randn(4 * rank.size, 16, generator=generator).to(rank.device, dtype)
 
@@ -60,10 +60,10 @@ def check_tokens_of_other_ops(rank: Rank) -> None:
     """Collectives of all ops are kept in one place. A token of another op is one that is not known."""
     weight, grad = torch.zeros(4, 16, device=rank.device), gradient(rank, 0)
     key, group = key_of(rank, 4 * rank.size), (rank.size, rank.group_name)
-    whole, total = ops.all_gather(grad, *group), total_of(rank, grad, weight, key)
+    full, total = ops.all_gather(grad, *group), total_of(rank, grad, weight, key)
     sum_token, gather_token = ops.start_reduce_gradient(grad, weight, key), ops.start_all_gather(grad, *group)
     for gather, add in ((sum_token, gather_token), (gather_token, sum_token)):
-        assert_same_bits(ops.finish_all_gather(gather, grad, *group), whole)
+        assert_same_bits(ops.finish_all_gather(gather, grad, *group), full)
         assert_same_bits(ops.finish_reduce_gradient(add, grad, weight, key), total)
 
 

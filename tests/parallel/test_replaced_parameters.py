@@ -71,11 +71,11 @@ def backward(model: Any, reference: Reference) -> None:
     close(output, reference.own(wanted), case.kind, "output")
     (output * reference.own(factors).to(output)).sum().backward()
     for name, parameter in model.named_parameters():
-        is_whole = parameter.shape == reference.parameters[name].shape and not hasattr(parameter, "to_local")
-        if is_whole and reference.data.size > 1:
+        is_full = parameter.shape == reference.parameters[name].shape and not hasattr(parameter, "to_local")
+        if is_full and reference.data.size > 1:
             dist.all_reduce(parameter.grad, group=case.data_group(rank))
     weight = layer_of(model, case).get_parameter(case.name)
-    want = case.cut(reference.parameters[case.full_name].grad, rank)  # type: ignore[arg-type]
+    want = case.shard_of(reference.parameters[case.full_name].grad, rank)  # type: ignore[arg-type]
     close(local(weight.grad), want, case.kind, "gradient")
     norm = parallel.clip_grad_norm_(model.parameters(), 1e9)
     wanted_norm = torch.stack([p.grad.norm() for p in reference.parameters.values()]).norm()  # type: ignore[union-attr]
@@ -95,16 +95,16 @@ def step_muon(model: Any, reference: Reference) -> None:
         matrix.requires_grad_().grad = gradient
     torch.optim.Muon(matrices, **options).step()
     if full.dim() == 2 and case.kind in SHARDS:
-        with pytest.raises(ValueError, match=r"Muon: argument 'params': expected whole parameters, got"):
+        with pytest.raises(ValueError, match=r"Muon: argument 'params': expected full parameters, got"):
             torch.optim.Muon([weight], **options).step()
     optim.Muon([weight], **options).step()
     with torch.no_grad():
         full.copy_(matrices[0] if full.dim() == 2 else torch.stack([m.detach() for m in matrices]))
-    change, wanted = local(weight).cpu() - case.cut(before, reference.rank), full.detach() - before
-    wanted = case.cut(wanted, reference.rank)
+    change, wanted = local(weight).cpu() - case.shard_of(before, reference.rank), full.detach() - before
+    wanted = case.shard_of(wanted, reference.rank)
     assert (change - wanted).norm() < 0.05 * wanted.norm().clamp(min=1e-3), "Muon"
     with torch.no_grad():  # the same values again, which bfloat16 has rounded
-        write_values(layer_of(model, case), case.name, case.cut(full.detach(), reference.rank))
+        write_values(layer_of(model, case), case.name, case.shard_of(full.detach(), reference.rank))
 
 
 def step_adam(model: Any, reference: Reference) -> None:
@@ -163,7 +163,7 @@ def check_cell(rank: Rank, case: Case, name: str) -> tuple[dict[str, Any], dict[
     layer, state = layer_of(model, case), full_state(model)
     old, optimizer = getattr(layer, case.name), torch.optim.SGD(model.parameters(), lr=0.0)
     new = 0.3 * drawn(*state[case.full_name].shape, seed=9)
-    value, text = case.cut(new, rank), refusals.get(case.kind)
+    value, text = case.shard_of(new, rank), refusals.get(case.kind)
     torch.manual_seed(3)
     try:
         after = way(model, case, value) or model
@@ -180,7 +180,7 @@ def check_cell(rank: Rank, case: Case, name: str) -> tuple[dict[str, Any], dict[
         check_computed(model, Reference(case, state, rank), name)
         return {}, {}
     own_now = local(layer_of(after, case).get_parameter(case.name)).cpu()
-    if text is None or not torch.equal(own_now, case.cut(state[case.full_name], rank)):
+    if text is None or not torch.equal(own_now, case.shard_of(state[case.full_name], rank)):
         close(own_now, value, case.kind, "values")
         state[case.full_name] = new
     if case.is_quantized:
@@ -246,7 +246,7 @@ def test_on_grid(four: RankPool, key: str, tmp_path: Path) -> None:
 def check_quantized_shards(rank: Rank) -> None:
     """Quantized copies, which travel, follow another shard, and fused steps of its optimizer, which count no change."""
     torch.manual_seed(0)
-    layer, whole = (tnn.Linear(128, 256, bias=False, recipe=FP8, device=rank.device) for _ in range(2))
+    layer, full = (tnn.Linear(128, 256, bias=False, recipe=FP8, device=rank.device) for _ in range(2))
     parallel.shard_(layer, rank.group)
     x = drawn(16, 128, seed=rank.rank).to(rank.device)
     layer(x)
@@ -255,8 +255,8 @@ def check_quantized_shards(rank: Rank) -> None:
         layer(x).square().sum().backward()
         torch.optim.AdamW(layer.parameters(), lr=0.1, fused=True).step()
         with torch.no_grad():
-            whole.weight.copy_(parallel.full_weight(layer.weight))
-        torch.testing.assert_close(layer(x), whole(x), rtol=1e-3, atol=1e-3, msg=str(step))
+            full.weight.copy_(parallel.full_weight(layer.weight))
+        torch.testing.assert_close(layer(x), full(x), rtol=1e-3, atol=1e-3, msg=str(step))
 
 
 def test_quantized_shards(pair: RankPool) -> None:

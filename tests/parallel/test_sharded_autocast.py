@@ -29,19 +29,19 @@ def layers(rank: Rank, recipe: Recipe | None) -> torch.nn.Sequential:
 
 def check_kept_copies(rank: Rank, key: str, compiled: bool) -> None:
     """One rank keeps the graphs of earlier forwards, and with them autocast's copies of weights that have changed."""
-    whole, sharded = layers(rank, RECIPES[key]), layers(rank, RECIPES[key])
+    full, sharded = layers(rank, RECIPES[key]), layers(rank, RECIPES[key])
     shard_(sharded, rank.group)
     run = torch.compile(sharded, fullgraph=True, backend="aot_eager") if compiled else sharded
     input = torch.randn(16, 128, generator=torch.Generator().manual_seed(1)).to(rank.device)
     kept: list[Tensor] = []
     for _ in range(3):
         with torch.no_grad():
-            for parameter in (*whole.parameters(), *sharded.parameters()):
+            for parameter in (*full.parameters(), *sharded.parameters()):
                 parameter.mul_(1.25)
-        for layer in (*whole[::2], *(sharded[::2] if compiled else ())):
-            layer.quantize_weights()  # as parts are: from float32
+        for layer in (*full[::2], *(sharded[::2] if compiled else ())):
+            layer.quantize_weights()  # as shards are: from float32
         with torch.autocast(rank.device.type, torch.bfloat16):
-            want, got = whole(input), run(input)
+            want, got = full(input), run(input)
         assert_same_bits(got, want)
         if rank.rank == 0:
             kept.append(got)
@@ -60,8 +60,8 @@ def test_compiled(pair: RankPool) -> None:
     pair.run(check_kept_copies, "values", True)
 
 
-def check_quantized_parts(rank: Rank) -> None:
-    """Quantized parts are no copies of autocast, and are gathered early."""
+def check_quantized_shards(rank: Rank) -> None:
+    """Quantized shards are no copies of autocast, and are gathered early."""
     model = torch.nn.Sequential(*list(layers(rank, None))[::2])
     shard_(model, rank.group)
     before = ops.count_gathers(rank.group_name)
@@ -72,8 +72,8 @@ def check_quantized_parts(rank: Rank) -> None:
     assert now.hits - before.hits > 0
 
 
-def test_quantized_parts_are_gathered_early(pair: RankPool) -> None:
-    pair.run(check_quantized_parts)
+def test_quantized_shards_are_gathered_early(pair: RankPool) -> None:
+    pair.run(check_quantized_shards)
 
 
 def test_keys_without_a_set() -> None:

@@ -76,14 +76,14 @@ def check_main_grad(rank: Rank) -> None:
     buffers = []
     for compiles in (False, True):
         torch.manual_seed(0)
-        cut: Any = shard_(Again(), rank.group)
-        buffer = torch.zeros(2, *cut.first.weight.shape)
-        cut.first.weight.main_grad, cut.other.weight.main_grad = buffer.unbind(0)
-        model: Any = torch.compile(cut, backend="aot_eager", fullgraph=True) if compiles else cut
+        sharded: Any = shard_(Again(), rank.group)
+        buffer = torch.zeros(2, *sharded.first.weight.shape)
+        sharded.first.weight.main_grad, sharded.other.weight.main_grad = buffer.unbind(0)
+        model: Any = torch.compile(sharded, backend="aot_eager", fullgraph=True) if compiles else sharded
         for step in range(2):
             x = dense_batch(rank.rank, step, rank.device).arguments[0][:, :24].contiguous()
             model(x).float().square().mean().backward()
-        assert cut.first.weight.grad is None and cut.other.weight.grad is None
+        assert sharded.first.weight.grad is None and sharded.other.weight.grad is None
         buffers.append(buffer)
     assert buffers[0].abs().sum() > 0
     torch.testing.assert_close(buffers[1], buffers[0], rtol=1e-5, atol=1e-7)
@@ -117,7 +117,7 @@ def test_experts(make_pool: Any, key: str) -> None:
 
 
 def check_quantize_weights(rank: Rank, key: str) -> None:
-    """A compiled step may quantize the parts anew: one reduction for the amaxes of all."""
+    """A compiled step may quantize the shards anew: one reduction for the amaxes of all."""
     torch._dynamo.reset()
     models = []
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Delayed scaling of sharded weights: the whole layer over several steps, bit for bit, with its scales."""
+"""Delayed scaling of sharded weights: the full layer over several steps, bit for bit, with its scales."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.parallel.sharded_models import (
 from transformer_plugin import nn as tnn
 from transformer_plugin import ops
 from transformer_plugin.parallel import full_weight, shard_
-from transformer_plugin.parallel._weight_part import part_of
+from transformer_plugin.parallel._parameter_shard import shard_of_parameter
 from transformer_plugin.recipes import DelayedScaling, Float8CurrentScaling
 from transformer_plugin.testing.distributed import Rank, RankPool
 from transformer_plugin.testing.numerics import assert_same_bits
@@ -63,29 +63,29 @@ def states(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def check_alone(rank: Rank, kind: Any) -> None:
-    """Without a group: this rank's state is that of the whole layer with this rank's tokens."""
-    whole, cut = twins(rank, lambda: kind(rank.device))
-    others = [states(whole) for _ in range(rank.size)]
+    """Without a group: this rank's state is that of the full layer with this rank's tokens."""
+    full, sharded = twins(rank, lambda: kind(rank.device))
+    others = [states(full) for _ in range(rank.size)]
     for step in range(4):
         each = []
         for other in range(rank.size):  # one model in the place of all ranks, each with its state
             for name, value in others[other].items():
-                whole.get_buffer(name).copy_(value)
-            each.append(computed(whole, batch_of(kind, other, step, rank.device)))
-            others[other] = states(whole)
-        own = computed(cut, batch_of(kind, rank.rank, step, rank.device))
-        for name, value in states(cut).items():
+                full.get_buffer(name).copy_(value)
+            each.append(computed(full, batch_of(kind, other, step, rank.device)))
+            others[other] = states(full)
+        own = computed(sharded, batch_of(kind, rank.rank, step, rank.device))
+        for name, value in states(sharded).items():
             assert_same_bits(value, others[rank.rank][name], f"{name} in step {step}")
         assert_same_bits(own.output, each[rank.rank].output)
         assert_same_bits(own.grad_input, each[rank.rank].grad_input)
-        for name, parameter in cut.named_parameters():
-            if part_of(parameter) is None:
+        for name, parameter in sharded.named_parameters():
+            if shard_of_parameter(parameter) is None:
                 assert_same_bits(own.grads[name], each[rank.rank].grads[name], name)
                 continue
-            assert_same_bits(full_weight(parameter), whole.get_parameter(name).detach(), name)
+            assert_same_bits(full_weight(parameter), full.get_parameter(name).detach(), name)
             want = expected_grad([results.grads[name] for results in each], parameter, True)
             assert_same_bits(own.grads[name], want, name)
-        change(whole, cut, step)
+        change(full, sharded, step)
 
 
 @pytest.mark.parametrize("kind", [dense, Experts])
@@ -97,18 +97,18 @@ def check_group(rank: Rank, kind: Any, compiled: bool) -> None:
     """With a group all ranks have the same scales; those of inputs are of all tokens."""
     torch._dynamo.reset()
     _, eager = twins(rank, lambda: kind(rank.device, rank.group))
-    _, cut = twins(rank, lambda: kind(rank.device, rank.group))
-    model: Any = torch.compile(cut, fullgraph=True, backend="aot_eager") if compiled else cut
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (eager, cut)]
+    _, sharded = twins(rank, lambda: kind(rank.device, rank.group))
+    model: Any = torch.compile(sharded, fullgraph=True, backend="aot_eager") if compiled else sharded
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (eager, sharded)]
     for step in range(4):
         batch = batch_of(kind, rank.rank, step, rank.device)
         want, got = computed(eager, batch), computed(model, batch)
         assert_same_bits(got.output, want.output)
-        for one, other in zip(eager.parameters(), cut.parameters(), strict=True):
+        for one, other in zip(eager.parameters(), sharded.parameters(), strict=True):
             assert (one.grad is None) == (other.grad is None)
             if one.grad is not None:
                 assert_same_bits(other.grad, one.grad)
-        for name, value in cut.named_buffers():
+        for name, value in sharded.named_buffers():
             if name.endswith("delayed_scale"):
                 everyone = [torch.empty_like(value) for _ in range(rank.size)]
                 dist.all_gather(everyone, value, group=rank.group)
@@ -127,20 +127,20 @@ def test_with_a_group(pair: RankPool, kind: Any, compiled: bool) -> None:
 
 
 def check_recipes(rank: Rank) -> None:
-    """Recipes that are set later: the state is of the whole weight; and back to scales of the data."""
+    """Recipes that are set later: the state is of the full weight; and back to scales of the data."""
     for make in (lambda: dense(rank.device), lambda: Experts(rank.device)):
         kind = dense if make().__class__ is torch.nn.Sequential else Experts
-        whole, cut = twins(rank, make)
+        full, sharded = twins(rank, make)
         for recipe in (Float8CurrentScaling(), DelayedScaling(amax_history_len=3)):
-            for model in (whole, cut):
+            for model in (full, sharded):
                 for layer in model.modules():
                     if isinstance(getattr(layer, "recipe", None), DelayedScaling | Float8CurrentScaling):
                         layer.recipe = recipe
             for step in range(2):
                 batch = batch_of(kind, rank.rank, step, rank.device)
-                assert_same_bits(computed(cut, batch).output, computed(whole, batch).output)
-        for name, value in cut.named_buffers():
-            assert_same_bits(value, whole.get_buffer(name), name)
+                assert_same_bits(computed(sharded, batch).output, computed(full, batch).output)
+        for name, value in sharded.named_buffers():
+            assert_same_bits(value, full.get_buffer(name), name)
 
 
 def test_recipes_that_are_set_later(pair: RankPool) -> None:
@@ -173,7 +173,7 @@ def test_op_errors() -> None:
 
 
 def check_slices(rank: Rank) -> None:
-    """Slices of tensor-parallel layers that are sharded further; all ranks have the scales of the whole layers."""
+    """Slices of tensor-parallel layers that are sharded further; all ranks have the scales of the full layers."""
     mesh = init_device_mesh(rank.device.type, (2, 2), mesh_dim_names=("data", "tp"))
     models = []
     for _ in range(2):
@@ -187,17 +187,17 @@ def check_slices(rank: Rank) -> None:
                 tnn.Linear(100, 64, parallel_mode="row", **options),
             )
         )
-    plain, cut = models
-    shard_(cut, mesh["data"])
+    plain, sharded = models
+    shard_(sharded, mesh["data"])
     for step in range(3):
         batch = batch_of(dense, rank.rank, step, rank.device)
-        want, got = computed(plain, batch), computed(cut, batch)
+        want, got = computed(plain, batch), computed(sharded, batch)
         assert_same_bits(got.output, want.output)
         assert_same_bits(got.grad_input, want.grad_input)
-        for one, other in zip(plain, cut, strict=True):
+        for one, other in zip(plain, sharded, strict=True):
             assert_same_bits(other.delayed_scale, one.delayed_scale)  # type: ignore[arg-type]
             assert_same_bits(full_weight(other.weight), full_weight(one.weight))  # type: ignore[arg-type]
-        change(plain, cut, step)
+        change(plain, sharded, step)
 
 
 def test_slices(make_pool: Any) -> None:

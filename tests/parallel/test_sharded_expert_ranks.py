@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.parallel.sharded_model import EXPERTS, Block, one_step, wanted_gradients, whole_block
+from tests.parallel.sharded_model import EXPERTS, Block, full_block, one_step, wanted_gradients
 from transformer_plugin import nn as tnn
 from transformer_plugin import optim, parallel, recipes
 from transformer_plugin.parallel import full_weight, shard_
-from transformer_plugin.parallel._part_tensor import PartTensor
-from transformer_plugin.parallel._weight_part import layout_of, part_of
+from transformer_plugin.parallel._parameter_shard import layout_of, shard_of_parameter
+from transformer_plugin.parallel._shard_tensor import ShardTensor
 from transformer_plugin.testing.distributed import Rank
 from transformer_plugin.testing.numerics import assert_same_bits
 
@@ -36,50 +36,50 @@ def made(rank: Rank, experts: int, seed: int = 0, recipe: Any = None) -> tuple[B
     return block, mesh
 
 
-def own(parameter: Tensor, whole: Tensor) -> Tensor:
+def own(parameter: Tensor, full: Tensor) -> Tensor:
     layout = layout_of(parameter)
-    return whole if layout is None else layout.cut(whole)
+    return full if layout is None else layout.local_shard_of(full)
 
 
 def joined(parameter: Any, value: Tensor) -> Tensor:
-    """The whole of a value that each rank has for its part of a parameter."""
+    """The full tensor of a value that each rank has for its shard of a parameter."""
     twin = torch.nn.Parameter(value.clone())
     twin.__dict__.update(parameter.__dict__)
     return full_weight(twin)
 
 
 def check_states(rank: Rank, experts: int) -> None:
-    """State dicts are those of a block that has all experts, whole and with parts."""
-    whole, (block, _) = whole_block(), made(rank, experts)
+    """State dicts are those of a block that has all experts, unsharded and sharded."""
+    full, (block, _) = full_block(), made(rank, experts)
     state = block.state_dict()
-    for name, value in whole.state_dict().items():
+    for name, value in full.state_dict().items():
         assert state[name].shape == value.shape, name
-        has_part = "experts" in name and (experts > 1 or "weight" in name)
-        assert isinstance(state[name], PartTensor) == has_part, name
+        has_shard = "experts" in name and (experts > 1 or "weight" in name)
+        assert isinstance(state[name], ShardTensor) == has_shard, name
         assert_same_bits(full_weight(block.get_parameter(name)), value, name)
     for name, value in parallel.full_state_dict(block).items():
-        assert_same_bits(value, whole.state_dict()[name], name)
+        assert_same_bits(value, full.state_dict()[name], name)
     buffer = io.BytesIO()
     torch.save(state, buffer)
     buffer.seek(0)
     other, _ = made(rank, experts, seed=5)
-    for source in (torch.load(buffer), whole.state_dict()):
+    for source in (torch.load(buffer), full.state_dict()):
         other.moe.experts.reset_parameters()
         other.load_state_dict(source)
-        for name, value in whole.state_dict().items():
+        for name, value in full.state_dict().items():
             assert_same_bits(full_weight(other.get_parameter(name)), value, name)
     copied = copy.deepcopy(block).to(torch.float64)
-    for name, value in whole.state_dict().items():
+    for name, value in full.state_dict().items():
         assert_same_bits(full_weight(copied.get_parameter(name)), value.double(), name)
     torch.manual_seed(3)
-    whole.moe.experts.reset_parameters()
+    full.moe.experts.reset_parameters()
     torch.manual_seed(3)
     block.moe.experts.reset_parameters()
-    for name, value in whole.state_dict().items():
+    for name, value in full.state_dict().items():
         assert_same_bits(full_weight(block.get_parameter(name)), value, name)
     if experts < rank.size or experts == 1:
         return
-    with pytest.raises(ValueError, match="expected whole parameters, got experts, of which each of 4 ranks"):
+    with pytest.raises(ValueError, match="expected full parameters, got experts, of which each of 4 ranks"):
         torch.nn.utils.clip_grad_norm_(block.parameters(), 1.0)
 
 
@@ -88,14 +88,14 @@ def test_states(make_pool: Any, experts: int) -> None:
     make_pool(4).run(check_states, experts)
 
 
-def trained(rank: Rank, block: Block, whole: Block, steps: int) -> torch.optim.Optimizer:
+def trained(rank: Rank, block: Block, full: Block, steps: int) -> torch.optim.Optimizer:
     """Some steps with clipped gradients, which are those of a block with all experts."""
     model = parallel.data_parallel(block)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (block, whole)]
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (block, full)]
     for step in range(steps):
         one_step(rank, model, step)
         for (name, parameter), grad in zip(
-            whole.named_parameters(), wanted_gradients(whole, rank.size).values(), strict=True
+            full.named_parameters(), wanted_gradients(full, rank.size).values(), strict=True
         ):
             if step == 0:
                 got = block.get_parameter(name)
@@ -106,7 +106,7 @@ def trained(rank: Rank, block: Block, whole: Block, steps: int) -> torch.optim.O
                 norms = [
                     clip(m.parameters(), 1e9, order)
                     for clip, m in (
-                        (torch.nn.utils.clip_grad_norm_, whole),
+                        (torch.nn.utils.clip_grad_norm_, full),
                         (parallel.clip_grad_norm_, block),
                     )
                 ]
@@ -122,7 +122,7 @@ def trained(rank: Rank, block: Block, whole: Block, steps: int) -> torch.optim.O
 
 def check_checkpoint(rank: Rank, folder: str, experts: int, save: bool) -> None:
     block, _ = made(rank, experts, seed=0 if save else 7)
-    optimizer = trained(rank, block, whole_block() if save else copy_of(block), 2 if save else 1)
+    optimizer = trained(rank, block, full_block() if save else copy_of(block), 2 if save else 1)
     states = dict(zip(("model", "optimizer"), get_state_dict(block, optimizer), strict=True))
     if save:
         dcp.save(states, checkpoint_id=folder)
@@ -143,18 +143,18 @@ def check_checkpoint(rank: Rank, folder: str, experts: int, save: bool) -> None:
 
 
 def copy_of(block: Block) -> Block:
-    whole = whole_block()
-    whole.load_state_dict(parallel.full_state_dict(block))
-    return whole
+    full = full_block()
+    full.load_state_dict(parallel.full_state_dict(block))
+    return full
 
 
 def test_checkpoints_on_other_meshes(make_pool: Any, tmp_path: Path) -> None:
-    """(experts, parts) = (2, 2) and (4, 1) are loaded as each other, (1, 1), (2, 1), (1, 2) and (1, 4)."""
+    """(experts, shards) = (2, 2) and (4, 1) are loaded as each other, (1, 1), (2, 1), (1, 2) and (1, 4)."""
     for save in (2, 4):
         folder = str(tmp_path / str(save))
         make_pool(4).run(check_checkpoint, folder, save, True)
         metadata: Any = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-        for name, value in whole_block().state_dict().items():
+        for name, value in full_block().state_dict().items():
             stored = metadata[f"model.{name}"]
             assert stored.size == value.shape, name
             assert sum(chunk.sizes.numel() for chunk in stored.chunks) == value.numel(), name
@@ -198,17 +198,17 @@ def test_delayed_scaling(make_pool: Any, tmp_path: Path) -> None:
 
 def check_muon(rank: Rank, experts: int) -> None:
     """Experts are matrices of their own: the steps are those of a block that has all of them."""
-    whole, (block, _) = whole_block(), made(rank, experts)
+    full, (block, _) = full_block(), made(rank, experts)
     optimizers = []
-    for model in (whole, block):
+    for model in (full, block):
         layers = [model.moe.experts.fc1.weight, model.moe.experts.fc2.weight]
         optimizers.append(optim.Muon(layers, lr=0.1))
-    for (name, grad), parameter in zip(wanted_gradients(whole, 2).items(), whole.parameters(), strict=True):
+    for (name, grad), parameter in zip(wanted_gradients(full, 2).items(), full.parameters(), strict=True):
         parameter.grad, got = grad, block.get_parameter(name)
         got.grad = own(got, grad)
     for optimizer in optimizers:
         optimizer.step()
-    for name, parameter in whole.named_parameters():
+    for name, parameter in full.named_parameters():
         assert_same_bits(full_weight(block.get_parameter(name)), parameter.detach(), name)
 
 
@@ -229,7 +229,7 @@ def check_refusals(rank: Rank) -> None:
         ValueError, match="expected packed experts where ranks have some of them, got a list in"
     ):
         shard_(lists, mesh["data"])
-    assert not any(part_of(p) for p in lists.parameters())
+    assert not any(shard_of_parameter(p) for p in lists.parameters())
     block, _ = made(rank, 2)
     with pytest.raises(ValueError, match="which shard_ has sharded over the ranks"):
         torch.nn.parallel.DistributedDataParallel(block)

@@ -21,33 +21,33 @@ from tests.parallel.sharded_model import (
     assert_gradients,
     everyone,
     everything,
+    full_block,
     loss_of,
     mesh_of,
     one_step,
     rows_of,
     sharded_block,
     wanted_gradients,
-    whole_block,
 )
 from transformer_plugin.testing.distributed import Rank, RankPool
 from transformer_plugin.testing.numerics import assert_same_bits, relative_error
 
 
 def check_parameters(rank: Rank) -> None:
-    whole, mesh = whole_block(rank.device), mesh_of(rank)
+    full, mesh = full_block(rank.device), mesh_of(rank)
     for placement in ({"group": rank.group}, {"mesh": mesh["experts"]}, {"group": mesh["experts"]}):
-        block = sharded_block(whole, rank.device, **placement)
+        block = sharded_block(full, rank.device, **placement)
         for name, parameter in block.named_parameters():
             assert isinstance(parameter, DTensor) == (".experts." in name)
         weight = block.moe.experts.fc1.weight
         assert weight.placements == (Shard(0),) and weight.shape == (EXPERTS, 2 * FFN, HIDDEN)
-        assert_same_bits(weight.full_tensor(), whole.moe.experts.fc1.weight)
+        assert_same_bits(weight.full_tensor(), full.moe.experts.fc1.weight)
         # Another state dict of this rank's experts, as each rank may have saved it separately.
         local = {
             name: p.to_local() + 1 if isinstance(p, DTensor) else p for name, p in block.state_dict().items()
         }
         block.load_state_dict(local)
-        assert_same_bits(weight.full_tensor(), whole.moe.experts.fc1.weight + 1)
+        assert_same_bits(weight.full_tensor(), full.moe.experts.fc1.weight + 1)
         twin = copy.deepcopy(block)
         rows = rows_of(rank.rank).to(rank.device)
         assert_same_bits(twin(rows), block(rows))
@@ -64,7 +64,7 @@ def check_parameters(rank: Rank) -> None:
         for placement in ({"group": rank.group}, {"mesh": mesh["experts"]}):
             torch.manual_seed(0)
             block = Block(**placement)
-            for name, parameter in whole.named_parameters():
+            for name, parameter in full.named_parameters():
                 assert_same_bits(everything(block.get_parameter(name)), parameter)
     sharded = tp.parallel.fully_shard(Block(rank.device, mesh=mesh["experts"]), mesh)
     torch.manual_seed(0)
@@ -84,10 +84,10 @@ def test_parameters_are_sharded(ranks: RankPool) -> None:
 
 def check_optimizers(rank: Rank) -> None:
     """One list of all parameters with default settings; separate groups of plain and DTensor parameters otherwise."""
-    whole = whole_block(rank.device)
+    full = full_block(rank.device)
     results = []
     for options in ({}, {"foreach": True}, {"fused": True}):
-        block = sharded_block(whole, rank.device, group=rank.group)
+        block = sharded_block(full, rank.device, group=rank.group)
         one_step(rank, block)
         experts = list(block.moe.experts.parameters())
         others = [p for name, p in block.named_parameters() if ".experts." not in name]
@@ -95,7 +95,7 @@ def check_optimizers(rank: Rank) -> None:
         torch.optim.AdamW(groups, lr=0.1, **options).step()
         results.append(block.moe.experts.fc2.weight.full_tensor())
     for result in results:
-        assert not torch.equal(result, whole.moe.experts.fc2.weight)
+        assert not torch.equal(result, full.moe.experts.fc2.weight)
         torch.testing.assert_close(result, results[0], rtol=1e-5, atol=1e-6)
 
 
@@ -105,8 +105,8 @@ def test_optimizers(ranks: RankPool) -> None:
 
 def check_moved_and_recast(rank: Rank) -> None:
     """Moves, casts and loads keep the parameters' class, which optimizers accept together with plain parameters."""
-    whole = whole_block(rank.device)
-    kind = type(sharded_block(whole, rank.device, group=rank.group).moe.experts.fc1.weight)
+    full = full_block(rank.device)
+    kind = type(sharded_block(full, rank.device, group=rank.group).moe.experts.fc1.weight)
     assert issubclass(kind, DTensor) and kind is not DTensor
 
     def loaded(block: torch.nn.Module) -> torch.nn.Module:
@@ -121,16 +121,16 @@ def check_moved_and_recast(rank: Rank) -> None:
         lambda block: loaded(block),
         lambda block: block.to_empty(device=rank.device),
     ):
-        block = change(sharded_block(whole, rank.device, group=rank.group))
+        block = change(sharded_block(full, rank.device, group=rank.group))
         weights = [layer.weight for layer in (block.moe.experts.fc1, block.moe.experts.fc2)]
         assert all(type(w) is kind and isinstance(w, torch.nn.Parameter) for w in weights)
         assert weights[0].placements == (Shard(0),) and weights[0].shape == (EXPERTS, 2 * FFN, HIDDEN)
         for parameter in block.parameters():
             parameter.grad = torch.zeros_like(parameter)
         torch.optim.AdamW(block.parameters()).step()
-    block = sharded_block(whole, rank.device, group=rank.group).to(rank.device)
+    block = sharded_block(full, rank.device, group=rank.group).to(rank.device)
     rows = rows_of(rank.rank).to(rank.device)
-    assert_same_bits(block(rows), sharded_block(whole, rank.device, group=rank.group)(rows))
+    assert_same_bits(block(rows), sharded_block(full, rank.device, group=rank.group)(rows))
 
 
 def test_moved_and_recast(ranks: RankPool) -> None:
@@ -155,14 +155,14 @@ def test_recipes_set_later(ranks: RankPool) -> None:
 
 
 def check_data_parallel(rank: Rank) -> None:
-    whole, mesh = whole_block(rank.device), mesh_of(rank)
+    full, mesh = full_block(rank.device), mesh_of(rank)
     for placement in (
         {"group": rank.group},
         {"mesh": mesh["experts"]},
         {"group": rank.group, "dtensor": False},
     ):
         plain = not placement.get("dtensor", True)
-        block = Block(rank.device, **placement) if plain else sharded_block(whole, rank.device, **placement)
+        block = Block(rank.device, **placement) if plain else sharded_block(full, rank.device, **placement)
         before = copy.deepcopy(block.state_dict())
         for wrapped in (block, block.moe):
             named = r"got '(moe\.)?experts\.fc1\.weight' of experts .*data_parallel\(model\)"
@@ -183,14 +183,14 @@ def check_data_parallel(rank: Rank) -> None:
                 local.add_(0.0 if rank.rank < (rank.size if "group" in placement else 2) else 1.0)
         model = tp.parallel.data_parallel(block)
         one_step(rank, model, 0)
-        assert_gradients(model, wanted_gradients(whole, rank.size))
+        assert_gradients(model, wanted_gradients(full, rank.size))
         one_step(rank, model, 1)  # accumulates, as in DistributedDataParallel
-        assert_gradients(model, wanted_gradients(whole, rank.size, 2))
+        assert_gradients(model, wanted_gradients(full, rank.size, 2))
         model.zero_grad()
         with model.no_sync():
             one_step(rank, model, 0)
         one_step(rank, model, 1)
-        assert_gradients(model, wanted_gradients(whole, rank.size, 2))
+        assert_gradients(model, wanted_gradients(full, rank.size, 2))
 
 
 def check_replicate(rank: Rank) -> None:
@@ -209,10 +209,10 @@ def test_data_parallel(ranks: RankPool) -> None:
 
 def check_other_groups(rank: Rank) -> None:
     torch.distributed.new_group([0])  # of which the ranks that hold the same experts as rank 0 are no members
-    whole, mesh = whole_block(rank.device), mesh_of(rank)
-    model = tp.parallel.data_parallel(sharded_block(whole, rank.device, mesh=mesh["experts"]))
+    full, mesh = full_block(rank.device), mesh_of(rank)
+    model = tp.parallel.data_parallel(sharded_block(full, rank.device, mesh=mesh["experts"]))
     one_step(rank, model, 0)
-    assert_gradients(model, wanted_gradients(whole, rank.size))
+    assert_gradients(model, wanted_gradients(full, rank.size))
 
 
 def test_data_parallel_of_ranks_with_other_groups(four: RankPool) -> None:
@@ -243,12 +243,12 @@ def shard_with_ours(block: Block, mesh: Any) -> None:
 
 
 def check_fully_shard(rank: Rank, shard: Any, with_group: bool) -> None:
-    whole, mesh = whole_block(rank.device), mesh_of(rank)
+    full, mesh = full_block(rank.device), mesh_of(rank)
     placement = {"group": mesh["experts"].get_group()} if with_group else {"mesh": mesh["experts"]}
-    block = sharded_block(whole, rank.device, **placement)
+    block = sharded_block(full, rank.device, **placement)
     shard(block, mesh)
     one_step(rank, block)
-    wanted = wanted_gradients(whole, rank.size)
+    wanted = wanted_gradients(full, rank.size)
     assert_gradients(block, wanted)
     expected = torch.stack([g.norm() for g in wanted.values()]).norm()
     norm = tp.clip_grad_norm_(block, float(expected) / 2)
@@ -264,13 +264,13 @@ def test_fully_shard(ranks: RankPool, shard: Any, with_group: bool) -> None:
 
 def check_float16(rank: Rank) -> None:
     """In float16, FSDP2 divides before and after the sum."""
-    whole, mesh = whole_block(rank.device), mesh_of(rank)
-    block = sharded_block(whole, rank.device, mesh=mesh["experts"])
+    full, mesh = full_block(rank.device), mesh_of(rank)
+    block = sharded_block(full, rank.device, mesh=mesh["experts"])
     half = MixedPrecisionPolicy(reduce_dtype=torch.float16)
     fully_shard(block.moe.experts, mesh=mesh["copies"], mp_policy=half)
     fully_shard(block, mesh=everyone(mesh))
     one_step(rank, block)
-    wanted = wanted_gradients(whole, rank.size)
+    wanted = wanted_gradients(full, rank.size)
     for name, parameter in block.moe.experts.named_parameters():
         got = everything(parameter.grad)
         assert relative_error(got, wanted[f"moe.experts.{name}"]) <= 1e-3, name

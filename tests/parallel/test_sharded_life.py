@@ -16,7 +16,7 @@ from tests.parallel.sharded_models import RECIPES, Experts, dense, dense_batch, 
 from transformer_plugin import nn as tnn
 from transformer_plugin import ops, parallel, recipes
 from transformer_plugin.parallel import full_weight, shard_
-from transformer_plugin.parallel._weight_part import part_of
+from transformer_plugin.parallel._parameter_shard import shard_of_parameter
 from transformer_plugin.testing.distributed import Rank, RankPool
 from transformer_plugin.testing.numerics import assert_same_bits
 
@@ -34,12 +34,12 @@ def fill(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def own(parameter: Tensor, value: Tensor) -> Tensor:
-    part = part_of(parameter)
-    return value if part is None else part.rows.cut(value, part.rank)
+    shard = shard_of_parameter(parameter)
+    return value if shard is None else shard.local_shard_of(value)
 
 
 def added_over_ranks(rank: Rank, model: torch.nn.Module, backward: Any) -> dict[str, Tensor]:
-    """The gradients of a model with whole weights, each the sum over the ranks."""
+    """The gradients of a model with full weights, each the sum over the ranks."""
     for other in range(rank.size):
         backward(model, other)
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -47,7 +47,7 @@ def added_over_ranks(rank: Rank, model: torch.nn.Module, backward: Any) -> dict[
 
 def compare(model: torch.nn.Module, wanted: dict[str, Tensor]) -> None:
     for name, parameter in model.named_parameters():
-        if part_of(parameter) is not None:
+        if shard_of_parameter(parameter) is not None:
             assert (parameter.grad is None) == (name not in wanted), name
             if parameter.grad is not None:
                 assert_same_bits(parameter.grad, own(parameter, wanted[name]), name)
@@ -66,7 +66,7 @@ NAMES = ("table", "block.norm", "block.deep.0.fc1", "block.deep.0.fc2", "head")
 
 
 def check_names(rank: Rank) -> None:
-    """Parts know their parameter; what 'filter' leaves out, and all that is no weight, is the same object as before."""
+    """Shards know their parameter; what 'filter' leaves out, and all that is no weight, is the object from before."""
     model = kinds()
     before = dict(model.named_parameters())
     shard_(model, rank.group, filter=lambda name, _: name != "head")
@@ -74,17 +74,17 @@ def check_names(rank: Rank) -> None:
         assert all(parameter is before[name] for name, parameter in model.named_parameters())
         return
     for name, parameter in model.named_parameters():
-        part = part_of(parameter)
+        shard = shard_of_parameter(parameter)
         layer = name.removesuffix(".weight")
-        assert (part is not None) == (layer in NAMES[:-1] and name.endswith("weight")), name
-        if part is None:
+        assert (shard is not None) == (layer in NAMES[:-1] and name.endswith("weight")), name
+        if shard is None:
             assert parameter is before[name] and parameter.shape == before[name].shape, name
             continue
-        assert part.name == name and part.ranks == tuple(range(rank.size)) and part.rank == rank.rank
+        assert shard.name == name and shard.ranks == tuple(range(rank.size)) and shard.rank == rank.rank
         assert type(parameter) is torch.nn.Parameter
         share = -(-before[name].shape[0] // rank.size)
         assert parameter.shape == (share, *before[name].shape[1:])
-        assert parameter.untyped_storage().nbytes() == parameter.nbytes  # and not of the whole
+        assert parameter.untyped_storage().nbytes() == parameter.nbytes  # and not of the full weight
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -93,11 +93,11 @@ def test_names(make_pool: Any, ranks: int) -> None:
 
 
 def check_initial_values(rank: Rank) -> None:
-    """Values that are drawn after shard_, as of models that are made without memory, are those of the whole model."""
+    """Values that are drawn after shard_, as of models that are made without memory, are those of the full model."""
     torch.manual_seed(3)
-    whole = kinds()
+    full = kinds()
     torch.manual_seed(4)
-    for layer in whole.modules():
+    for layer in full.modules():
         if hasattr(layer, "reset_parameters"):
             layer.reset_parameters()
     with torch.device("meta"):
@@ -111,16 +111,16 @@ def check_initial_values(rank: Rank) -> None:
         if hasattr(layer, "reset_parameters"):
             layer.reset_parameters()
     for name, parameter in model.named_parameters():
-        assert_same_bits(parameter.detach(), own(parameter, whole.get_parameter(name).detach()), name)
+        assert_same_bits(parameter.detach(), own(parameter, full.get_parameter(name).detach()), name)
     torch.manual_seed(5)
     with parallel.initialize_full_params(model):
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter)
     torch.manual_seed(5)
-    for parameter in whole.parameters():
+    for parameter in full.parameters():
         torch.nn.init.normal_(parameter)
     for name, parameter in model.named_parameters():
-        assert_same_bits(parameter.detach(), own(parameter, whole.get_parameter(name).detach()), name)
+        assert_same_bits(parameter.detach(), own(parameter, full.get_parameter(name).detach()), name)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -131,7 +131,7 @@ def test_initial_values(make_pool: Any, ranks: int) -> None:
 def check_hooks(rank: Rank) -> None:
     """A hook of a weight runs once for each backward, after all uses have been added."""
     layers = torch.nn.Sequential(tnn.Linear(6, 6), tnn.Linear(6, 6, bias=False))
-    model, whole = (
+    model, full = (
         shard_(fill(layers), rank.group, gradient="sum"),
         fill(torch.nn.Sequential(tnn.Linear(6, 6), tnn.Linear(6, 6, bias=False))),
     )
@@ -140,7 +140,7 @@ def check_hooks(rank: Rank) -> None:
         x = integers(4, 6, seed=20 + other)
         of(of(of[0](x))).backward(integers(4, 6, seed=30 + other))
 
-    wanted = added_over_ranks(rank, whole, backward)
+    wanted = added_over_ranks(rank, full, backward)
     seen: dict[str, list[Tensor]] = {}
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(
@@ -166,8 +166,8 @@ def check_frozen(rank: Rank) -> None:
 
     model = shard_(chain(), rank.group, gradient="sum")
     for frozen in itertools.product([False, True], repeat=3):
-        whole = chain()
-        for of in (model, whole):
+        full = chain()
+        for of in (model, full):
             of.zero_grad()
             for layer, freezes in zip(of.children(), frozen, strict=True):
                 layer.weight.requires_grad_(not freezes)  # type: ignore[union-attr,operator]
@@ -175,7 +175,7 @@ def check_frozen(rank: Rank) -> None:
             assert not model(integers(4, 5, seed=0)).requires_grad
             continue
         backward(model, rank.rank)
-        compare(model, added_over_ranks(rank, whole, backward))
+        compare(model, added_over_ranks(rank, full, backward))
 
 
 class TwoHeads(torch.nn.Module):
@@ -219,13 +219,13 @@ def check_padding(rank: Rank) -> None:
         model(integers(4, 5, seed=80 + step + rank.rank)).square().sum().backward()
         optimizer.step()
     for parameter in model.parameters():
-        part = part_of(parameter)
-        if part is None:
+        shard = shard_of_parameter(parameter)
+        if shard is None:
             continue
         for tensor in (parameter.detach(), parameter.grad, *optimizer.state[parameter].values()):
             if isinstance(tensor, Tensor) and tensor.shape == parameter.shape:
-                assert (tensor[part.valid_rows :] == 0).all()
-    assert part_of(model[1].weight).valid_rows == (1 if rank.rank == 0 else 0)  # type: ignore[index,union-attr]
+                assert (tensor[shard.valid_rows :] == 0).all()
+    assert shard_of_parameter(model[1].weight).valid_rows == (1 if rank.rank == 0 else 0)  # type: ignore[index,union-attr]
 
 
 def check_two_models(rank: Rank) -> None:
@@ -257,7 +257,7 @@ def check_two_models(rank: Rank) -> None:
 
 
 def check_kept(rank: Rank) -> None:
-    """Between a forward and its backward a layer keeps its part, and no whole weight in any format."""
+    """Between a forward and its backward a layer keeps its shard, and no full weight in any format."""
     for key in ("bf16", "fp8_block", "nvfp4"):
         models: list[tuple[Any, Any]] = [
             (shard_(dense(RECIPES[key](), rank.device), rank.group), dense_batch(rank.rank, 0, rank.device)),
@@ -275,15 +275,16 @@ def check_kept(rank: Rank) -> None:
 
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 model(batch.arguments[0][: 48 if len(batch.arguments) == 1 else None], *batch.arguments[1:])
-            whole = {part_of(p).rows.rows * p[0].numel() for p in model.parameters() if part_of(p)}  # type: ignore[union-attr]
-            whole |= {elements // 2 for elements in whole if key == "nvfp4"}
+            known = [(p, shard_of_parameter(p)) for p in model.parameters()]
+            full = {shard.shard.rows * p[0].numel() for p, shard in known if shard is not None}
+            full |= {elements // 2 for elements in full if key == "nvfp4"}
             own_memory = {p.untyped_storage().data_ptr() for p in model.parameters()}
             for layer in model.modules():
                 if getattr(layer, "quantized_weight", None) is not None:
                     own_memory |= {t.untyped_storage().data_ptr() for t in layer.quantized_weight.tensors}
             others = [t for t in saved if t.untyped_storage().data_ptr() not in own_memory]
             assert len(others) < len(saved)
-            assert not [t.shape for t in others if t.numel() in whole and 48 not in t.shape], key
+            assert not [t.shape for t in others if t.numel() in full and 48 not in t.shape], key
 
 
 CHECKS = [check_hooks, check_frozen, check_table, check_padding, check_two_models, check_kept]
@@ -297,23 +298,23 @@ def test_uses(make_pool: Any, ranks: int, check: Any) -> None:
 
 
 def check_announced(rank: Rank) -> None:
-    """Changes that torch does not count: quantized parts follow quantize_weights()."""
+    """Changes that torch does not count: quantized shards follow quantize_weights()."""
     for key in ("fp8_tensor", "mxfp8"):
         torch.manual_seed(0)
-        whole, cut = (dense(RECIPES[key](), rank.device) for _ in range(2))
-        cut.load_state_dict(whole.state_dict())
-        shard_(cut, rank.group)
+        full, sharded = (dense(RECIPES[key](), rank.device) for _ in range(2))
+        sharded.load_state_dict(full.state_dict())
+        shard_(sharded, rank.group)
         x = dense_batch(0, 0, rank.device).arguments[0]
-        cut(x)
-        cut(x)
-        for name, parameter in cut.named_parameters():
+        sharded(x)
+        sharded(x)
+        for name, parameter in sharded.named_parameters():
             parameter.data.mul_(2.0)
-            whole.get_parameter(name).data.mul_(2.0)
+            full.get_parameter(name).data.mul_(2.0)
         ops.invalidate_prefetched()
-        for layer in cut.children():
+        for layer in sharded.children():
             layer.quantize_weights()  # type: ignore[operator]
-        assert_same_bits(cut(x).detach(), whole(x).detach())
-        assert_same_bits(full_weight(cut[0].weight), whole[0].weight.detach())  # type: ignore[index]
+        assert_same_bits(sharded(x).detach(), full(x).detach())
+        assert_same_bits(full_weight(sharded[0].weight), full[0].weight.detach())  # type: ignore[index]
 
 
 def test_announced_changes(make_pool: Any) -> None:
@@ -321,7 +322,7 @@ def test_announced_changes(make_pool: Any) -> None:
 
 
 def check_refusals(rank: Rank) -> None:
-    """What cannot be cut is named, and nothing is changed then, of any layer."""
+    """What cannot be sharded is named, and nothing is changed then, of any layer."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.nn.utils.parametrizations import weight_norm

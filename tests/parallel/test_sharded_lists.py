@@ -1,4 +1,4 @@
-"""Experts in lists whose rows are sharded over ranks: the layer with whole weights, bit for bit."""
+"""Experts in lists whose rows are sharded over ranks: the layer with full weights, bit for bit."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from tests.parallel.sharded_models import (
 from transformer_plugin import nn as tnn
 from transformer_plugin import ops, parallel
 from transformer_plugin.parallel import full_state_dict, full_weight, shard_
-from transformer_plugin.parallel._part_tensor import PartTensor
-from transformer_plugin.parallel._weight_part import part_of
+from transformer_plugin.parallel._parameter_shard import shard_of_parameter
+from transformer_plugin.parallel._shard_tensor import ShardTensor
 from transformer_plugin.testing.distributed import Rank, RankPool
 from transformer_plugin.testing.numerics import assert_same_bits
 
@@ -50,20 +50,20 @@ def batch_of(rank: int, step: int, device: torch.device, experts: int = 3) -> Ba
     return expert_batch(rank, step, device, experts)
 
 
-def compare(rank: Rank, whole: Any, cut: Any, step: int, experts: int = 3, mean: bool = True) -> None:
-    each = [computed(whole, batch_of(r, step, rank.device, experts)) for r in range(rank.size)]
-    mine, own = each[rank.rank], computed(cut, batch_of(rank.rank, step, rank.device, experts))
+def compare(rank: Rank, full: Any, sharded: Any, step: int, experts: int = 3, mean: bool = True) -> None:
+    each = [computed(full, batch_of(r, step, rank.device, experts)) for r in range(rank.size)]
+    mine, own = each[rank.rank], computed(sharded, batch_of(rank.rank, step, rank.device, experts))
     assert_same_bits(own.output, mine.output)
     assert_same_bits(own.grad_input, mine.grad_input)
     assert own.grads.keys() == mine.grads.keys()
-    for name, parameter in cut.named_parameters():
-        if part_of(parameter) is None:
+    for name, parameter in sharded.named_parameters():
+        if shard_of_parameter(parameter) is None:
             assert "bias" in name or rank.size == 1
             if name in mine.grads:
                 assert_same_bits(own.grads[name], mine.grads[name], name)
             continue
         assert parameter.dim() == 2
-        assert_same_bits(full_weight(parameter), whole.get_parameter(name).detach(), name)
+        assert_same_bits(full_weight(parameter), full.get_parameter(name).detach(), name)
         if name in own.grads:
             want = expected_grad([results.grads[name] for results in each], parameter, mean)
             assert_same_bits(own.grads[name], want, name)
@@ -71,10 +71,10 @@ def compare(rank: Rank, whole: Any, cut: Any, step: int, experts: int = 3, mean:
 
 def check_lists(rank: Rank, key: str, experts: int, rows: int, options: dict[str, Any]) -> None:
     make = lambda: Lists(RECIPES[key](), rank.device, experts, rows)  # noqa: E731
-    whole, cut = twins(rank, make, **options)
+    full, sharded = twins(rank, make, **options)
     for step in range(3):
-        compare(rank, whole, cut, step, experts, options.get("gradient") != "sum")
-        change(whole, cut, step)
+        compare(rank, full, sharded, step, experts, options.get("gradient") != "sum")
+        change(full, sharded, step)
 
 
 @pytest.mark.parametrize("key", RECIPES)
@@ -98,10 +98,10 @@ def test_options(pair: RankPool, options: dict[str, Any]) -> None:
 
 def check_calls(rank: Rank) -> None:
     """One collective for all experts of a layer and direction, and from the third step on begun early."""
-    _, cut = twins(rank, lambda: Lists(None, rank.device, 5))
+    _, sharded = twins(rank, lambda: Lists(None, rank.device, 5))
     before = None
     for step in range(5):
-        computed(cut, batch_of(rank.rank, step, rank.device, 5))
+        computed(sharded, batch_of(rank.rank, step, rank.device, 5))
         counts = ops.count_gathers(rank.group_name)
         if before is not None and step >= 2:
             made = [now - then for now, then in zip(counts, before, strict=True)]
@@ -111,12 +111,12 @@ def check_calls(rank: Rank) -> None:
 
 def check_sums(rank: Rank) -> None:
     """Where nothing waits for a gradient it is not returned by the node, but added at the end of the backward."""
-    _, cut = twins(rank, lambda: Lists(None, rank.device))
+    _, sharded = twins(rank, lambda: Lists(None, rank.device))
     for observed in (False, True):
         if observed:
-            cut.last.weight1.register_hook(lambda grad: None)
+            sharded.last.weight1.register_hook(lambda grad: None)
         with torch.profiler.profile() as profile:
-            computed(cut, batch_of(rank.rank, 0, rank.device))
+            computed(sharded, batch_of(rank.rank, 0, rank.device))
         calls = {event.key: event.count for event in profile.key_averages()}
         assert calls.get("transformer_plugin::start_reduce_gradient", 0) == int(observed), calls
         assert calls["transformer_plugin::reduce_scatter_out"] == 3
@@ -127,16 +127,16 @@ def test_one_sum_for_all_experts(pair: RankPool) -> None:
 
 
 def check_data_parallel(rank: Rank) -> None:
-    """Biases, which are whole, are averaged over the ranks; parts are left alone."""
-    _, cut = twins(rank, lambda: Lists(None, rank.device))
+    """Biases, which are unsharded, are averaged over the ranks; shards are left alone."""
+    _, sharded = twins(rank, lambda: Lists(None, rank.device))
     _, plain = twins(rank, lambda: Lists(None, rank.device))
-    wrapped = parallel.data_parallel(cut)
+    wrapped = parallel.data_parallel(sharded)
     batch = batch_of(rank.rank, 0, rank.device)
     want = computed(plain, batch).grads
     got = computed(wrapped, batch).grads
     for name, parameter in plain.named_parameters():
         grad = want[name]
-        if part_of(parameter) is None:
+        if shard_of_parameter(parameter) is None:
             dist.all_reduce(grad)
             grad /= rank.size
         own = next(value for key, value in got.items() if key.endswith(name))
@@ -150,7 +150,7 @@ def test_data_parallel(pair: RankPool) -> None:
 
 def check_recomputed(rank: Rank) -> None:
     """Activation checkpointing gathers once more."""
-    _, cut = twins(rank, lambda: Lists(None, rank.device))
+    _, sharded = twins(rank, lambda: Lists(None, rank.device))
     _, plain = twins(rank, lambda: Lists(None, rank.device))
     batch = batch_of(rank.rank, 0, rank.device)
     want = computed(plain, batch)
@@ -158,7 +158,7 @@ def check_recomputed(rank: Rank) -> None:
     class Again(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.model = cut
+            self.model = sharded
 
         def forward(self, *arguments: torch.Tensor) -> torch.Tensor:
             output: torch.Tensor = torch.utils.checkpoint.checkpoint(
@@ -182,20 +182,21 @@ def test_one_gather_for_all_experts(ranks: RankPool) -> None:
 
 def check_frozen(rank: Rank) -> None:
     """Experts without a gradient, in one of the layers all; hooks fire once, and see the sum over the ranks."""
-    whole, cut = twins(rank, lambda: Lists(None, rank.device))
-    for model in (whole, cut):
+    full, sharded = twins(rank, lambda: Lists(None, rank.device))
+    for model in (full, sharded):
         for name in ("mlp.fc1.weight1", "last.weight0", "last.weight1", "last.weight2"):
             model.get_parameter(name).requires_grad_(False)
-    compare(rank, whole, cut, 0)
+    compare(rank, full, sharded, 0)
     seen: list[torch.Tensor] = []
-    hook = cut.get_parameter("mlp.fc1.weight2").register_hook(lambda grad: seen.append(grad.clone()))
-    compare(rank, whole, cut, 1)
+    hook = sharded.get_parameter("mlp.fc1.weight2").register_hook(lambda grad: seen.append(grad.clone()))
+    compare(rank, full, sharded, 1)
     assert len(seen) == 1
-    assert_same_bits(seen[0], cut.get_parameter("mlp.fc1.weight2").grad)
+    assert_same_bits(seen[0], sharded.get_parameter("mlp.fc1.weight2").grad)
     hook.remove()
     after: list[torch.Tensor] = []
-    cut.get_parameter("mlp.fc1.weight2").register_post_accumulate_grad_hook(lambda p: after.append(p.grad))
-    compare(rank, whole, cut, 2)
+    watched = sharded.get_parameter("mlp.fc1.weight2")
+    watched.register_post_accumulate_grad_hook(lambda p: after.append(p.grad))
+    compare(rank, full, sharded, 2)
     assert len(after) == 1
 
 
@@ -224,27 +225,26 @@ class Twice(torch.nn.Module):
 
 def check_uses(rank: Rank) -> None:
     """Used twice, in micro-batches, under no_grad, and with torch.autograd.grad; integers add up without rounding."""
-    whole, cut = twins(rank, lambda: Twice(rank.device))
+    full, sharded = twins(rank, lambda: Twice(rank.device))
     batches = [[integers(r, step, rank.device) for step in range(3)] for r in range(rank.size)]
-    for model, mine in ((cut, batches[rank.rank : rank.rank + 1]), (whole, batches)):
+    for model, mine in ((sharded, batches[rank.rank : rank.rank + 1]), (full, batches)):
         for own in mine:
             for batch in own:
                 model(*batch.arguments).sum().backward()
-    for name, parameter in cut.named_parameters():
-        want = whole.get_parameter(name).grad
+    for name, parameter in sharded.named_parameters():
+        want = full.get_parameter(name).grad
         assert want is not None and want.abs().max() > 100
-        assert_same_bits(
-            parameter.grad + 0, part_of(parameter).rows.cut(want / rank.size, rank.rank) + 0, name
-        )
+        wanted = shard_of_parameter(parameter).local_shard_of(want / rank.size)
+        assert_same_bits(parameter.grad + 0, wanted + 0, name)
     batch = batches[rank.rank][0]
     with torch.no_grad():
-        assert_same_bits(cut(*batch.arguments), whole(*batch.arguments))
-    weights = [cut.layer.weight0, cut.layer.weight2]
-    got = torch.autograd.grad(cut(*batch.arguments).sum(), weights)
+        assert_same_bits(sharded(*batch.arguments), full(*batch.arguments))
+    weights = [sharded.layer.weight0, sharded.layer.weight2]
+    got = torch.autograd.grad(sharded(*batch.arguments).sum(), weights)
     for weight, gradient, name in zip(weights, got, ("layer.weight0", "layer.weight2"), strict=True):
-        every = [whole(*each[0].arguments).sum() for each in batches]
-        total = sum(torch.autograd.grad(loss, whole.get_parameter(name))[0] for loss in every)
-        assert_same_bits(gradient + 0, part_of(weight).rows.cut(total / rank.size, rank.rank) + 0)
+        every = [full(*each[0].arguments).sum() for each in batches]
+        total = sum(torch.autograd.grad(loss, full.get_parameter(name))[0] for loss in every)
+        assert_same_bits(gradient + 0, shard_of_parameter(weight).local_shard_of(total / rank.size) + 0)
 
 
 def test_other_uses(ranks: RankPool) -> None:
@@ -252,21 +252,21 @@ def test_other_uses(ranks: RankPool) -> None:
 
 
 def check_main_grad(rank: Rank, dtype: torch.dtype, observed: bool) -> None:
-    whole, cut = twins(rank, lambda: Twice(rank.device))
-    cut.layer.fuse_wgrad_accumulation = True
-    cut.layer.weight1.requires_grad_(False)
-    for parameter in cut.parameters():
+    full, sharded = twins(rank, lambda: Twice(rank.device))
+    sharded.layer.fuse_wgrad_accumulation = True
+    sharded.layer.weight1.requires_grad_(False)
+    for parameter in sharded.parameters():
         parameter.main_grad = torch.full_like(parameter, 3, dtype=dtype)
     if observed:
-        cut.layer.weight0.register_hook(lambda grad: None)
+        sharded.layer.weight0.register_hook(lambda grad: None)
     batches = [integers(r, 0, rank.device) for r in range(rank.size)]
-    cut(*batches[rank.rank].arguments).sum().backward()
+    sharded(*batches[rank.rank].arguments).sum().backward()
     for batch in batches:
-        whole(*batch.arguments).sum().backward()
-    for name, parameter in cut.named_parameters():
+        full(*batch.arguments).sum().backward()
+    for name, parameter in sharded.named_parameters():
         assert parameter.grad is None
-        want = part_of(parameter).rows.cut(whole.get_parameter(name).grad, rank.rank) / rank.size
-        if parameter is cut.layer.weight1:
+        want = shard_of_parameter(parameter).local_shard_of(full.get_parameter(name).grad) / rank.size
+        if parameter is sharded.layer.weight1:
             want.zero_()
         error = (parameter.main_grad.float() - (want + 3)).norm() / (want + 3).norm()
         assert error <= (0 if dtype == torch.float32 else 2**-8), (
@@ -289,8 +289,8 @@ def check_compiled(rank: Rank, key: str, backend: str, main_grad: bool) -> None:
             layer.fuse_wgrad_accumulation = True
             for weight in layer._weights():
                 weight.main_grad = torch.ones_like(weight, dtype=torch.float32)
-    eager, cut = models
-    compiled: Any = torch.compile(cut, fullgraph=True, backend=backend)
+    eager, sharded = models
+    compiled: Any = torch.compile(sharded, fullgraph=True, backend=backend)
     for step in range(2):
         batch = batch_of(rank.rank, step, rank.device)
         want, got = computed(eager, batch), computed(compiled, batch)
@@ -298,8 +298,8 @@ def check_compiled(rank: Rank, key: str, backend: str, main_grad: bool) -> None:
         assert_same_bits(got.grad_input, want.grad_input)
         for name, grad in want.grads.items():
             assert_same_bits(got.grads[f"_orig_mod.{name}"], grad, name)
-        for one, other in zip(eager.parameters(), cut.parameters(), strict=True):
-            assert hasattr(one, "main_grad") == (main_grad and part_of(one) is not None)
+        for one, other in zip(eager.parameters(), sharded.parameters(), strict=True):
+            assert hasattr(one, "main_grad") == (main_grad and shard_of_parameter(one) is not None)
             if hasattr(one, "main_grad"):
                 assert_same_bits(other.main_grad, one.main_grad)
 
@@ -314,7 +314,7 @@ def trained(rank: Rank, model: torch.nn.Module, clip: float = 0.0) -> tuple[torc
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     computed(model, batch_of(rank.rank, 0, rank.device))
     for parameter in model.parameters():
-        if part_of(parameter) is None and parameter.grad is not None:
+        if shard_of_parameter(parameter) is None and parameter.grad is not None:
             dist.all_reduce(parameter.grad)
             parameter.grad /= rank.size
     norm = parallel.clip_grad_norm_(model, clip) if clip else None
@@ -327,13 +327,13 @@ def check_states(rank: Rank, folder: str, save: bool) -> None:
     model = shard_(Lists(None, rank.device, rows=50), rank.group)
     trained(rank, model)
     state = model.state_dict()
-    assert isinstance(state["last.weight1"], PartTensor) or rank.size == 1
+    assert isinstance(state["last.weight1"], ShardTensor) or rank.size == 1
     assert list(state["last.weight1"].shape) == [50, 128]
     if save:
         dcp.save({"model": state}, checkpoint_id=folder)
-        whole = full_state_dict(model)
+        full = full_state_dict(model)
         if rank.rank == 0:
-            torch.save(whole, f"{folder}/expected.pt")
+            torch.save(full, f"{folder}/expected.pt")
         return
     dcp.load({"model": state}, checkpoint_id=folder)
     model.load_state_dict(state)
@@ -342,12 +342,12 @@ def check_states(rank: Rank, folder: str, save: bool) -> None:
         assert_same_bits(value, expected[name], name)
     for layout in ("list", "packed"):
         other = Lists(None, rank.device, rows=50, layout=layout)
-        other.load_state_dict(expected)  # what is not cut loads it
+        other.load_state_dict(expected)  # what is not sharded loads it
         shard_(model := Lists(None, rank.device, rows=50), rank.group).load_state_dict(other.state_dict())
         for name, value in full_state_dict(model).items():
             assert_same_bits(value, expected[name], f"{layout} {name}")
     copied = copy.deepcopy(model)
-    assert part_of(copied.last.weight1) is part_of(model.last.weight1)  # type: ignore[arg-type]
+    assert shard_of_parameter(copied.last.weight1) is shard_of_parameter(model.last.weight1)  # type: ignore[arg-type]
     batch = batch_of(rank.rank, 1, rank.device)
     assert_same_bits(computed(copied, batch).output, computed(model, batch).output)
 
@@ -359,19 +359,19 @@ def test_states_on_other_numbers_of_ranks(make_pool: Any, tmp_path: Path) -> Non
 
 
 def check_clipping(rank: Rank) -> None:
-    """The norm counts each gradient once, and the step is that of whole weights."""
-    whole, cut = twins(rank, lambda: Lists(None, rank.device, rows=50))
+    """The norm counts each gradient once, and the step is that of full weights."""
+    full, sharded = twins(rank, lambda: Lists(None, rank.device, rows=50))
     norms = []
-    for model in (whole, cut):
-        if model is whole:
+    for model in (full, sharded):
+        if model is full:
             grads: dict[str, list[torch.Tensor]] = {}
             for other in range(rank.size):
-                for name, grad in computed(whole, batch_of(other, 0, rank.device)).grads.items():
+                for name, grad in computed(full, batch_of(other, 0, rank.device)).grads.items():
                     grads.setdefault(name, []).append(grad.float())
             total = sum((torch.stack(each).mean(0).double() ** 2).sum() for each in grads.values())
             norms.append(float(total) ** 0.5)
         else:
-            norms.append(float(trained(rank, cut, 0.1)[1]))
+            norms.append(float(trained(rank, sharded, 0.1)[1]))
     assert norms[1] == pytest.approx(norms[0], rel=1e-2)
 
 
@@ -385,9 +385,9 @@ def check_refused(rank: Rank) -> None:
         ValueError, match="argument 'format': expected None or 'none' for parameters in lists"
     ):
         shard_(layer, rank.group, format="mxfp8:e4m3")
-    assert part_of(layer.weight0) is None
+    assert shard_of_parameter(layer.weight0) is None
     shard_(layer, rank.group)
-    with pytest.raises(ValueError, match="expected a weight whose ranks exchange quantized parts"):
+    with pytest.raises(ValueError, match="expected a weight whose ranks exchange quantized shards"):
         layer.quantize_weights()
     with pytest.raises(ValueError, match="'weight0', which is sharded over the ranks"):
         shard_(layer, rank.group)

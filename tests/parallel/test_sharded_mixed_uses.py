@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch.optim.swa_utils import AveragedModel
 
-from tests.parallel.sharded_models import RECIPES, change_cut, computed, dense, dense_batch, twins
+from tests.parallel.sharded_models import RECIPES, change_sharded, computed, dense, dense_batch, twins
 from transformer_plugin import nn as tnn
 from transformer_plugin import ops, parallel
 from transformer_plugin.parallel import full_weight, shard_
-from transformer_plugin.parallel._weight_part import part_of
+from transformer_plugin.parallel._parameter_shard import shard_of_parameter
 from transformer_plugin.testing.distributed import Rank, RankError, RankPool
 from transformer_plugin.testing.numerics import assert_same_bits
 
@@ -27,14 +27,14 @@ def same(rank: Rank) -> torch.Tensor:
 
 def check_two_paths(rank: Rank) -> None:
     """A penalty on the weights adds to their gradients, in the same backward and in a second one."""
-    whole, cut = twins(rank, lambda: dense(None, rank.device))
-    for model in (whole, cut):
+    full, sharded = twins(rank, lambda: dense(None, rank.device))
+    for model in (full, sharded):
         for _ in range(2):
             penalty = sum(0.1 * p.float().square().sum() for p in model.parameters())
             (model(same(rank)).float().square().mean() + penalty).backward()
-    for name, parameter in cut.named_parameters():
-        part, want = part_of(parameter), whole.get_parameter(name).grad
-        want = want if part is None else part.rows.cut(want, part.rank)
+    for name, parameter in sharded.named_parameters():
+        shard, want = shard_of_parameter(parameter), full.get_parameter(name).grad
+        want = want if shard is None else shard.local_shard_of(want)
         error = (parameter.grad.float() - want.float()).norm() / want.float().norm()
         assert error < 2**-7, (name, error)
 
@@ -45,25 +45,25 @@ def test_other_gradients_of_a_weight(ranks: RankPool) -> None:
 
 def check_error_in_a_backward(rank: Rank) -> None:
     """What a backward has begun that an error ends does not reach the gradients of the next."""
-    _, cut = twins(rank, lambda: dense(None, rank.device))
+    _, sharded = twins(rank, lambda: dense(None, rank.device))
     batch = dense_batch(rank.rank, 0, rank.device)
-    want = computed(cut, batch).grads
-    for parameter in cut.parameters():
+    want = computed(sharded, batch).grads
+    for parameter in sharded.parameters():
         parameter.grad = None
 
     def fail(_: Any) -> None:
         raise RuntimeError("stop")
 
-    output = cut[0](batch.arguments[0])  # type: ignore[index]
+    output = sharded[0](batch.arguments[0])  # type: ignore[index]
     output.register_hook(fail)
     with pytest.raises(RuntimeError, match="stop"):
-        (1000 * cut[2](cut[1](output))).float().square().mean().backward()  # type: ignore[index]
-    for parameter in cut.parameters():
+        (1000 * sharded[2](sharded[1](output))).float().square().mean().backward()  # type: ignore[index]
+    for parameter in sharded.parameters():
         if parameter.grad is not None:
             parameter.grad.zero_()
     torch.manual_seed(batch.seed)
-    cut(batch.arguments[0]).float().square().mean().backward()
-    for name, parameter in cut.named_parameters():
+    sharded(batch.arguments[0]).float().square().mean().backward()
+    for name, parameter in sharded.named_parameters():
         assert_same_bits(parameter.grad + 0, want[name] + 0, name)
 
 
@@ -72,25 +72,25 @@ def test_an_error_in_a_backward(ranks: RankPool) -> None:
 
 
 def check_changed_values(rank: Rank, key: str) -> None:
-    """Quantized parts follow every change that torch counts; a change between forward and backward is an error."""
-    whole, cut = twins(rank, lambda: dense(RECIPES[key](), rank.device))
+    """Quantized shards follow every change that torch counts; a change between forward and backward is an error."""
+    full, sharded = twins(rank, lambda: dense(RECIPES[key](), rank.device))
     for seed in range(2):
-        assert_same_bits(cut(same(rank)).detach(), whole(same(rank)).detach())
-        assert_same_bits(cut(same(rank)).detach(), whole(same(rank)).detach())
+        assert_same_bits(sharded(same(rank)).detach(), full(same(rank)).detach())
+        assert_same_bits(sharded(same(rank)).detach(), full(same(rank)).detach())
         torch.manual_seed(seed)
         other = dense(RECIPES[key](), rank.device)
-        whole.load_state_dict(other.state_dict())
-        cut.load_state_dict(other.state_dict())
-    averaged, average = AveragedModel(cut), AveragedModel(whole)
+        full.load_state_dict(other.state_dict())
+        sharded.load_state_dict(other.state_dict())
+    averaged, average = AveragedModel(sharded), AveragedModel(full)
     for step in range(3):
-        averaged.update_parameters(cut)
-        average.update_parameters(whole)
+        averaged.update_parameters(sharded)
+        average.update_parameters(full)
         assert_same_bits(averaged(same(rank)).detach(), average(same(rank)).detach(), str(step))
     if key == "bf16":
         return
-    output = cut(same(rank).clone().requires_grad_()).float().sum()
-    change_cut(cut, 1)
-    cut(same(rank))
+    output = sharded(same(rank).clone().requires_grad_()).float().sum()
+    change_sharded(sharded, 1)
+    sharded(same(rank))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.backward()
 
@@ -101,17 +101,17 @@ def test_changed_values(ranks: RankPool, key: str) -> None:
 
 
 def check_new_parameters(rank: Rank) -> None:
-    """Parameters that take the place of others are parts as well."""
-    _, cut = twins(rank, lambda: dense(None, rank.device))
-    cut.load_state_dict(cut.state_dict(), assign=True)
+    """Parameters that take the place of others are shards as well."""
+    _, sharded = twins(rank, lambda: dense(None, rank.device))
+    sharded.load_state_dict(sharded.state_dict(), assign=True)
     for name in ("0.weight", "1.weight", "2.weight"):
-        assert part_of(cut.get_parameter(name)) is not None, name
-    whole = full_weight(cut.get_parameter("1.weight"))
-    assert list(whole.shape) == [192, 256]
+        assert shard_of_parameter(sharded.get_parameter(name)) is not None, name
+    full = full_weight(sharded.get_parameter("1.weight"))
+    assert list(full.shape) == [192, 256]
     late = torch.nn.Sequential(tnn.Linear(8, 9, device="meta"), tnn.Embedding(7, 8, device="meta"))
     shard_(late, rank.group)
     late.to_empty(device=rank.device)
-    assert all(part_of(layer.weight) is not None for layer in late)
+    assert all(shard_of_parameter(layer.weight) is not None for layer in late)
 
 
 def test_new_parameters(ranks: RankPool) -> None:
@@ -144,14 +144,14 @@ def test_resume(ranks: RankPool) -> None:
 
 def check_garbage(rank: Rank) -> None:
     """Copies of a model that one rank still holds, as it has not collected its garbage."""
-    _, cut = twins(rank, lambda: dense(None, rank.device))
+    _, sharded = twins(rank, lambda: dense(None, rank.device))
     if rank.rank == 0:
         gc.disable()
     for _ in range(6):
-        cut(same(rank))
-        other: Any = copy.deepcopy(cut)
+        sharded(same(rank))
+        other: Any = copy.deepcopy(sharded)
         other.itself = [other]
-        assert_same_bits(other(same(rank)).detach(), cut(same(rank)).detach())
+        assert_same_bits(other(same(rank)).detach(), sharded(same(rank)).detach())
         other(same(rank))
         del other
         if rank.rank != 0:
@@ -165,8 +165,8 @@ def test_garbage(ranks: RankPool) -> None:
 
 
 def check_other_order(rank: Rank) -> None:
-    _, cut = twins(rank, lambda: torch.nn.Sequential(*[tnn.Linear(8, 8) for _ in range(3)]))
-    layers = [cut[0], cut[1 + rank.rank % 2]]  # type: ignore[index]
+    _, sharded = twins(rank, lambda: torch.nn.Sequential(*[tnn.Linear(8, 8) for _ in range(3)]))
+    layers = [sharded[0], sharded[1 + rank.rank % 2]]  # type: ignore[index]
     output = torch.ones(2, 8)
     for layer in layers:
         output = layer(output)
@@ -190,7 +190,7 @@ def test_compiled_steps_of_other_optimizers(make_pool: Any) -> None:
 
 
 def check_dtypes_of_sums(rank: Rank) -> None:
-    """Sums of bfloat16 parts for a float32 weight are float32, late or not."""
+    """Sums of bfloat16 gradients for a float32 weight are float32, late or not."""
     grads = []
     for observed in (False, True):
         torch.manual_seed(0)
@@ -213,12 +213,12 @@ def check_wrappers(rank: Rank, folder: str) -> None:
     from torch.distributed.checkpoint import FileSystemReader, async_save, load
     from torch.distributed.fsdp import fully_shard
 
-    cut = shard_(dense(None, rank.device), rank.group)
+    sharded = shard_(dense(None, rank.device), rank.group)
     with pytest.raises(
         ValueError, match="fully_shard: argument 'module': expected weights that nothing else has sharded"
     ):
-        fully_shard(cut)
-    async_save({"model": cut.state_dict()}, checkpoint_id=folder).result()
+        fully_shard(sharded)
+    async_save({"model": sharded.state_dict()}, checkpoint_id=folder).result()
     assert list(FileSystemReader(folder).read_metadata().state_dict_metadata["model.1.weight"].size) == [
         192,
         256,
@@ -226,7 +226,7 @@ def check_wrappers(rank: Rank, folder: str) -> None:
     torch.manual_seed(5)
     other = shard_(dense(None, rank.device), rank.group)
     load({"model": other.state_dict()}, checkpoint_id=folder)
-    for one, two in zip(cut.parameters(), other.parameters(), strict=True):
+    for one, two in zip(sharded.parameters(), other.parameters(), strict=True):
         assert_same_bits(one.detach(), two.detach())
 
 

@@ -1,4 +1,4 @@
-"""Any program gives what it gives with whole weights: weights used more than once, in another order, frozen, or unused;
+"""Any program gives what it gives with full weights: weights used more than once, in another order, frozen, or unused;
 errors in a forward or a backward; recomputed activations, micro-batches, changes while weights are gathered early."""
 
 from __future__ import annotations

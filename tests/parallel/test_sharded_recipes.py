@@ -12,7 +12,7 @@ from torch import Tensor
 from transformer_plugin import nn as tnn
 from transformer_plugin import recipes
 from transformer_plugin.parallel import full_weight, shard_
-from transformer_plugin.parallel._weight_part import part_of
+from transformer_plugin.parallel._parameter_shard import shard_of_parameter
 from transformer_plugin.testing.distributed import Rank, RankPool
 
 RECIPES: dict[str, Any] = {
@@ -66,33 +66,33 @@ def set_recipe(model: torch.nn.Module, recipe: Any) -> None:
 
 
 def close(got: Tensor, expected: Tensor, what: object) -> None:
-    """Products in bfloat16 of a part and of the whole may be rounded in other places on a CPU."""
+    """Products in bfloat16 of a shard and of the full weight may be rounded in other places on a CPU."""
     error = float(
         (got.float() - expected.float()).abs().max() / expected.float().abs().max().clamp(min=1e-30)
     )
     assert error < 0.01, (what, error)
 
 
-def compare(whole: Any, cut: Any, rank: Rank, step: int, what: object, compiled: bool = False) -> None:
+def compare(full: Any, sharded: Any, rank: Rank, step: int, what: object, compiled: bool = False) -> None:
     results = []
-    for model in (whole, cut):
+    for model in (full, sharded):
         for parameter in model.parameters():
             parameter.grad = None
         generator = torch.Generator().manual_seed(10 * step + rank.rank)
         input = torch.randn(ROWS, WIDTH, generator=generator).to(rank.device).requires_grad_()
-        run = torch.compile(model, backend="aot_eager") if compiled and model is cut else model
+        run = torch.compile(model, backend="aot_eager") if compiled and model is sharded else model
         output = run(input)
         output.square().mean().backward()
         results.append((output.detach(), input.grad))
     for got, expected in zip(*reversed(results), strict=True):
         close(got, expected, what)
-    for (name, one), other in zip(whole.named_parameters(), cut.parameters(), strict=True):
-        part = part_of(other)
-        if part is None or other.grad is None:
+    for (name, one), other in zip(full.named_parameters(), sharded.parameters(), strict=True):
+        shard = shard_of_parameter(other)
+        if shard is None or other.grad is None:
             continue
         total = one.grad.clone()
         dist.all_reduce(total, group=rank.group)
-        close(other.grad, part.rows.cut(total / rank.size, part.rank), (name, what))
+        close(other.grad, shard.local_shard_of(total / rank.size), (name, what))
 
 
 def check_pairs(rank: Rank, kind: Any, first: str) -> None:
@@ -100,16 +100,16 @@ def check_pairs(rank: Rank, kind: Any, first: str) -> None:
     for _ in range(2):
         torch.manual_seed(0)
         models.append(kind(RECIPES[first], rank.device))
-    whole, cut = models
-    shard_(cut, rank.group)
+    full, sharded = models
+    shard_(sharded, rank.group)
     for step, (name, recipe) in enumerate([*RECIPES.items(), (first, RECIPES[first])]):
         if kind is Lists and isinstance(recipe, recipes.DelayedScaling):
             continue
         for model in models:
             set_recipe(model, recipe)
-        compare(whole, cut, rank, step, (first, name))
+        compare(full, sharded, rank, step, (first, name))
         with torch.no_grad():  # the next step reads the new weight, of all ranks
-            for one, other in zip(whole.parameters(), cut.parameters(), strict=True):
+            for one, other in zip(full.parameters(), sharded.parameters(), strict=True):
                 one.mul_(0.9)
                 other.mul_(0.9)
                 assert torch.equal(full_weight(other), one)
@@ -141,19 +141,19 @@ def check_compiled(rank: Rank) -> None:
         models.append(
             torch.nn.Sequential(tnn.Linear(WIDTH, WIDTH, recipe=RECIPES["fp8_block"], device=rank.device))
         )
-    whole, cut = models
-    shard_(cut, rank.group)
+    full, sharded = models
+    shard_(sharded, rank.group)
     for step, name in enumerate(("none", "bf16", "fp8_block")):
         for model in models:
             set_recipe(model, RECIPES[name])
         if name == "fp8_block":
-            cut[0].quantize_weights()  # type: ignore[operator]
+            sharded[0].quantize_weights()  # type: ignore[operator]
         else:
             with pytest.raises(
                 ValueError, match=r"expected a (recipe that quantizes|weight whose ranks exchange)"
             ):
-                cut[0].quantize_weights()  # type: ignore[operator]
-        compare(whole, cut, rank, step, name, compiled=True)
+                sharded[0].quantize_weights()  # type: ignore[operator]
+        compare(full, sharded, rank, step, name, compiled=True)
 
 
 def test_compiled(pair: RankPool) -> None:

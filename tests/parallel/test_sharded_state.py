@@ -21,13 +21,13 @@ from tests.parallel.sharded_model import (
     assert_gradients,
     everyone,
     everything,
+    full_block,
     loss_of,
     mesh_of,
     one_step,
     rows_of,
     sharded_block,
     wanted_gradients,
-    whole_block,
 )
 from transformer_plugin.nn import DispatchConfig, MoE
 from transformer_plugin.recipes import DelayedScaling, Float8BlockScaling
@@ -79,14 +79,14 @@ def load_into(
 
 
 def check_checkpoint(rank: Rank, path: str) -> None:
-    whole, mesh = whole_block(rank.device), mesh_of(rank)
-    block = sharded_block(whole, rank.device, mesh=mesh["experts"])
+    full, mesh = full_block(rank.device), mesh_of(rank)
+    block = sharded_block(full, rank.device, mesh=mesh["experts"])
     fully_shard(block.moe.experts, mesh=mesh["copies"])
     fully_shard(block, mesh=everyone(mesh))
     state = saved(block, stepped(rank, block))
     dcp.save(state, checkpoint_id=f"{path}/sharded")
     expected = flat(state)
-    assert not torch.equal(expected["model/moe.experts.fc1.weight/"], whole.moe.experts.fc1.weight)
+    assert not torch.equal(expected["model/moe.experts.fc1.weight/"], full.moe.experts.fc1.weight)
     load_into(rank, f"{path}/sharded", Block(rank.device, group=rank.group), expected, False)
     again = tp.parallel.fully_shard(Block(rank.device, mesh=mesh["experts"]), mesh)
     load_into(rank, f"{path}/sharded", again, expected, False)
@@ -107,13 +107,13 @@ def test_checkpoints_of_other_numbers_of_ranks(ranks: RankPool, tmp_path: Path) 
 
 def check_delayed(rank: Rank, path: str) -> None:
     recipe = DelayedScaling(amax_history_len=4)
-    whole = whole_block(rank.device, recipe=recipe)
+    full = full_block(rank.device, recipe=recipe)
     rows = torch.cat([rows_of(each) for each in range(rank.size)]).to(rank.device)
-    loss_of(whole, rows).backward()
-    loss_of(whole, rows).backward()
+    loss_of(full, rows).backward()
+    loss_of(full, rows).backward()
     options = {"group": rank.group, "recipe": recipe}
-    block = sharded_block(whole, rank.device, **options)
-    layer, other = block.moe.experts.fc1, whole.moe.experts.fc1
+    block = sharded_block(full, rank.device, **options)
+    layer, other = block.moe.experts.fc1, full.moe.experts.fc1
     mine = slice(rank.rank * EXPERTS // rank.size, (rank.rank + 1) * EXPERTS // rank.size)
     assert other.delayed_scale.unique().numel() > EXPERTS
     assert_same_bits(layer.delayed_scale, other.delayed_scale.view(3, EXPERTS)[:, mine].flatten())
@@ -144,8 +144,8 @@ def test_state_of_delayed_scaling(ranks: RankPool, tmp_path: Path) -> None:
 
 def check_quantized_weights(rank: Rank) -> None:
     options = {"recipe": Float8BlockScaling()}
-    whole = whole_block(rank.device, **options)
-    block = sharded_block(whole, rank.device, group=rank.group, **options)
+    full = full_block(rank.device, **options)
+    block = sharded_block(full, rank.device, group=rank.group, **options)
     expected = block(rows_of(rank.rank).to(rank.device))
     block.moe.experts.quantize_weights()
     assert_same_bits(block(rows_of(rank.rank).to(rank.device)), expected)
@@ -232,15 +232,15 @@ def test_refusals(ranks: RankPool) -> None:
 
 
 def check_ours_over_one_dimension(rank: Rank) -> None:
-    whole = whole_block(rank.device)
+    full = full_block(rank.device)
     mesh = init_device_mesh(rank.device.type, (rank.size,), mesh_dim_names=("ranks",))
     for placement in ({"group": rank.group}, {"mesh": mesh["ranks"]}):
-        block = sharded_block(whole, rank.device, **placement)
+        block = sharded_block(full, rank.device, **placement)
         tp.parallel.fully_shard(block.moe, mesh)
         tp.parallel.fully_shard(block, mesh)
         one_step(rank, block)
         one_step(rank, block, 1)
-        assert_gradients(block, wanted_gradients(whole, rank.size, 2))
+        assert_gradients(block, wanted_gradients(full, rank.size, 2))
 
 
 def test_ours_over_one_dimension(ranks: RankPool) -> None:
@@ -249,11 +249,11 @@ def test_ours_over_one_dimension(ranks: RankPool) -> None:
 
 def check_compiled(rank: Rank) -> None:
     torch._dynamo.reset()
-    whole = whole_block(rank.device)
-    block = sharded_block(whole, rank.device, group=rank.group, recipe=None)
+    full = full_block(rank.device)
+    block = sharded_block(full, rank.device, group=rank.group, recipe=None)
     model = tp.parallel.data_parallel(torch.compile(block, fullgraph=True, backend="aot_eager"))
     one_step(rank, model)
-    wanted = wanted_gradients(whole, rank.size)
+    wanted = wanted_gradients(full, rank.size)
     assert_gradients(block, wanted)
 
 

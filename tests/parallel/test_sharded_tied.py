@@ -17,8 +17,8 @@ from tests.parallel.sharded_models import RECIPES
 from transformer_plugin import nn as tnn
 from transformer_plugin import ops, parallel
 from transformer_plugin.parallel import full_weight, shard_
-from transformer_plugin.parallel._part_tensor import PartTensor
-from transformer_plugin.parallel._weight_part import part_of
+from transformer_plugin.parallel._parameter_shard import shard_of_parameter
+from transformer_plugin.parallel._shard_tensor import ShardTensor
 from transformer_plugin.testing.distributed import Rank
 from transformer_plugin.testing.numerics import assert_same_bits
 
@@ -59,59 +59,59 @@ def step_of(model: Any, rank: int, step: int = 0) -> Tensor:
     return output.detach()
 
 
-def gradients_of(whole: torch.nn.Module, ranks: int, step: int = 0) -> dict[str, Tensor]:
-    whole.zero_grad()
+def gradients_of(full: torch.nn.Module, ranks: int, step: int = 0) -> dict[str, Tensor]:
+    full.zero_grad()
     for rank in range(ranks):
-        step_of(whole, rank, step)
-    found = {name: p.grad.clone() for name, p in whole.named_parameters() if p.grad is not None}
-    whole.zero_grad()
+        step_of(full, rank, step)
+    found = {name: p.grad.clone() for name, p in full.named_parameters() if p.grad is not None}
+    full.zero_grad()
     return found
 
 
 def own(parameter: Tensor, value: Tensor) -> Tensor:
-    part = part_of(parameter)
-    return value if part is None else part.rows.cut(value, part.rank)
+    shard = shard_of_parameter(parameter)
+    return value if shard is None else shard.local_shard_of(value)
 
 
-def assert_weights(model: torch.nn.Module, whole: torch.nn.Module) -> None:
-    for (name, one), (_, other) in zip(model.named_parameters(), whole.named_parameters(), strict=True):
+def assert_weights(model: torch.nn.Module, full: torch.nn.Module) -> None:
+    for (name, one), (_, other) in zip(model.named_parameters(), full.named_parameters(), strict=True):
         assert_same_bits(full_weight(one), other.detach(), name)
 
 
 def check_training(rank: Rank, kind: str) -> None:
-    """Outputs, gradients, their norm and the weights of some steps are those of whole tied weights."""
-    whole, cut = Tied().to(rank.device), Tied().to(rank.device)
-    shard_(cut, rank.group, tied=True, gradient="sum")
-    assert cut.head.weight is cut.table.weight
-    assert cut.head.weight_parts == cut.table.weight_parts
+    """Outputs, gradients, their norm and the weights of some steps are those of full tied weights."""
+    full, sharded = Tied().to(rank.device), Tied().to(rank.device)
+    shard_(sharded, rank.group, tied=True, gradient="sum")
+    assert sharded.head.weight is sharded.table.weight
+    assert sharded.head.parameter_shards == sharded.table.parameter_shards
     if rank.size > 1:
-        assert "name=head.weight" in cut.head.named_weight_shard
-        assert "name=table.weight" in cut.table.named_weight_shard
+        assert "name=head.weight" in sharded.head.named_weight_shard
+        assert "name=table.weight" in sharded.table.named_weight_shard
         if kind == "order":
-            parallel.set_gather_order(cut.modules())
-    assert len(list(cut.parameters())) == 3
-    model: Any = cut
+            parallel.set_gather_order(sharded.modules())
+    assert len(list(sharded.parameters())) == 3
+    model: Any = sharded
     if kind == "compiled":
         torch._dynamo.reset()
-        model = torch.compile(cut, backend="aot_eager", fullgraph=True)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5, momentum=0.5) for m in (whole, cut)]
+        model = torch.compile(sharded, backend="aot_eager", fullgraph=True)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5, momentum=0.5) for m in (full, sharded)]
     for step in range(3):
-        wanted = gradients_of(whole, rank.size, step)
-        assert_same_bits(step_of(model, rank.rank, step), step_of(whole, rank.rank, step))
+        wanted = gradients_of(full, rank.size, step)
+        assert_same_bits(step_of(model, rank.rank, step), step_of(full, rank.rank, step))
         if rank.size > 1:
-            dist.all_reduce(cut.head.bias.grad, group=rank.group)
-        for name, parameter in cut.named_parameters():
+            dist.all_reduce(sharded.head.bias.grad, group=rank.group)
+        for name, parameter in sharded.named_parameters():
             assert_same_bits(parameter.grad, own(parameter, wanted[name]), name)
-        for name, parameter in whole.named_parameters():
+        for name, parameter in full.named_parameters():
             parameter.grad = wanted[name]
-        norms = [f(m.parameters(), 1e9) for f, m in zip(CLIPPING, (whole, cut), strict=True)]
+        norms = [f(m.parameters(), 1e9) for f, m in zip(CLIPPING, (full, sharded), strict=True)]
         torch.testing.assert_close(norms[0], norms[1], rtol=1e-6, atol=0)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        assert_weights(cut, whole)
+        assert_weights(sharded, full)
         with torch.no_grad():  # small integers again, for exact sums
-            for one, other in zip(whole.parameters(), cut.parameters(), strict=True):
+            for one, other in zip(full.parameters(), sharded.parameters(), strict=True):
                 for parameter in (one, other):
                     parameter.copy_(parameter.remainder(3).floor())
 
@@ -141,37 +141,37 @@ def test_compiled_training(make_pool: Any, place: tuple[int, str]) -> None:
 def check_copies(rank: Rank) -> None:
     """State dicts, copies, initial values and data parallelism; both names have the weight."""
     # Sums, as thirds of integers would be rounded before those of the two layers are added.
-    whole, cut = Tied(), shard_(Tied(), rank.group, tied=True, gradient="sum")
-    state = cut.state_dict()
-    assert isinstance(state["table.weight"], PartTensor) and isinstance(state["head.weight"], PartTensor)
-    for name, value in parallel.full_state_dict(cut).items():
-        assert_same_bits(value, whole.state_dict()[name], name)
+    full, sharded = Tied(), shard_(Tied(), rank.group, tied=True, gradient="sum")
+    state = sharded.state_dict()
+    assert isinstance(state["table.weight"], ShardTensor) and isinstance(state["head.weight"], ShardTensor)
+    for name, value in parallel.full_state_dict(sharded).items():
+        assert_same_bits(value, full.state_dict()[name], name)
     buffer = io.BytesIO()
     torch.save(state, buffer)
     buffer.seek(0)
     other = shard_(Tied(seed=50), rank.group, tied=True)
     other.load_state_dict(torch.load(buffer))
-    assert_weights(other, whole)
+    assert_weights(other, full)
     other.load_state_dict(Tied(seed=20).state_dict())
     assert_weights(other, Tied(seed=20))
-    twin = copy.deepcopy(cut)
-    assert twin.head.weight is twin.table.weight and part_of(twin.head.weight) is not None
+    twin = copy.deepcopy(sharded)
+    assert twin.head.weight is twin.table.weight and shard_of_parameter(twin.head.weight) is not None
     step_of(twin, rank.rank)
-    assert cut.head.weight.grad is None
-    wanted = gradients_of(whole, rank.size)
+    assert sharded.head.weight.grad is None
+    wanted = gradients_of(full, rank.size)
     assert_same_bits(twin.head.weight.grad, own(twin.head.weight, wanted["table.weight"]))
     moved = twin.to(torch.float64)
-    assert moved.head.weight is moved.table.weight and part_of(moved.head.weight) is not None
+    assert moved.head.weight is moved.table.weight and shard_of_parameter(moved.head.weight) is not None
     with parallel.initialize_full_params(other):
         assert other.head.weight is other.table.weight
         for i, parameter in enumerate(other.parameters()):
             parameter.data.copy_(integers(*parameter.shape, seed=i))
-    assert_weights(other, whole)
-    wrapped = parallel.data_parallel(cut)
+    assert_weights(other, full)
+    wrapped = parallel.data_parallel(sharded)
     step_of(wrapped, rank.rank)
-    for name, parameter in cut.named_parameters():
+    for name, parameter in sharded.named_parameters():
         want = own(parameter, wanted[name] / rank.size)
-        if part_of(parameter) is not None:
+        if shard_of_parameter(parameter) is not None:
             assert_same_bits(parameter.grad, want, name)
         torch.testing.assert_close(parameter.grad, want, msg=name)
 
@@ -203,10 +203,10 @@ def check_checkpoint(rank: Rank, folder: str, save: bool) -> None:
 
 
 def joined(parameter: Tensor, value: Tensor) -> Tensor:
-    part = part_of(parameter)
-    if part is None:
+    shard = shard_of_parameter(parameter)
+    if shard is None:
         return value
-    return part.rows.strip(ops.all_gather(value, part.rows.ranks, part.group.group_name))
+    return shard.shard.unpadded(ops.all_gather(value, shard.shard.ranks, shard.group.group_name))
 
 
 def test_checkpoints_on_other_numbers_of_ranks(make_pool: Any, tmp_path: Path) -> None:
@@ -217,33 +217,33 @@ def test_checkpoints_on_other_numbers_of_ranks(make_pool: Any, tmp_path: Path) -
 
 def check_recipes(rank: Rank, key: str) -> None:
     """Ranks have whole blocks of the head's format; the table has the same rows."""
-    whole, cut = (Tied(RECIPES[key](), 288, 64, torch.bfloat16) for _ in range(2))
-    shard_(cut, rank.group, tied=True, gradient="sum")
-    part = cut.table.weight_parts["weight"]
-    assert part.rows.align == {"fp8_block": 128, "mxfp8": 32, "fp8_tensor": 1, "nvfp4": 16}[key]
-    assert cut.head.gathers_quantized
+    full, sharded = (Tied(RECIPES[key](), 288, 64, torch.bfloat16) for _ in range(2))
+    shard_(sharded, rank.group, tied=True, gradient="sum")
+    shard = sharded.table.parameter_shards["weight"]
+    assert shard.shard.align == {"fp8_block": 128, "mxfp8": 32, "fp8_tensor": 1, "nvfp4": 16}[key]
+    assert sharded.head.gathers_quantized
     for step in range(2):
         totals = {}
         for other in range(rank.size):
             torch.manual_seed(other)  # of stochastic rounding
-            output = step_of(whole, other, step)
-            for name, parameter in whole.named_parameters():
+            output = step_of(full, other, step)
+            for name, parameter in full.named_parameters():
                 totals[name] = totals.get(name, 0.0) + parameter.grad.float()  # type: ignore[union-attr]
-            whole.zero_grad()
+            full.zero_grad()
             if other == rank.rank:
                 torch.manual_seed(other)
-                assert_same_bits(step_of(cut, other, step), output)
-        for name, parameter in cut.named_parameters():
-            if part_of(parameter) is not None:
+                assert_same_bits(step_of(sharded, other, step), output)
+        for name, parameter in sharded.named_parameters():
+            if shard_of_parameter(parameter) is not None:
                 want = own(parameter, totals[name])
                 # The gradients of the two layers are rounded before they are added.
                 torch.testing.assert_close(
                     parameter.grad.float(), want, rtol=2e-2, atol=2e-2 * want.abs().max().item()
                 )
-        cut.zero_grad()
+        sharded.zero_grad()
         with torch.no_grad():
-            whole.table.weight += 1
-            cut.table.weight += own(cut.table.weight, torch.ones_like(whole.table.weight))
+            full.table.weight += 1
+            sharded.table.weight += own(sharded.table.weight, torch.ones_like(full.table.weight))
 
 
 @pytest.mark.parametrize("key", ["fp8_block", "fp8_tensor", "mxfp8", "nvfp4"])
@@ -335,45 +335,45 @@ def check_converted(rank: Rank) -> None:
         )
         del model.again
 
-    whole = Tied()
-    wanted = gradients_of(whole, rank.size)
+    full = Tied()
+    wanted = gradients_of(full, rank.size)
     for convert in (to_empty, by_layers, overwrite, tie_again, one_layer, assign):
-        cut = shard_(on_meta(), rank.group, tied=True, gradient="sum")
-        optimizer = torch.optim.SGD(cut.parameters(), lr=0.5)
-        convert(cut)
-        assert cut.head.weight is cut.table.weight and not cut.head.weight.is_meta
-        cut.load_state_dict(whole.state_dict())
-        step_of(cut, rank.rank)
-        assert_same_bits(cut.head.weight.grad.cpu(), own(cut.head.weight, wanted["table.weight"]))
-        for name, parameter in cut.named_parameters():
-            assert_same_bits(full_weight(parameter).cpu(), whole.get_parameter(name).detach(), name)
+        sharded = shard_(on_meta(), rank.group, tied=True, gradient="sum")
+        optimizer = torch.optim.SGD(sharded.parameters(), lr=0.5)
+        convert(sharded)
+        assert sharded.head.weight is sharded.table.weight and not sharded.head.weight.is_meta
+        sharded.load_state_dict(full.state_dict())
+        step_of(sharded, rank.rank)
+        assert_same_bits(sharded.head.weight.grad.cpu(), own(sharded.head.weight, wanted["table.weight"]))
+        for name, parameter in sharded.named_parameters():
+            assert_same_bits(full_weight(parameter).cpu(), full.get_parameter(name).detach(), name)
         with pytest.raises(ValueError, match=r"got the shard 'table.weight', which \w+ replaced"):
             optimizer.step()
 
 
 def check_untied(rank: Rank) -> None:
     """A tied layer that gets a shard of its own, and one of a layer that is sharded in another way."""
-    whole, cut = (Tied().to(rank.device) for _ in range(2))
-    shard_(cut, rank.group, tied=True, gradient="sum")
-    whole.head.weight = torch.nn.Parameter(whole.table.weight.detach() + 1)
-    optimizer = torch.optim.SGD(cut.parameters(), lr=0.5)
-    cut.head.weight = torch.nn.Parameter(own(cut.table.weight, whole.head.weight.detach()))
+    full, sharded = (Tied().to(rank.device) for _ in range(2))
+    shard_(sharded, rank.group, tied=True, gradient="sum")
+    full.head.weight = torch.nn.Parameter(full.table.weight.detach() + 1)
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.5)
+    sharded.head.weight = torch.nn.Parameter(own(sharded.table.weight, full.head.weight.detach()))
     optimizer.step()  # the table still has its parameter
-    wanted = gradients_of(whole, rank.size)
-    step_of(cut, rank.rank)
+    wanted = gradients_of(full, rank.size)
+    step_of(sharded, rank.rank)
     for name in ("table.weight", "head.weight"):
-        assert_same_bits(cut.get_parameter(name).grad, own(cut.table.weight, wanted[name]), name)
-    assert_weights(cut, whole)
-    other = tnn.Linear(6, cut.table.weight.shape[0] + 1, device=rank.device)
+        assert_same_bits(sharded.get_parameter(name).grad, own(sharded.table.weight, wanted[name]), name)
+    assert_weights(sharded, full)
+    other = tnn.Linear(6, sharded.table.weight.shape[0] + 1, device=rank.device)
     with pytest.raises(
         ValueError, match=r"Linear: argument 'weight': expected a parameter of which this rank has all"
     ):
-        other.weight = cut.table.weight
+        other.weight = sharded.table.weight
     other = shard_(tnn.Linear(6, ROWS + 1, device=rank.device), rank.group)
     with pytest.raises(
         ValueError, match=r"Linear: argument 'weight': expected a plain tensor of sizes .*which is"
     ):
-        other.weight = cut.table.weight
+        other.weight = sharded.table.weight
 
 
 @pytest.mark.parametrize("check", [check_converted, check_untied])

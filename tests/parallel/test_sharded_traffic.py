@@ -23,8 +23,8 @@ ALIGN = {"bf16": 1, "fp8_tensor": 1, "fp8_block": 128, "mxfp8": 32, "nvfp4": 16}
 LAYERS = 3
 
 
-def bytes_of_part(key: str, rows: int, columns: int) -> float:
-    """Of a part of a weight: what a forward sends to each other rank, and a backward, too."""
+def bytes_of_shard(key: str, rows: int, columns: int) -> float:
+    """Of a shard of a weight: what a forward sends to each other rank, and a backward, too."""
     of_blocks = 4 * math.ceil(columns / 512) * 4 / (128 * columns)  # float32, in rows of four
     each = {
         "bf16": 2,
@@ -68,7 +68,7 @@ def check_bytes(rank: Rank, key: str) -> None:
                 continue  # the new order of use is being learned
             made = counted(rank, before)
             uses = 2 * LAYERS + (LAYERS - 1 if recomputes else 0)  # the last of the segments is not repeated
-            want = (ranks - 1) * uses * bytes_of_part(key, padded(rows, ranks, ALIGN[key]) // ranks, rows)
+            want = (ranks - 1) * uses * bytes_of_shard(key, padded(rows, ranks, ALIGN[key]) // ranks, rows)
             assert (made[0], made[4]) == (uses, want), (key, rows, made, uses, want)
 
 

@@ -1,5 +1,5 @@
 """Training with sharded weights beside other copies of them and beside experts: gradients, their norm, losses and
-checkpoints of a model with whole weights that sees the data of all ranks."""
+checkpoints of a model with full weights that sees the data of all ranks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.parallel.sharded_model import Block, one_step, wanted_gradients, whole_block
+from tests.parallel.sharded_model import Block, full_block, one_step, wanted_gradients
 from tests.parallel.sharded_models import RECIPES, dense, dense_batch
 from transformer_plugin import nn as tnn
 from transformer_plugin import ops, parallel
 from transformer_plugin.parallel import full_weight, shard_
-from transformer_plugin.parallel._weight_part import part_of
+from transformer_plugin.parallel._parameter_shard import shard_of_parameter
 from transformer_plugin.testing.distributed import Rank
 from transformer_plugin.testing.numerics import assert_same_bits
 
@@ -44,23 +44,21 @@ def backward_of(model: torch.nn.Module, rank: int, step: int = 0) -> None:
 
 
 def gradients_of(ranks: Any, steps: int = 1) -> dict[str, Tensor]:
-    """The sum over the ranks, with whole weights."""
-    whole = small()
+    """The sum over the ranks, with full weights."""
+    full = small()
     for step in range(steps):
         for other in ranks:
-            backward_of(whole, other, step)
-    return {
-        name: parameter.grad for name, parameter in whole.named_parameters() if parameter.grad is not None
-    }
+            backward_of(full, other, step)
+    return {name: parameter.grad for name, parameter in full.named_parameters() if parameter.grad is not None}
 
 
 def own(parameter: Tensor, value: Tensor) -> Tensor:
-    part = part_of(parameter)
-    return value if part is None else part.rows.cut(value, part.rank)
+    shard = shard_of_parameter(parameter)
+    return value if shard is None else shard.local_shard_of(value)
 
 
 def check_copies(rank: Rank, gradient: Any, by_mesh: bool) -> None:
-    """Two parts of each weight, two copies of each part: gradients and their norm are those of data parallelism."""
+    """Two shards of each weight, two copies of each shard: gradients and their norm are those of data parallelism."""
     if by_mesh:  # whose ranks are not in order
         mesh = DeviceMesh("cpu", [[2, 0], [3, 1]], mesh_dim_names=("copies", "data"))
         group, members = mesh["data"], [[0, 2], [1, 3]][rank.rank % 2]
@@ -68,11 +66,11 @@ def check_copies(rank: Rank, gradient: Any, by_mesh: bool) -> None:
         groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
         group, members = groups[rank.rank // 2], [2 * (rank.rank // 2), 2 * (rank.rank // 2) + 1]
     model = shard_(small(), group, gradient=gradient)
-    assert model[0].weight_parts["weight"].ranks == tuple(members)
+    assert model[0].parameter_shards["weight"].ranks == tuple(members)
     backward_of(model, rank.rank)
     alone = gradients_of(members)
     for name, parameter in model.named_parameters():
-        if part_of(parameter) is not None:
+        if shard_of_parameter(parameter) is not None:
             want = alone[name] / (2 if gradient == "mean" else 1)
             assert_same_bits(parameter.grad, own(parameter, want), name)
             assert_same_bits(full_weight(parameter), small().get_parameter(name).detach(), name)
@@ -94,42 +92,42 @@ def check_copies(rank: Rank, gradient: Any, by_mesh: bool) -> None:
 
 @pytest.mark.parametrize("by_mesh", [False, True], ids=["groups", "mesh"])
 @pytest.mark.parametrize("gradient", ["mean", "sum"])
-def test_copies_of_parts(make_pool: Any, gradient: str, by_mesh: bool) -> None:
+def test_copies_of_shards(make_pool: Any, gradient: str, by_mesh: bool) -> None:
     make_pool(4).run(check_copies, gradient, by_mesh)
 
 
 def check_losses(rank: Rank, key: str) -> None:
-    """Ten steps of AdamW give the losses of the model with whole weights on the data of all ranks."""
+    """Ten steps of AdamW give the losses of the model with full weights on the data of all ranks."""
     torch.manual_seed(0)
-    whole = dense(RECIPES[key](), rank.device)
+    full = dense(RECIPES[key](), rank.device)
     torch.manual_seed(0)
-    cut = shard_(dense(RECIPES[key](), rank.device), rank.group)
-    model: Any = parallel.data_parallel(cut)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=3e-3) for m in (whole, cut)]
+    sharded = shard_(dense(RECIPES[key](), rank.device), rank.group)
+    model: Any = parallel.data_parallel(sharded)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=3e-3) for m in (full, sharded)]
     losses = []
     for step in range(10):
-        totals = [torch.zeros_like(p, dtype=torch.float32) for p in whole.parameters()]
+        totals = [torch.zeros_like(p, dtype=torch.float32) for p in full.parameters()]
         for other in range(rank.size):
-            whole.zero_grad()
+            full.zero_grad()
             torch.manual_seed(other)  # of stochastic rounding
-            loss = loss_of(whole, dense_batch(other, step, rank.device).arguments[0])
+            loss = loss_of(full, dense_batch(other, step, rank.device).arguments[0])
             loss.backward()
-            for total, parameter in zip(totals, whole.parameters(), strict=True):
+            for total, parameter in zip(totals, full.parameters(), strict=True):
                 total += parameter.grad.float()  # type: ignore[union-attr]
             if other == rank.rank:
-                cut.zero_grad()
+                sharded.zero_grad()
                 torch.manual_seed(other)
                 mine = loss_of(model, dense_batch(other, step, rank.device).arguments[0])
                 mine.backward()
                 assert_same_bits(mine.detach(), loss.detach(), f"{key} step {step}")
                 losses.append(loss.item())
-        for total, parameter in zip(totals, whole.parameters(), strict=True):
+        for total, parameter in zip(totals, full.parameters(), strict=True):
             parameter.grad = (total / rank.size).to(parameter.dtype)
         for optimizer in optimizers:
             optimizer.step()
     assert losses[-1] < 0.9 * losses[0], losses
-    for name, parameter in cut.named_parameters():
-        assert_same_bits(full_weight(parameter), whole.get_parameter(name).detach(), name)
+    for name, parameter in sharded.named_parameters():
+        assert_same_bits(full_weight(parameter), full.get_parameter(name).detach(), name)
 
 
 def loss_of(model: torch.nn.Module, x: Tensor) -> Tensor:
@@ -185,7 +183,7 @@ def check_other_model(rank: Rank, folder: str) -> None:
         dcp.load({"weight": model.state_dict()["weight"]}, checkpoint_id=folder)
     assert_same_bits(model.weight.detach(), before)
     with pytest.raises(
-        ValueError, match=r"expected the whole weight, of sizes \[8, 6\], got a tensor of sizes \[9, 6\]"
+        ValueError, match=r"expected the full weight, of sizes \[8, 6\], got a tensor of sizes \[9, 6\]"
     ):
         model.load_state_dict(tnn.Linear(6, 9).state_dict())
     assert_same_bits(model.weight.detach(), before)
@@ -198,10 +196,10 @@ def test_checkpoints_of_other_models(make_pool: Any, tmp_path: Path) -> None:
 def check_experts(rank: Rank) -> None:
     """Experts over one dimension of a mesh, and the weights of each expert over the other."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "experts"))
-    whole = whole_block()
+    full = full_block()
     block = Block("cpu", group=mesh["experts"].get_group(), dtensor=False)
     place = mesh.get_local_rank("experts")
-    state = whole.state_dict()
+    state = full.state_dict()
     for name, value in block.state_dict().items():
         here = state[name]
         block.get_parameter(name).data.copy_(here if here.shape == value.shape else here.chunk(2)[place])
@@ -209,7 +207,7 @@ def check_experts(rank: Rank) -> None:
     assert block.moe.experts.fc1.weight.shape[0] == 2
     model = parallel.data_parallel(block)
     one_step(rank, model)
-    wanted = wanted_gradients(whole, rank.size)
+    wanted = wanted_gradients(full, rank.size)
     for name, parameter in block.named_parameters():
         want = wanted[name]
         if "experts" in name:
@@ -220,12 +218,12 @@ def check_experts(rank: Rank) -> None:
     assert ops.count_gathers(mesh["data"].get_group().group_name).gathers >= 4
 
 
-def test_experts_and_parts_of_experts(make_pool: Any) -> None:
+def test_experts_and_shards_of_experts(make_pool: Any) -> None:
     make_pool(4).run(check_experts)
 
 
 def check_fsdp2(rank: Rank) -> None:
-    """FSDP2 around a model leaves parts alone, which it is told to ignore; the norm counts both."""
+    """FSDP2 around a model leaves shards alone, which it is told to ignore; the norm counts both."""
     mesh = init_device_mesh("cpu", (rank.size,))
 
     def made() -> Any:
@@ -235,19 +233,19 @@ def check_fsdp2(rank: Rank) -> None:
                 parameter.copy_(integers(*parameter.shape, seed=i))
         return model
 
-    whole, model = made(), shard_(made(), rank.group)
+    full, model = made(), shard_(made(), rank.group)
     fully_shard(model, mesh=mesh, ignored_params={model[1].weight})
     for other in range(rank.size):
-        (whole(integers(5, 6, seed=other)) / rank.size).backward(integers(5, 7, seed=50 + other))
+        (full(integers(5, 6, seed=other)) / rank.size).backward(integers(5, 7, seed=50 + other))
     model(integers(5, 6, seed=rank.rank)).backward(integers(5, 7, seed=50 + rank.rank))
-    assert_same_bits(model[1].weight.grad, own(model[1].weight, whole[1].weight.grad))
+    assert_same_bits(model[1].weight.grad, own(model[1].weight, full[1].weight.grad))
     for name in ("weight", "bias"):
         got = getattr(model[0], name).grad.full_tensor()
-        torch.testing.assert_close(got, getattr(whole[0], name).grad, rtol=1e-6, atol=0)
-    want = torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
+        torch.testing.assert_close(got, getattr(full[0], name).grad, rtol=1e-6, atol=0)
+    want = torch.nn.utils.clip_grad_norm_(full.parameters(), 1.0)
     torch.testing.assert_close(parallel.clip_grad_norm_(model, 1.0), want, rtol=1e-6, atol=0)
     assert_same_bits(full_weight(model[1].weight), made()[1].weight.detach())
 
 
-def test_fsdp2_beside_parts(make_pool: Any) -> None:
+def test_fsdp2_beside_shards(make_pool: Any) -> None:
     make_pool(2).run(check_fsdp2)

@@ -1,4 +1,4 @@
-"""Weights that are sharded over ranks: outputs and gradients of the layer with the whole weight, bit for bit, with
+"""Weights that are sharded over ranks: outputs and gradients of the layer with the full weight, bit for bit, with
 other inputs on each rank."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tests.parallel.sharded_models import (
     RECIPES,
     Experts,
     change,
-    change_cut,
+    change_sharded,
     computed,
     dense,
     dense_batch,
@@ -25,33 +25,33 @@ from tests.parallel.sharded_models import (
 from transformer_plugin import nn as tnn
 from transformer_plugin import ops
 from transformer_plugin.parallel import full_weight, shard_
-from transformer_plugin.parallel._weight_part import part_of
+from transformer_plugin.parallel._parameter_shard import shard_of_parameter
 from transformer_plugin.testing.distributed import Rank, RankPool
 from transformer_plugin.testing.numerics import assert_same_bits
 
 pytestmark = pytest.mark.bits
 
 
-def compare(rank: Rank, whole: Any, cut: Any, batch: Any, step: int, mean: bool = True) -> None:
-    """This rank's results of the cut model with those of the whole model, whose gradients are added over ranks."""
-    each = [computed(whole, batch(r, step, rank.device)) for r in range(rank.size)]
-    mine, own = each[rank.rank], computed(cut, batch(rank.rank, step, rank.device))
+def compare(rank: Rank, full: Any, sharded: Any, batch: Any, step: int, mean: bool = True) -> None:
+    """This rank's results of the sharded model with those of the full model, whose gradients are added over ranks."""
+    each = [computed(full, batch(r, step, rank.device)) for r in range(rank.size)]
+    mine, own = each[rank.rank], computed(sharded, batch(rank.rank, step, rank.device))
     assert_same_bits(own.output, mine.output)
     assert_same_bits(own.grad_input, mine.grad_input)
-    for name, parameter in cut.named_parameters():
-        if part_of(parameter) is None:
+    for name, parameter in sharded.named_parameters():
+        if shard_of_parameter(parameter) is None:
             assert_same_bits(own.grads[name], mine.grads[name], name)
             continue
         want = expected_grad([results.grads[name] for results in each], parameter, mean)
         assert_same_bits(own.grads[name], want, name)
-        assert_same_bits(full_weight(parameter), whole.get_parameter(name).detach(), name)
+        assert_same_bits(full_weight(parameter), full.get_parameter(name).detach(), name)
 
 
 def check_dense(rank: Rank, key: str, options: dict[str, Any]) -> None:
-    whole, cut = twins(rank, lambda: dense(RECIPES[key](), rank.device), **options)
+    full, sharded = twins(rank, lambda: dense(RECIPES[key](), rank.device), **options)
     for step in range(3):
-        compare(rank, whole, cut, dense_batch, step, options.get("gradient") != "sum")
-        change(whole, cut, step)
+        compare(rank, full, sharded, dense_batch, step, options.get("gradient") != "sum")
+        change(full, sharded, step)
 
 
 @pytest.mark.parametrize("key", RECIPES)
@@ -74,10 +74,10 @@ def test_options(pair: RankPool, options: dict[str, Any]) -> None:
 
 
 def check_experts(rank: Rank, key: str, experts: int, bias: bool) -> None:
-    whole, cut = twins(rank, lambda: Experts(RECIPES[key](), rank.device, experts, bias))
+    full, sharded = twins(rank, lambda: Experts(RECIPES[key](), rank.device, experts, bias))
     for step in range(3):
-        compare(rank, whole, cut, partial(expert_batch, experts=experts), step)
-        change(whole, cut, step)
+        compare(rank, full, sharded, partial(expert_batch, experts=experts), step)
+        change(full, sharded, step)
 
 
 @pytest.mark.parametrize("key", RECIPES)
@@ -89,10 +89,10 @@ def test_experts(ranks: RankPool, key: str) -> None:
 
 def check_order_of_use(rank: Rank) -> None:
     """From the third step on each gather but the first is begun early, and none in vain."""
-    _, cut = twins(rank, lambda: dense(RECIPES["fp8_block"](), rank.device))
+    _, sharded = twins(rank, lambda: dense(RECIPES["fp8_block"](), rank.device))
     before = None
     for step in range(5):
-        computed(cut, dense_batch(rank.rank, step, rank.device))
+        computed(sharded, dense_batch(rank.rank, step, rank.device))
         counts = ops.count_gathers(rank.group_name)
         if before is not None and step >= 2:
             made = [now - then for now, then in zip(counts, before, strict=True)]
@@ -107,8 +107,8 @@ def test_the_order_of_use_is_learned(ranks: RankPool) -> None:
 def check_compiled(rank: Rank, key: str, backend: str) -> None:
     torch._dynamo.reset()
     _, eager = twins(rank, lambda: dense(RECIPES[key](), rank.device))
-    _, cut = twins(rank, lambda: dense(RECIPES[key](), rank.device))
-    compiled: Any = torch.compile(cut, fullgraph=True, backend=backend)
+    _, sharded = twins(rank, lambda: dense(RECIPES[key](), rank.device))
+    compiled: Any = torch.compile(sharded, fullgraph=True, backend=backend)
     for step in range(3):
         batch = dense_batch(rank.rank, step, rank.device)
         want = computed(eager, batch)
@@ -136,29 +136,29 @@ def test_compiled(pair: RankPool, key: str, backend: str) -> None:
 
 def check_graph(rank: Rank, key: str, in_graphs: bool) -> None:
     """A captured forward and backward, replayed with other weights and inputs, is eager bit for bit."""
-    _, cut = twins(rank, lambda: dense(RECIPES[key](), rank.device))
+    _, sharded = twins(rank, lambda: dense(RECIPES[key](), rank.device))
     torch.manual_seed(0)
     eager = dense(RECIPES[key](), rank.device)
     shard_(eager, rank.group)
     ops.configure_gathers(rank.group_name, 1, in_graphs)
     input = dense_batch(rank.rank, 0, rank.device).arguments[0].clone().requires_grad_()
-    for tensor in (input, *cut.parameters()):
+    for tensor in (input, *sharded.parameters()):
         tensor.grad = torch.zeros_like(tensor)
 
     def step() -> torch.Tensor:
-        for tensor in (input, *cut.parameters()):
+        for tensor in (input, *sharded.parameters()):
             assert tensor.grad is not None
             tensor.grad.zero_()
-        output: torch.Tensor = cut(input)
+        output: torch.Tensor = sharded(input)
         output.float().square().mean().backward()
         return output
 
     outputs: list[torch.Tensor] = []
     graph = captured(lambda: outputs.append(step()), "thread_local")
     for seed in range(3):
-        for model in (eager, cut):
-            change_cut(model, seed)
-        for layer in cut.modules():
+        for model in (eager, sharded):
+            change_sharded(model, seed)
+        for layer in sharded.modules():
             if getattr(layer, "gathers_quantized", False):
                 layer.quantize_weights()
         batch = dense_batch(rank.rank, seed + 1, rank.device)
@@ -169,7 +169,7 @@ def check_graph(rank: Rank, key: str, in_graphs: bool) -> None:
         assert_same_bits(outputs[-1].detach(), want.output)
         assert_same_bits(input.grad, want.grad_input)
         for name, grad in want.grads.items():
-            assert_same_bits(cut.get_parameter(name).grad, grad, name)
+            assert_same_bits(sharded.get_parameter(name).grad, grad, name)
     ops.configure_gathers(rank.group_name, 1)
 
 
@@ -181,9 +181,9 @@ def test_graphs(pair_of_gpus: RankPool, key: str, in_graphs: bool) -> None:
 
 def check_sleeps(rank: Rank, key: str, seeds: int) -> None:
     """Streams and ranks that are late at random places change no bit. Later on, no memory is taken from the GPU."""
-    _, cut = twins(rank, lambda: dense(RECIPES[key](), rank.device))
+    _, sharded = twins(rank, lambda: dense(RECIPES[key](), rank.device))
     batch = dense_batch(rank.rank, 0, rank.device)
-    want = computed(cut, batch)
+    want = computed(sharded, batch)
     before = 0
     generator = torch.Generator()
 
@@ -191,13 +191,13 @@ def check_sleeps(rank: Rank, key: str, seeds: int) -> None:
         if torch.rand((), generator=generator) < 0.5:
             torch.cuda._sleep(int(torch.randint(2_000_000, (), generator=generator)))
 
-    hooks = [layer.register_forward_pre_hook(late) for layer in cut.children()]
-    hooks += [layer.register_full_backward_pre_hook(late) for layer in cut.children()]
+    hooks = [layer.register_forward_pre_hook(late) for layer in sharded.children()]
+    hooks += [layer.register_full_backward_pre_hook(late) for layer in sharded.children()]
     for seed in range(seeds):
         generator.manual_seed(1000 * rank.rank + seed)
         if seed == seeds // 2:  # late streams hold memory for longer, so that a few steps take some
             before = torch.cuda.memory_stats()["num_device_alloc"]
-        got = computed(cut, batch)
+        got = computed(sharded, batch)
         late()
         assert_same_bits(got.output, want.output)
         assert_same_bits(got.grad_input, want.grad_input)
@@ -227,27 +227,27 @@ class Words(torch.nn.Module):
 
 def check_words(rank: Rank, compiled: bool) -> None:
     torch._dynamo.reset()
-    whole, cut = twins(rank, lambda: Words(rank.device))
-    model: Any = torch.compile(cut, fullgraph=True, backend="aot_eager") if compiled else cut
+    full, sharded = twins(rank, lambda: Words(rank.device))
+    model: Any = torch.compile(sharded, fullgraph=True, backend="aot_eager") if compiled else sharded
     plain = torch.nn.Embedding(50, 32, padding_idx=3, device=rank.device, dtype=torch.bfloat16)
-    plain.load_state_dict(whole.table.state_dict())
+    plain.load_state_dict(full.table.state_dict())
     for step in range(2):
         each = []
         for other in range(rank.size):
             words = torch.randint(50, (40,), generator=torch.Generator().manual_seed(10 * step + other)).to(
                 rank.device
             )
-            whole.zero_grad()
-            loss = whole(words)
+            full.zero_grad()
+            loss = full(words)
             loss.backward()
-            each.append({n: p.grad.clone() for n, p in whole.named_parameters() if p.grad is not None})
-            assert_same_bits(whole.table(words).detach(), plain(words).detach())
+            each.append({n: p.grad.clone() for n, p in full.named_parameters() if p.grad is not None})
+            assert_same_bits(full.table(words).detach(), plain(words).detach())
             if other == rank.rank:
-                cut.zero_grad()
+                sharded.zero_grad()
                 own = model(words)
                 own.backward()
                 assert_same_bits(own.detach(), loss.detach())
-        for name, parameter in cut.named_parameters():
+        for name, parameter in sharded.named_parameters():
             assert parameter.grad is not None
             assert_same_bits(parameter.grad, expected_grad([g[name] for g in each], parameter, True), name)
 

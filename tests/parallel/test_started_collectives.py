@@ -24,7 +24,7 @@ def operand(rank: Rank, seed: int, dtype: torch.dtype = torch.bfloat16) -> Tenso
     return torch.randn(6 * rank.size, 40, generator=generator).to(rank.device, dtype)
 
 
-def whole(name: str, rank: Rank, value: Tensor) -> Tensor:
+def full(name: str, rank: Rank, value: Tensor) -> Tensor:
     result: Tensor = getattr(ops, name)(value, rank.size, rank.group_name)
     return result
 
@@ -45,14 +45,14 @@ def check_values(rank: Rank) -> None:
             one = operand(rank, seed, dtype).requires_grad_()
             other = one.detach().clone().requires_grad_()
             token = start(name, rank, one)
-            got, want = finish(name, rank, token, one), whole(name, rank, other)
+            got, want = finish(name, rank, token, one), full(name, rank, other)
             assert_same_bits(got.detach(), want.detach(), f"{name} {dtype}")
             weight = torch.randn(want.shape, generator=torch.Generator().manual_seed(rank.rank)).to(want)
             (got * weight).sum().backward()
             (want * weight).sum().backward()
             assert_same_bits(one.grad, other.grad, f"gradient of {name} {dtype}")
         columns = operand(rank, 9).t().contiguous().t()  # other strides
-        assert_same_bits(finish(name, rank, start(name, rank, columns), columns), whole(name, rank, columns))
+        assert_same_bits(finish(name, rank, start(name, rank, columns), columns), full(name, rank, columns))
 
 
 def test_values(ranks: RankPool) -> None:
@@ -69,14 +69,14 @@ def check_several(rank: Rank) -> None:
     names = [NAMES[seed % 2] for seed in range(5)]
     tokens = [start(name, rank, value) for name, value in zip(names, values, strict=True)]
     for i in (3, 0, 4, 1):
-        assert_same_bits(finish(names[i], rank, tokens[i], values[i]), whole(names[i], rank, values[i]))
+        assert_same_bits(finish(names[i], rank, tokens[i], values[i]), full(names[i], rank, values[i]))
     del tokens
     first = start(names[2], rank, values[2])
     other = torch.zeros(1, dtype=torch.int64, device=rank.device)
-    assert_same_bits(finish(names[0], rank, other, values[0]), whole(names[0], rank, values[0]))
-    assert_same_bits(finish(names[2], rank, first, values[2]), whole(names[2], rank, values[2]))
+    assert_same_bits(finish(names[0], rank, other, values[0]), full(names[0], rank, values[0]))
+    assert_same_bits(finish(names[2], rank, first, values[2]), full(names[2], rank, values[2]))
     again = finish(names[2], rank, first, values[2])  # finished before: the collective as a whole
-    assert_same_bits(again, whole(names[2], rank, values[2]))
+    assert_same_bits(again, full(names[2], rank, values[2]))
 
 
 def test_several_at_once(ranks: RankPool) -> None:
@@ -156,7 +156,7 @@ def check_late(rank: Rank) -> None:
     for seed in range(50):
         name = NAMES[seed % 2]
         value = operand(rank, seed)
-        want = whole(name, rank, value.clone())
+        want = full(name, rank, value.clone())
         late()
         token = start(name, rank, value)
         late()
@@ -175,7 +175,7 @@ def test_late_streams_and_ranks(pair_of_gpus: RankPool) -> None:
 def check_failed_capture(rank: Rank) -> None:
     """A capture that an error ends between the steps leaves nothing that later collectives would wait for."""
     value = operand(rank, 0)
-    want = whole("all_gather", rank, value)
+    want = full("all_gather", rank, value)
     finish("all_gather", rank, start("all_gather", rank, value), value)
     tokens = []
     failing = torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local")
@@ -212,7 +212,7 @@ def check_errors(rank: Rank) -> None:
                 start(name, rank, value.clone().requires_grad_(rank.rank == 0))
         assert_same_bits(
             finish("all_gather", rank, start("all_gather", rank, value), value),
-            whole("all_gather", rank, value),
+            full("all_gather", rank, value),
         )
 
 
@@ -235,7 +235,7 @@ def check_other_tokens(rank: Rank) -> None:
             ):
                 finish(name, rank, tokens[name], wrong)
     for name, token in tokens.items():
-        assert_same_bits(finish(name, rank, token, value), whole(name, rank, value))
+        assert_same_bits(finish(name, rank, token, value), full(name, rank, value))
 
 
 def test_other_tokens(pair: RankPool) -> None:

@@ -33,7 +33,7 @@ class Mlp(torch.nn.Module):
         return self.down(torch.nn.functional.silu(self.up(x)))
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -48,10 +48,10 @@ def compare(rank: Rank, plan: str, bias: bool, shape: tuple[int, ...]) -> None:
         with torch.no_grad():
             inferred = model(leaf)
         output = model(leaf)
-        torch.testing.assert_close(whole(inferred), whole(output.detach()))
+        torch.testing.assert_close(full(inferred), full(output.detach()))
         output.square().sum().backward()
         grads = [parameter.grad for parameter in model.parameters()]
-        results.append([whole(t) for t in (output.detach(), leaf.grad, *grads)])
+        results.append([full(t) for t in (output.detach(), leaf.grad, *grads)])
     for got, expected in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 

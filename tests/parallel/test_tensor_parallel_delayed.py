@@ -1,4 +1,4 @@
-"""Delayed scaling with tensor parallelism: with an ``amax_group`` the scales are those of the whole layer."""
+"""Delayed scaling with tensor parallelism: with an ``amax_group`` the scales are those of the full layer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.parallel.tensor_parallel_models import FACTOR, ROWS, F, K, drawn, relative, whole_grad
+from tests.parallel.tensor_parallel_models import FACTOR, ROWS, F, K, drawn, full_grad, relative
 from transformer_plugin import nn as tnn
 from transformer_plugin.nn import reduce_amax
 from transformer_plugin.parallel.styles import ColumnParallel, RowParallel
@@ -21,7 +21,7 @@ STEPS = 4
 
 
 def layers(rank: Rank, kind: Any, mode: str, sequence_parallel: bool, group: Any) -> tuple[Any, Any]:
-    """The whole layer, and the same with slices."""
+    """The full layer, and the same with slices."""
     made = []
     for parallel in (False, True):
         torch.manual_seed(1)
@@ -45,18 +45,18 @@ def step_data(rank: Rank, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x, g
 
 
-def change(whole: Any, own: Any, step: int) -> None:
+def change(full: Any, own: Any, step: int) -> None:
     with torch.no_grad():
         for name, parameter in own.named_parameters():
-            of_whole = whole.get_parameter(name)
-            of_whole += 0.1 * drawn(*of_whole.shape, seed=step, device=of_whole.device)
-            of_whole.view(-1)[step * of_whole.numel() // STEPS] = 2.0 + step
+            of_full = full.get_parameter(name)
+            of_full += 0.1 * drawn(*of_full.shape, seed=step, device=of_full.device)
+            of_full.view(-1)[step * of_full.numel() // STEPS] = 2.0 + step
             slices = getattr(parameter, "tensor_slices", None)
-            parameter.copy_(of_whole if slices is None else slices.cut(of_whole))
+            parameter.copy_(of_full if slices is None else slices.local_shard_of(of_full))
 
 
 def check_layer(rank: Rank, kind: Any, mode: str, sequence_parallel: bool) -> None:
-    whole, own = layers(rank, kind, mode, sequence_parallel, rank.group)
+    full, own = layers(rank, kind, mode, sequence_parallel, rank.group)
     seen = []
     for step in range(STEPS):
         x, g = step_data(rank, step)
@@ -65,8 +65,8 @@ def check_layer(rank: Rank, kind: Any, mode: str, sequence_parallel: bool) -> No
         if mode == "column":
             columns = part(rank, F)
         x, mine = x.requires_grad_(), mine.detach().clone().requires_grad_()
-        output, of_own = whole(x), own(mine)
-        assert_same_bits(own.delayed_scale, whole.delayed_scale, f"scales in step {step}")
+        output, of_own = full(x), own(mine)
+        assert_same_bits(own.delayed_scale, full.delayed_scale, f"scales in step {step}")
         seen.append(own.delayed_scale.clone())
         output.backward(g)
         if mode == "column":
@@ -80,11 +80,11 @@ def check_layer(rank: Rank, kind: Any, mode: str, sequence_parallel: bool) -> No
         assert relative(mine.grad, want) < (2**-6 if mode == "column" else 1e-7)
         for name, parameter in own.named_parameters():
             if "norm" in name or (name == "bias" and mode == "row"):  # sums over ranks
-                assert relative(parameter.grad, whole.get_parameter(name).grad) < 2**-6
+                assert relative(parameter.grad, full.get_parameter(name).grad) < 2**-6
             else:
-                assert_same_bits(whole_grad(parameter), whole.get_parameter(name).grad, name)
-            parameter.grad = whole.get_parameter(name).grad = None
-        change(whole, own, step)
+                assert_same_bits(full_grad(parameter), full.get_parameter(name).grad, name)
+            parameter.grad = full.get_parameter(name).grad = None
+        change(full, own, step)
     assert all((one != other).any() for one, other in itertools.pairwise(seen)), seen
 
 
@@ -118,26 +118,26 @@ class Experts(torch.nn.Module):
 
 def check_experts(rank: Rank) -> None:
     torch.manual_seed(1)
-    whole = Experts(rank, False, "")
+    full = Experts(rank, False, "")
     own = Experts(rank, True, rank.group)
-    own.load_state_dict(whole.state_dict())
+    own.load_state_dict(full.state_dict())
     sizes = torch.tensor([12, 20], device=rank.device)
     probs = torch.rand(32, generator=torch.Generator().manual_seed(1)).to(rank.device)
     for step in range(STEPS):
         x = drawn(32, 64, seed=step, device=rank.device) * (1 + step)
         inputs = [x.clone().requires_grad_() for _ in range(2)]
-        outputs = [model(each, sizes, probs) for model, each in zip((whole, own), inputs, strict=True)]
+        outputs = [model(each, sizes, probs) for model, each in zip((full, own), inputs, strict=True)]
         assert relative(outputs[1], outputs[0]) < 0.05, step
         for output in outputs:
             output.float().square().sum().backward()
         assert relative(inputs[1].grad, inputs[0].grad) < 0.15, step
         for name, parameter in own.named_parameters():
-            error = relative(whole_grad(parameter), whole.get_parameter(name).grad)
+            error = relative(full_grad(parameter), full.get_parameter(name).grad)
             assert error < 0.15, (step, name, error)  # of 8-bit gradients through three layers
-            parameter.grad = whole.get_parameter(name).grad = None
+            parameter.grad = full.get_parameter(name).grad = None
         for name, buffer in own.named_buffers():
             if name.endswith("delayed_scale"):
-                want = whole.get_buffer(name)
+                want = full.get_buffer(name)
                 assert ((buffer / want - 1).abs() < 0.2).all(), (step, name)
                 assert_same_bits(buffer[2:4], want[2:4], name)  # of the weights
                 everyone = [torch.empty_like(buffer) for _ in range(rank.size)]
@@ -151,18 +151,18 @@ def test_experts(ranks: RankPool) -> None:
 
 def check_alone(rank: Rank) -> None:
     """Without a group each rank has the scales of its slices, which are as accurate."""
-    whole, own = layers(rank, tnn.Linear, "column", True, "")
+    full, own = layers(rank, tnn.Linear, "column", True, "")
     exact = []
     for step in range(STEPS):
         x, g = step_data(rank, step)
-        output, of_own = whole(x), own(x[part(rank, ROWS)])
-        exact = (x.double() @ whole.weight.detach().double().t() + whole.bias.double())[:, part(rank, F)]
+        output, of_own = full(x), own(x[part(rank, ROWS)])
+        exact = (x.double() @ full.weight.detach().double().t() + full.bias.double())[:, part(rank, F)]
         if step:
-            error, of_whole = relative(of_own, exact), relative(output[:, part(rank, F)], exact)
-            assert error <= FACTOR * of_whole + 2**-9
+            error, of_full = relative(of_own, exact), relative(output[:, part(rank, F)], exact)
+            assert error <= FACTOR * of_full + 2**-9
         output.backward(g)
         of_own.backward(g[:, part(rank, F)])
-        change(whole, own, step)
+        change(full, own, step)
     everyone = [torch.empty_like(own.delayed_scale) for _ in range(rank.size)]
     dist.all_gather(everyone, own.delayed_scale, group=rank.group)
     assert any((one[1:] != everyone[0][1:]).any() for one in everyone)  # of weight and gradient
@@ -174,7 +174,7 @@ def test_without_a_group(ranks: RankPool) -> None:
 
 
 def check_styles(rank: Rank) -> None:
-    """Of layers that exist and have trained: the slices go on with the scales of the whole layer."""
+    """Of layers that exist and have trained: the slices go on with the scales of the full layer."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import parallelize_module
 
@@ -182,20 +182,20 @@ def check_styles(rank: Rank) -> None:
     torch.manual_seed(1)
     recipe = DelayedScaling(amax_history_len=2, amax_group=mesh.get_group())
     options: dict[str, Any] = {"device": rank.device, "dtype": torch.bfloat16}
-    whole = torch.nn.Sequential(
+    full = torch.nn.Sequential(
         tnn.Linear(K, F, recipe=DelayedScaling(amax_history_len=2), **options),
         tnn.Linear(F, K, recipe=DelayedScaling(amax_history_len=2), **options),
     )
     own = torch.nn.Sequential(
         tnn.Linear(K, F, recipe=recipe, **options), tnn.Linear(F, K, recipe=recipe, **options)
     )
-    own.load_state_dict(whole.state_dict())
+    own.load_state_dict(full.state_dict())
     for step in range(4):
         x, _ = step_data(rank, step)
-        outputs = [model(x) for model in (whole, own)]
+        outputs = [model(x) for model in (full, own)]
         assert relative(outputs[1], outputs[0]) < 0.02
-        assert_same_bits(own[0].delayed_scale[:2], whole[0].delayed_scale[:2])
-        assert_same_bits(own[1].delayed_scale[1:2], whole[1].delayed_scale[1:2])
+        assert_same_bits(own[0].delayed_scale[:2], full[0].delayed_scale[:2])
+        assert_same_bits(own[1].delayed_scale[1:2], full[1].delayed_scale[1:2])
         for output in outputs:
             output.float().square().sum().backward()
         if step == 1:
@@ -208,32 +208,32 @@ def test_styles(ranks: RankPool) -> None:
 
 
 def check_states(rank: Rank, folder: str) -> None:
-    """A checkpoint has one state for all ranks: saved after reduce_amax it is that of the whole layer."""
+    """A checkpoint has one state for all ranks: saved after reduce_amax it is that of the full layer."""
     import torch.distributed.checkpoint as dcp
 
-    whole, own = layers(rank, tnn.Linear, "column", False, rank.group)
+    full, own = layers(rank, tnn.Linear, "column", False, rank.group)
     for step in range(3):
         x, g = step_data(rank, step)
-        for layer, columns in ((whole, slice(None)), (own, part(rank, F))):
+        for layer, columns in ((full, slice(None)), (own, part(rank, F))):
             layer(x).backward(g[:, columns])
     reduce_amax(own, rank.group)
     for name in ("delayed_history", "delayed_scale", "delayed_amax"):
-        assert_same_bits(own.state_dict()[name], whole.state_dict()[name], name)
+        assert_same_bits(own.state_dict()[name], full.state_dict()[name], name)
     dcp.save({"model": own.state_dict()}, checkpoint_id=folder)
     others = layers(rank, tnn.Linear, "row", False, rank.group)
-    for loaded in others:  # in another mode, and whole
+    for loaded in others:  # in another mode, and unsharded
         state = {"model": loaded.state_dict()}
         dcp.load(state, checkpoint_id=folder)
         loaded.load_state_dict(state["model"])
     x, _ = step_data(rank, 3)
     for layer, columns in (
-        (whole, slice(None)),
+        (full, slice(None)),
         (own, slice(None)),
         (others[0], slice(None)),
         (others[1], part(rank, K)),
     ):
         layer(x[:, columns])
-        assert_same_bits(layer.delayed_scale, whole.delayed_scale)
+        assert_same_bits(layer.delayed_scale, full.delayed_scale)
 
 
 def test_states(ranks: RankPool, tmp_path: Any) -> None:

@@ -17,7 +17,7 @@ from tests.parallel.tensor_parallel_models import (
     assert_state,
     close,
     drawn,
-    whole_grad,
+    full_grad,
 )
 from transformer_plugin import nn as tnn
 from transformer_plugin import ops
@@ -67,10 +67,10 @@ def experts_in_float64(
 
 def check_experts(rank: Rank, key: str, bias: bool, hook: bool) -> None:
     torch.manual_seed(1)
-    whole = Experts(RECIPES[key](), rank.device, bias)
+    full = Experts(RECIPES[key](), rank.device, bias)
     torch.manual_seed(1)
     parallel = Experts(RECIPES[key](), rank.device, bias, rank.group)
-    assert_state(whole, parallel)
+    assert_state(full, parallel)
     if hook:  # the layers run one by one
         parallel.mlp.fc2.register_forward_pre_hook(lambda _, arguments: arguments[0].sum() and None)
     for seed, counts in enumerate(([32, 0, 16], [0, 48, 16])):
@@ -78,9 +78,9 @@ def check_experts(rank: Rank, key: str, bias: bool, hook: bool) -> None:
         arguments = drawn(ROWS, K, seed=seed, device=rank.device), torch.rand(ROWS, device=rank.device)
         weight = drawn(ROWS, K, seed=7 + seed, device=rank.device)
         probs = ops.all_gather(arguments[1][None], rank.size, rank.group_name)[0]
-        exact, grads = experts_in_float64(whole, arguments[0], sizes, probs, weight)
+        exact, grads = experts_in_float64(full, arguments[0], sizes, probs, weight)
         found = []
-        for model in (whole, parallel):
+        for model in (full, parallel):
             leaves = arguments[0].clone().requires_grad_(), probs.clone().requires_grad_()
             model.zero_grad()
             output = model(leaves[0], sizes, leaves[1])
@@ -91,7 +91,7 @@ def check_experts(rank: Rank, key: str, bias: bool, hook: bool) -> None:
         ):
             close(got, own, want, name)
         for name, parameter in parallel.named_parameters():
-            close(whole_grad(parameter), whole.get_parameter(name).grad, grads[name], name)  # type: ignore[arg-type]
+            close(full_grad(parameter), full.get_parameter(name).grad, grads[name], name)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("hook", [False, True])
@@ -102,29 +102,29 @@ def test_experts(pair: RankPool, key: str, bias: bool, hook: bool) -> None:
 
 
 def check_embedding(rank: Rank, vocabulary: int, padding: int | None) -> None:
-    """The rows of the whole table, also where the last ranks have few of them or none."""
+    """The rows of the full table, also where the last ranks have few of them or none."""
     torch.manual_seed(2)
     options: dict[str, Any] = {"padding_idx": padding, "device": rank.device, "dtype": torch.bfloat16}
-    whole = tnn.Embedding(vocabulary, 16, **options)
+    full = tnn.Embedding(vocabulary, 16, **options)
     for sequence_parallel in (False, True):
         torch.manual_seed(2)
         own = tnn.Embedding(
             vocabulary, 16, **options, tp_group=rank.group, sequence_parallel=sequence_parallel
         )
         assert own.weight.shape == (-(-vocabulary // rank.size), 16)
-        assert_state(whole, own)
+        assert_state(full, own)
         generator = torch.Generator().manual_seed(3)
         indices = torch.randint(vocabulary, (8, 3), generator=generator).to(rank.device)
         weight = drawn(8, 3, 16, seed=4, device=rank.device)
-        whole.weight.grad = None
-        want = whole(indices)
+        full.weight.grad = None
+        want = full(indices)
         (want * weight).sum().backward()
         rows = slice(8 * rank.rank // rank.size, 8 * (rank.rank + 1) // rank.size)
         rows = rows if sequence_parallel else slice(None)
         got = own(indices)
         assert torch.equal(got, want[rows])
         (got * weight[rows]).sum().backward()
-        assert_same_bits(whole_grad(own.weight), whole.weight.grad)
+        assert_same_bits(full_grad(own.weight), full.weight.grad)
         if rank.device.type == "cpu":
             with pytest.raises(
                 ValueError, match=f"expected rows of the table, 0 to {vocabulary - 1}, got 0 to"

@@ -1,4 +1,4 @@
-"""Layers with tensor parallelism, compared with the whole layer on one rank: outputs, gradients, initial values."""
+"""Layers with tensor parallelism, compared with the full layer on one rank: outputs, gradients, initial values."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tests.parallel.tensor_parallel_models import (
     K,
     close,
     drawn,
+    full_grad,
     in_float64,
     relative,
     twins,
-    whole_grad,
 )
 from transformer_plugin import nn as tnn
 from transformer_plugin import ops
@@ -31,11 +31,11 @@ pytestmark = pytest.mark.bits
 
 
 def check_block(rank: Rank, key: str, sequence_parallel: bool) -> None:
-    whole, parallel = twins(rank, key, sequence_parallel)
+    full, parallel = twins(rank, key, sequence_parallel)
     for shape in ((ROWS, K), (ROWS, 2, K)):
         x = drawn(*shape, seed=2, device=rank.device).requires_grad_()
         weight = drawn(*shape, seed=3, device=rank.device)
-        output = whole(x)
+        output = full(x)
         (output * weight).sum().backward()
         part = slice(None)
         if sequence_parallel:
@@ -43,20 +43,20 @@ def check_block(rank: Rank, key: str, sequence_parallel: bool) -> None:
         mine = x.detach()[part].clone().requires_grad_()
         own = parallel(mine)  # all rows, this rank's columns
         columns = slice(rank.rank * K // rank.size, (rank.rank + 1) * K // rank.size)
-        exact, exact_grads = in_float64(whole, x, weight)
+        exact, exact_grads = in_float64(full, x, weight)
         close(own, output[..., columns], exact[..., columns], "output")
         (own * weight[..., columns]).sum().backward()
         assert mine.grad is not None and x.grad is not None
         close(mine.grad, x.grad[part], exact_grads[""][part], "input")
         for name, parameter in parallel.named_parameters():
-            grad = whole.get_parameter(name).grad
+            grad = full.get_parameter(name).grad
             assert grad is not None
-            close(whole_grad(parameter), grad, exact_grads[name], name)
+            close(full_grad(parameter), grad, exact_grads[name], name)
             if getattr(parameter, "tensor_slices", None) is None:  # the copies do not drift apart
                 own_grad: Any = parameter.grad
                 every = ops.all_gather(own_grad.unsqueeze(0), rank.size, rank.group_name)
                 assert_same_bits(every, own_grad.expand_as(every).contiguous(), name)
-            parameter.grad = whole.get_parameter(name).grad = None
+            parameter.grad = full.get_parameter(name).grad = None
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -66,22 +66,22 @@ def test_block(ranks: RankPool, key: str, sequence_parallel: bool) -> None:
 
 
 def check_same_bits(rank: Rank, key: str) -> None:
-    """Where a product is not a sum over ranks it has the bits of the whole one: slices are whole blocks."""
+    """Where a product is not a sum over ranks it has the bits of the full one: slices are whole blocks."""
     torch.manual_seed(1)
     options: dict[str, Any] = {"recipe": RECIPES[key](), "device": rank.device, "dtype": torch.bfloat16}
-    whole = tnn.Linear(K, F, **options)
+    full = tnn.Linear(K, F, **options)
     torch.manual_seed(1)
     group = {"tp_group": rank.group, "sequence_parallel": True}
     column = tnn.Linear(K, F, **options, parallel_mode="column", **group)
     x, weight = (drawn(ROWS, n, seed=n, device=rank.device) for n in (K, F))
     rows = slice(rank.rank * ROWS // rank.size, (rank.rank + 1) * ROWS // rank.size)
     columns = slice(rank.rank * F // rank.size, (rank.rank + 1) * F // rank.size)
-    output, own = whole(x), column(x[rows])
+    output, own = full(x), column(x[rows])
     assert_same_bits(own, output[:, columns].contiguous(), "output")
     (output * weight).sum().backward()
     (own * weight[:, columns]).sum().backward()
     for name, parameter in column.named_parameters():
-        assert_same_bits(whole_grad(parameter), whole.get_parameter(name).grad, name)
+        assert_same_bits(full_grad(parameter), full.get_parameter(name).grad, name)
 
 
 @pytest.mark.parametrize("key", ["bf16", "fp8_block", "mxfp8"])

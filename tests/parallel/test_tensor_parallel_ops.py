@@ -99,8 +99,8 @@ def check_second_derivatives(rank: Rank) -> None:
     group = group_of(rank)
     parts = drawn(rank.size, (2, 3), torch.float32)
     part = parts[rank.rank].to(rank.device).requires_grad_()
-    whole = ops.all_gather(part, *group)
-    (first,) = torch.autograd.grad((whole**3).sum(), part, create_graph=True)
+    full = ops.all_gather(part, *group)
+    (first,) = torch.autograd.grad((full**3).sum(), part, create_graph=True)
     torch.testing.assert_close(first, 3.0 * rank.size * part**2)
     (second,) = torch.autograd.grad(first.sum(), part)
     torch.testing.assert_close(second, 6.0 * rank.size * part.detach())
@@ -113,8 +113,8 @@ def test_second_derivatives(pair: RankPool) -> None:
 def check_absent_gradient(rank: Rank) -> None:
     """A rank whose loss does not use the result takes part with zeros."""
     part = torch.ones(2, 3, device=rank.device, requires_grad=True)
-    whole = ops.all_gather(part, *group_of(rank))
-    unused, used = whole.unbind(0)[0], whole[1:]
+    full = ops.all_gather(part, *group_of(rank))
+    unused, used = full.unbind(0)[0], full[1:]
     (used.sum() if rank.rank == 0 else unused.sum() * 0.0).backward()
     expected = torch.ones(2, 3)
     if rank.rank == 0:
@@ -131,8 +131,8 @@ def check_compiled(rank: Rank, backend: str) -> None:
     size, name, timeout = group_of(rank)
 
     def step(x: Tensor, w: Tensor) -> Tensor:
-        whole = ops.all_gather(x * 2.0, size, name, timeout)
-        return ops.reduce_scatter(whole @ w, size, name, timeout)
+        full = ops.all_gather(x * 2.0, size, name, timeout)
+        return ops.reduce_scatter(full @ w, size, name, timeout)
 
     compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=backend)
     for rows in (4, 6, 10):

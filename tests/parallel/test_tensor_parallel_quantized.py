@@ -16,7 +16,7 @@ from tests.parallel.sharded_models import RECIPES
 from tests.parallel.tensor_parallel_models import ROWS, Block, K, drawn
 from transformer_plugin import nn as tnn
 from transformer_plugin.parallel import clip_grad_norm_, full_state_dict, full_weight, shard_
-from transformer_plugin.parallel._part_tensor import PartTensor
+from transformer_plugin.parallel._shard_tensor import ShardTensor
 from transformer_plugin.parallel._tensor_slices import slices_of
 from transformer_plugin.testing.distributed import Rank, RankPool
 from transformer_plugin.testing.numerics import assert_same_bits
@@ -75,9 +75,9 @@ def check_bits(rank: Rank, key: str) -> None:
                 model.block.up.reset_parameters()
                 model.mlp.reset_parameters()
         if step == 1:
-            whole = made(rank, key, False, parallel=False, seed=4)  # of high precision, on one rank
-            plain.load_state_dict(whole.state_dict())
-            quantized.load_state_dict(whole.state_dict())
+            full = made(rank, key, False, parallel=False, seed=4)  # of high precision, on one rank
+            plain.load_state_dict(full.state_dict())
+            quantized.load_state_dict(full.state_dict())
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -86,14 +86,14 @@ def test_bits(ranks: RankPool, key: str) -> None:
 
 
 def check_values(rank: Rank, key: str) -> None:
-    """In formats with blocks that no rank divides, slices have the values of the whole quantized parameter."""
-    whole, quantized = made(rank, key, True, parallel=False), made(rank, key, True)
+    """In formats with blocks that no rank divides, slices have the values of the full quantized parameter."""
+    full, quantized = made(rank, key, True, parallel=False), made(rank, key, True)
     for name, parameter in quantized.named_parameters():
-        want: Any = whole.get_parameter(name)
+        want: Any = full.get_parameter(name)
         want = want.detach().dequantize() if hasattr(want, "_buffers") else want.detach()
         assert_same_bits(full_weight(parameter), want, name)
     other = made(rank, key, True, seed=3)
-    other.load_state_dict(whole.state_dict())  # quantized values of one rank
+    other.load_state_dict(full.state_dict())  # quantized values of one rank
     for (name, one), two in zip(other.named_parameters(), quantized.parameters(), strict=True):
         assert_same_bits(full_weight(one), full_weight(two), name)
 
@@ -107,8 +107,8 @@ def check_states(rank: Rank, folder: str, key: str, save: bool) -> None:
     model = made(rank, key, True, seed=1 if save else 2)
     state = model.state_dict()
     value = state["mlp.fc1.weight"]
-    assert isinstance(value, PartTensor)
-    assert type(value.part) is torch.Tensor
+    assert isinstance(value, ShardTensor)
+    assert type(value.local) is torch.Tensor
     assert list(value.shape) == [2, 1024, K]
     copied = copy.deepcopy(model)
     assert slices_of(copied.block.down.weight) == slices_of(model.block.down.weight)
@@ -141,7 +141,7 @@ def test_states(make_pool: Any, tmp_path: Any, key: str) -> None:
 
 
 def check_training(rank: Rank, folder: str) -> None:
-    """Steps of master weights are those of the layer in high precision; their state is of whole weights."""
+    """Steps of master weights are those of the layer in high precision; their state is of full weights."""
     model = made(rank, "fp8_block", True)
     x = drawn(ROWS, K, seed=2, device=rank.device)
     optimizer = tp.optim.MasterWeights(model.parameters(), lambda w: torch.optim.AdamW(w, lr=1e-2))
@@ -154,8 +154,8 @@ def check_training(rank: Rank, folder: str) -> None:
     after = results(model, x)[0]
     assert after.float().square().mean() < before.float().square().mean()
     state = optimizer.state_dict()
-    parts = [value for value in state["master_weights"] if isinstance(value, PartTensor)]
-    assert len(parts) == sum(slices_of(p) is not None for p in model.parameters())
+    shards = [value for value in state["master_weights"] if isinstance(value, ShardTensor)]
+    assert len(shards) == sum(slices_of(p) is not None for p in model.parameters())
     dcp.save({"optimizer": state}, checkpoint_id=folder)
     resumed = made(rank, "fp8_block", True, seed=7)
     again = tp.optim.MasterWeights(resumed.parameters(), lambda w: torch.optim.AdamW(w, lr=1e-2))

@@ -31,8 +31,8 @@ from tests.parallel.tensor_parallel_models import (
 from transformer_plugin import nn as tnn
 from transformer_plugin import ops, parallel
 from transformer_plugin.parallel import full_weight, shard_
-from transformer_plugin.parallel._part_tensor import PartTensor
-from transformer_plugin.parallel._weight_part import layout_of, part_of
+from transformer_plugin.parallel._parameter_shard import layout_of, shard_of_parameter
+from transformer_plugin.parallel._shard_tensor import ShardTensor
 from transformer_plugin.testing.distributed import Rank, RankPool
 from transformer_plugin.testing.numerics import assert_same_bits
 
@@ -48,8 +48,8 @@ def made(rank: Rank, tp: int, key: str = "bf16", seed: int = 1, shards: bool = T
     return block, mesh
 
 
-def whole_of(parameter: Tensor, value: Tensor | None) -> Tensor:
-    """The whole of a tensor that has the parts of a parameter, such as its gradient."""
+def full_of(parameter: Tensor, value: Tensor | None) -> Tensor:
+    """The full tensor of one that is sharded as a parameter, such as its gradient."""
     assert value is not None
     like = torch.nn.Parameter(value.clone())
     like.__dict__.update(parameter.__dict__)
@@ -57,10 +57,10 @@ def whole_of(parameter: Tensor, value: Tensor | None) -> Tensor:
 
 
 def check_composition(rank: Rank, tp: int, key: str, wraps: bool) -> None:
-    """Gradients are the mean of those of the data ranks, whose rows differ; each has one whole block's."""
+    """Gradients are the mean of those of the data ranks, whose rows differ; each has one full block's."""
     block, mesh = made(rank, tp, key)
     torch.manual_seed(1)
-    whole = Block(RECIPES[key](), rank.device)
+    full = Block(RECIPES[key](), rank.device)
     model: Any = parallel.data_parallel(block, process_group=None if wraps else mesh["data"].get_group())
     data, place = mesh.get_local_rank("data"), mesh.get_local_rank("tp")
     rows = slice(ROWS * place // tp, ROWS * (place + 1) // tp)
@@ -70,16 +70,16 @@ def check_composition(rank: Rank, tp: int, key: str, wraps: bool) -> None:
     count = rank.size // tp
     for other in range(count):
         x, weight = (drawn(ROWS, K, seed=seed + other, device=rank.device) for seed in (10, 20))
-        for name, grad in in_float64(whole, x, weight)[1].items():
+        for name, grad in in_float64(full, x, weight)[1].items():
             exact[name] = exact.get(name, 0.0) + grad / count
-        whole.zero_grad()
-        (whole(x) * weight).sum().backward()
-        for name, parameter in whole.named_parameters():
+        full.zero_grad()
+        (full(x) * weight).sum().backward()
+        for name, parameter in full.named_parameters():
             own[name] = own.get(name, 0.0) + parameter.grad.double() / count  # type: ignore[union-attr]
         if other == data:
             (model(x[rows]) * weight[:, columns]).sum().backward()
     for name, parameter in block.named_parameters():
-        close(whole_of(parameter, parameter.grad), own[name], exact[name], name)
+        close(full_of(parameter, parameter.grad), own[name], exact[name], name)
 
 
 @pytest.mark.parametrize("wraps", [False, True])
@@ -98,7 +98,7 @@ def check_checkpoint(rank: Rank, folder: str, tp: int, phase: str) -> None:
         x = drawn(ROWS, K, seed=10 * step + mesh.get_local_rank("data"), device=rank.device)
         block(x[first : first + rows]).float().square().mean().backward()
         for parameter in block.parameters():
-            if part_of(parameter) is None:
+            if shard_of_parameter(parameter) is None:
                 dist.all_reduce(parameter.grad, group=mesh["data"].get_group())
         optimizer.step()
         optimizer.zero_grad()
@@ -106,7 +106,7 @@ def check_checkpoint(rank: Rank, folder: str, tp: int, phase: str) -> None:
     if phase == "save":
         dcp.save(states, checkpoint_id=folder)
         weights = {name: full_weight(p) for name, p in block.named_parameters()}
-        moments = {n: whole_of(p, optimizer.state[p]["exp_avg"]) for n, p in block.named_parameters()}
+        moments = {n: full_of(p, optimizer.state[p]["exp_avg"]) for n, p in block.named_parameters()}
         if rank.rank == 0:
             torch.save({"weights": weights, "moments": moments}, f"{folder}/expected.pt")
         return
@@ -117,11 +117,11 @@ def check_checkpoint(rank: Rank, folder: str, tp: int, phase: str) -> None:
         assert_same_bits(full_weight(parameter), expected["weights"][name], name)
         moment = optimizer.state[parameter]["exp_avg"]
         assert type(moment) is torch.Tensor and moment.shape == parameter.shape
-        assert_same_bits(whole_of(parameter, moment), expected["moments"][name], name)
+        assert_same_bits(full_of(parameter, moment), expected["moments"][name], name)
 
 
 def test_checkpoints_on_other_meshes(make_pool: Any, tmp_path: Path) -> None:
-    """From (2 data, 2 tp) to itself, (1, 4), (4, 1), (2, 1), (1, 2) and a whole block; from (1, 4) to three of them."""
+    """From (2 data, 2 tp) to itself, (1, 4), (4, 1), (2, 1), (1, 2) and a full block; from (1, 4) to three of them."""
     for save in (2, 4):
         folder = str(tmp_path / str(save))
         make_pool(4).run(check_checkpoint, folder, save, "save")
@@ -134,30 +134,30 @@ def test_checkpoints_on_other_meshes(make_pool: Any, tmp_path: Path) -> None:
 
 
 def check_states(rank: Rank) -> None:
-    """state_dict has whole tensors, which load into whole blocks; saved by torch.save they load on the same ranks."""
-    whole, block = twins(rank, "bf16", False)
+    """state_dict has full tensors, which load into whole blocks; saved by torch.save they load on the same ranks."""
+    full, block = twins(rank, "bf16", False)
     state = block.state_dict()
     value = state["up.weight"]
-    assert isinstance(value, PartTensor) and value.shape == (2 * F, K) and value.part is not block.up.weight
+    assert isinstance(value, ShardTensor) and value.shape == (2 * F, K) and value.local is not block.up.weight
     assert f"[{rank.rank * F // rank.size}:{(rank.rank + 1) * F // rank.size}, 0:{K}]" in repr(value)
-    assert value.part.data_ptr() == block.up.weight.data_ptr()
+    assert value.local.data_ptr() == block.up.weight.data_ptr()
     for name, tensor in parallel.full_state_dict(block).items():
-        assert_same_bits(tensor, whole.state_dict()[name], name)
+        assert_same_bits(tensor, full.state_dict()[name], name)
     buffer = io.BytesIO()
     torch.save(state, buffer)
     buffer.seek(0)
     _, other = twins(rank, "bf16", False)
     other.load_state_dict(torch.load(buffer, weights_only=True))
-    assert_state(whole, other)
+    assert_state(full, other)
     copied = copy.deepcopy(block)
-    assert_state(whole, copied)
-    assert isinstance(copied.state_dict()["down.weight"], PartTensor)
+    assert_state(full, copied)
+    assert isinstance(copied.state_dict()["down.weight"], ShardTensor)
     moved = copied.to(torch.float32)
-    assert layout_of(moved.up.weight) is not None and isinstance(moved.state_dict()["up.bias"], PartTensor)
-    whole_grads = torch.ones(3, K, device=rank.device).bfloat16()
-    assert_same_bits(copy.deepcopy(block)(whole_grads), block(whole_grads))
+    assert layout_of(moved.up.weight) is not None and isinstance(moved.state_dict()["up.bias"], ShardTensor)
+    full_grads = torch.ones(3, K, device=rank.device).bfloat16()
+    assert_same_bits(copy.deepcopy(block)(full_grads), block(full_grads))
     with pytest.raises(
-        ValueError, match=r"load_state_dict: argument 'down.weight': expected the whole weight"
+        ValueError, match=r"load_state_dict: argument 'down.weight': expected the full weight"
     ):
         block.load_state_dict({**state, "down.weight": torch.ones(K, F // 2)})
 
@@ -167,7 +167,7 @@ def test_states(ranks: RankPool) -> None:
 
 
 def check_meta(rank: Rank) -> None:
-    """Initial values that are made later are the same as those of the whole layer, and biases agree."""
+    """Initial values that are made later are the same as those of the full layer, and biases agree."""
     for seed in (5, 6 + rank.rank):
         options: dict[str, Any] = {"parallel_mode": "row", "tp_group": rank.group}
         layer = tnn.Linear(64, 32, device="meta", **options).to_empty(device=rank.device)
@@ -185,20 +185,20 @@ def test_initial_values(pair: RankPool) -> None:
 
 
 def check_clipping(rank: Rank) -> None:
-    whole, block = twins(rank, "bf16", False)
+    full, block = twins(rank, "bf16", False)
     x = drawn(ROWS, K, seed=3, device=rank.device)
-    whole(x).float().sum().backward()
+    full(x).float().sum().backward()
     block(x).float().sum().backward()
-    want = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+    want = torch.nn.utils.clip_grad_norm_(full.parameters(), 0.5)
     with pytest.raises(
-        ValueError, match="expected whole parameters, got a tensor-parallel parameter, of which"
+        ValueError, match="expected full parameters, got a tensor-parallel parameter, of which"
     ):
         torch.nn.utils.clip_grad_norm_(block.parameters(), 0.5)
     norm = parallel.clip_grad_norm_(block, 0.5)
     torch.testing.assert_close(norm, want.float(), rtol=1e-2, atol=0)
     for name, parameter in block.named_parameters():
-        grad: Any = whole.get_parameter(name).grad
-        torch.testing.assert_close(whole_of(parameter, parameter.grad), grad, rtol=5e-2, atol=1e-3)
+        grad: Any = full.get_parameter(name).grad
+        torch.testing.assert_close(full_of(parameter, parameter.grad), grad, rtol=5e-2, atol=1e-3)
 
 
 def test_clipping(ranks: RankPool) -> None:
@@ -245,12 +245,12 @@ def check_experts(rank: Rank, wraps: bool) -> None:
     """Experts over all four ranks, two of which have the rows of one loss."""
     mesh = init_device_mesh(rank.device.type, (2, 2), mesh_dim_names=("data", "tp"))
     torch.manual_seed(1)
-    whole = SparseBlock(rank.device)
+    full = SparseBlock(rank.device)
     torch.manual_seed(1)
     block = SparseBlock(rank.device, rank.group, mesh["tp"])
-    assert_same_bits(block.moe.router.weight.detach(), whole.moe.router.weight.detach())
+    assert_same_bits(block.moe.router.weight.detach(), full.moe.router.weight.detach())
     block.moe.experts.load_state_dict(
-        {n: v[rank.rank : rank.rank + 1] for n, v in whole.moe.experts.state_dict().items()}
+        {n: v[rank.rank : rank.rank + 1] for n, v in full.moe.experts.state_dict().items()}
     )
     model: Any = parallel.data_parallel(block) if wraps else block
     data, place = mesh.get_local_rank("data"), mesh.get_local_rank("tp")
@@ -258,7 +258,7 @@ def check_experts(rank: Rank, wraps: bool) -> None:
     for other in range(2):
         x, weight = (torch.randn(16, n, generator=torch.Generator().manual_seed(n + other)) for n in (32, 17))
         x, weight = x.to(rank.device), weight[:, :16].to(rank.device)
-        output, aux = whole(x)
+        output, aux = full(x)
         (((output * weight).sum() + 0.0 * aux) / 2).backward()
         if other == data:
             own, own_aux = model(x[:, columns])
@@ -269,12 +269,12 @@ def check_experts(rank: Rank, wraps: bool) -> None:
     if not wraps:
         return
     for name, parameter in block.named_parameters():
-        want: Any = whole.get_parameter(name).grad
+        want: Any = full.get_parameter(name).grad
         if "experts" in name:
             want = want[rank.rank : rank.rank + 1]
             torch.testing.assert_close(parameter.grad, want, rtol=1e-3, atol=1e-5)
         else:
-            torch.testing.assert_close(whole_of(parameter, parameter.grad), want, rtol=1e-3, atol=1e-5)
+            torch.testing.assert_close(full_of(parameter, parameter.grad), want, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("wraps", [False, True])

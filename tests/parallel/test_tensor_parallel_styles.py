@@ -25,7 +25,7 @@ from transformer_plugin.testing.numerics import assert_same_bits
 
 
 def check_styles(rank: Rank, sequence_parallel: bool) -> None:
-    """A whole block becomes what its constructor makes with the same values, bit for bit."""
+    """A full block becomes what its constructor makes with the same values, bit for bit."""
     mesh = init_device_mesh(rank.device.type, (rank.size,))
     torch.manual_seed(1)
     made = Block(RECIPES["fp8_block"](), rank.device, tp_group=mesh, sequence_parallel=sequence_parallel)
@@ -91,10 +91,10 @@ def check_errors(rank: Rank) -> None:
     layer = tnn.Linear(4, 4)
     stale = torch.optim.SGD(layer.parameters(), lr=0.1)
     parallelize_module(layer, mesh, ColumnParallel())
-    text = "'optimizer': expected parameters of the model, got the whole 'Linear.weight', which parallelize_module"
+    text = "'optimizer': expected parameters of the model, got the full 'Linear.weight', which parallelize_module"
     with pytest.raises(ValueError, match=text):
         stale.step()
-    with pytest.raises(ValueError, match="expected a whole layer, got one that is tensor parallel"):
+    with pytest.raises(ValueError, match="expected an unsharded layer, got one that is tensor parallel"):
         parallelize_module(layer, mesh, ColumnParallel())
 
 

@@ -53,14 +53,14 @@ def check_tied(rank: Rank) -> None:
     """They stay tied, train as on one rank, and data_parallel takes them."""
     mesh = init_device_mesh(rank.device.type, (2, rank.size // 2), mesh_dim_names=("data", "tp"))
     torch.manual_seed(1)
-    whole = Tied(rank.device)
+    full = Tied(rank.device)
     torch.manual_seed(1)
     model, tp = Tied(rank.device), mesh["tp"]
     plan = {"table": RowParallel(), "head": ColumnParallel(pad_outputs=True)}
     parallelize_module(model, tp, plan)
     assert model.head.weight is model.table.weight
     wrapped = parallel.data_parallel(model)
-    want = losses_of(rank, whole, whole, (1, ""))
+    want = losses_of(rank, full, full, (1, ""))
     got = losses_of(rank, model, wrapped, (tp.size(), tp.get_group().group_name))
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     other = Tied(rank.device)
@@ -81,17 +81,17 @@ def check_own_values(rank: Rank) -> None:
         for parameter in module.parameters(recurse=False):
             torch.nn.init.normal_(parameter, 0.0, 0.02)
 
-    whole = torch.nn.Sequential(tnn.Linear(16, 32), tnn.Linear(32, 16)).to(rank.device)
+    full = torch.nn.Sequential(tnn.Linear(16, 32), tnn.Linear(32, 16)).to(rank.device)
     model = torch.nn.Sequential(
         tnn.Linear(16, 32, **column), tnn.Linear(32, 16, **options, parallel_mode="row")
     )
     torch.manual_seed(4)
-    whole.apply(initialize)
+    full.apply(initialize)
     torch.manual_seed(4)
     with parallel.initialize_full_params(model):
         model.apply(initialize)
     for name, parameter in model.named_parameters():
-        assert_same_bits(parallel.full_weight(parameter), whole.get_parameter(name).detach(), name)
+        assert_same_bits(parallel.full_weight(parameter), full.get_parameter(name).detach(), name)
     torch.manual_seed(rank.rank)
     dispatch = tnn.DispatchConfig(max_tokens=8)
     moe = tnn.MoE(
@@ -112,18 +112,18 @@ def test_own_values(ranks: RankPool) -> None:
 def check_second_derivatives(rank: Rank) -> None:
     """A penalty on the gradient of the input, through a column and a row layer."""
     torch.manual_seed(2)
-    whole = torch.nn.Sequential(tnn.Linear(8, 16), torch.nn.Tanh(), tnn.Linear(16, 8)).to(rank.device)
-    model = copy.deepcopy(whole)
+    full = torch.nn.Sequential(tnn.Linear(8, 16), torch.nn.Tanh(), tnn.Linear(16, 8)).to(rank.device)
+    model = copy.deepcopy(full)
     mesh = init_device_mesh(rank.device.type, (rank.size,))
     parallelize_module(model, mesh, {"0": ColumnParallel(), "2": RowParallel()})
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(3)).to(rank.device)
-    for each in (whole, model):
+    for each in (full, model):
         leaf = x.clone().requires_grad_()
         (grad,) = torch.autograd.grad(each(leaf).square().sum(), leaf, create_graph=True)
         grad.square().sum().backward()
     for name, parameter in model.named_parameters():
-        slices, want = parameter.__dict__.get("tensor_slices"), whole.get_parameter(name).grad
-        want = want if slices is None else slices.cut(want)
+        slices, want = parameter.__dict__.get("tensor_slices"), full.get_parameter(name).grad
+        want = want if slices is None else slices.local_shard_of(want)
         torch.testing.assert_close(parameter.grad, want, rtol=1e-4, atol=1e-4, msg=name)
 
 

@@ -1,4 +1,4 @@
-"""Values of vocab_parallel_cross_entropy: near torch's cross entropy of the whole logits in float64, the same bits on
+"""Values of vocab_parallel_cross_entropy: near torch's cross entropy of the full logits in float64, the same bits on
 all ranks, devices and numbers of threads; gradients, padding, ignored rows, NaN, strides."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SIZES = [((), 9), ((0,), 7), ((1,), 1), ((5,), 4), ((3, 4), 30), ((9,), 8200), (
 
 
 def drawn(sizes: tuple[int, ...], columns: int, vocabulary: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns whole logits and targets, the same ones on every rank. Some rows are ignored, one has a logit of -inf."""
+    """Returns full logits and targets, the same ones on every rank. Some rows are ignored, one has a logit of -inf."""
     generator = torch.Generator().manual_seed(columns)
     logits = (torch.randn(*sizes, columns, generator=generator) * 4.0).to(dtype)
     target = torch.randint(vocabulary, sizes, generator=generator)
@@ -44,9 +44,9 @@ def expected(
     losses = cross_entropy(rows, flat, reduction="none", label_smoothing=smoothing, ignore_index=ignored)
     losses = losses.view(target.shape)
     (got,) = torch.autograd.grad(losses, leaf, grad.double())
-    whole = torch.zeros(logits.shape, dtype=torch.float64)
-    whole[..., :vocabulary] = got
-    return losses.detach(), whole
+    full = torch.zeros(logits.shape, dtype=torch.float64)
+    full[..., :vocabulary] = got
+    return losses.detach(), full
 
 
 def assert_near(got: Tensor, expected: Tensor, error: Tensor | float, name: str) -> None:
@@ -69,15 +69,15 @@ def check_values(rank: Rank, dtype: torch.dtype) -> None:
         width = -(-vocabulary // rank.size)
         for extra, smoothing in ((0, 0.0), (0, 0.1), (3, 0.9)):
             columns = (width + extra) * rank.size
-            whole, target = drawn(sizes, columns, vocabulary, dtype)
+            full, target = drawn(sizes, columns, vocabulary, dtype)
             grad = torch.linspace(-1.0, 2.0, max(1, target.numel()))[: target.numel()].view(target.shape)
-            losses, grads = expected(whole, target, vocabulary, grad, smoothing)
+            losses, grads = expected(full, target, vocabulary, grad, smoothing)
             name = f"{sizes} {vocabulary} over {rank.size}, {extra} more, smoothing {smoothing}"
-            part = whole.chunk(rank.size, -1)[rank.rank].to(rank.device).requires_grad_()
+            part = full.chunk(rank.size, -1)[rank.rank].to(rank.device).requires_grad_()
             options = vocabulary, rank.size, rank.group_name, smoothing, -100, TIMEOUT_MS
             got = ops.vocab_parallel_cross_entropy(part, target.to(rank.device), *options)
             assert got.dtype == torch.float32 and got.is_contiguous()
-            assert_near(got.detach().double(), losses, loss_error(whole[..., :vocabulary], losses), name)
+            assert_near(got.detach().double(), losses, loss_error(full[..., :vocabulary], losses), name)
             with torch.no_grad():
                 assert_same_bits(
                     ops.vocab_parallel_cross_entropy(part, target.to(rank.device).int(), *options), got
@@ -103,8 +103,8 @@ def test_values_of_three_ranks(make_pool: Any, dtype: torch.dtype) -> None:
 
 
 def check_same_bits(rank: Rank) -> tuple[Tensor, Tensor]:
-    whole, target = drawn((40,), 5000 * rank.size, 5000 * rank.size - 7, torch.bfloat16)
-    part = whole.chunk(rank.size, -1)[rank.rank].to(rank.device)
+    full, target = drawn((40,), 5000 * rank.size, 5000 * rank.size - 7, torch.bfloat16)
+    part = full.chunk(rank.size, -1)[rank.rank].to(rank.device)
     options = 5000 * rank.size - 7, rank.size, rank.group_name, 0.1
     losses, stats = ops.vocab_parallel_cross_entropy_forward(part, target.to(rank.device), *options)
     return losses.cpu(), stats.cpu()
@@ -123,10 +123,10 @@ def test_ranks_have_the_same_bits(ranks: RankPool, make_pool: Any) -> None:
 def test_devices_have_the_same_bits(dtype: torch.dtype) -> None:
     for rows, vocabulary in ((1, 1), (7, 8), (65, 1001), (33, 2048), (20, 32_000), (3, 200_000), (5000, 40)):
         for padding, smoothing in ((0, 0.0), (0, 0.1), (24, 0.1), (3, 0.0)):
-            whole, target = drawn((rows,), vocabulary + padding, vocabulary, dtype)
+            full, target = drawn((rows,), vocabulary + padding, vocabulary, dtype)
             grad, results = torch.linspace(-1.0, 2.0, rows), []
             for device in ("cpu", "cuda"):
-                logits = whole.detach().clone().to(device).requires_grad_()
+                logits = full.detach().clone().to(device).requires_grad_()
                 losses = ops.vocab_parallel_cross_entropy(
                     logits, target.to(device), vocabulary, 1, "", smoothing
                 )
@@ -137,30 +137,30 @@ def test_devices_have_the_same_bits(dtype: torch.dtype) -> None:
 
 
 def test_threads_do_not_change_bits() -> None:
-    whole, target = drawn((70,), 3000, 3000, torch.float32)
+    full, target = drawn((70,), 3000, 3000, torch.float32)
     before, results = torch.get_num_threads(), []
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        results.append(ops.vocab_parallel_cross_entropy(whole, target, 3000, 1, "", 0.1))
+        results.append(ops.vocab_parallel_cross_entropy(full, target, 3000, 1, "", 0.1))
     torch.set_num_threads(before)
     assert_same_bits(*results)
 
 
 def test_strides(device: torch.device) -> None:
     """Logits, targets and gradients that are not contiguous, or not aligned; the gradient of a mean is one number."""
-    whole, target = (t.to(device) for t in drawn((6, 5), 40, 40, torch.bfloat16))
+    full, target = (t.to(device) for t in drawn((6, 5), 40, 40, torch.bfloat16))
     ignored = (target != -100).sum()
     wide = torch.randn(6, 5, 81, device=device, dtype=torch.bfloat16)
-    wide[..., 1::2] = whole
-    moved = whole.transpose(0, 1).contiguous().transpose(0, 1)
+    wide[..., 1::2] = full
+    moved = full.transpose(0, 1).contiguous().transpose(0, 1)
     apart = torch.stack([target, target], -1)[..., 0]
     results = []
-    for logits, places in ((whole, target), (wide[..., 1::2], target), (moved, apart)):
+    for logits, places in ((full, target), (wide[..., 1::2], target), (moved, apart)):
         leaf = logits.detach().requires_grad_()
         losses = ops.vocab_parallel_cross_entropy(leaf, places, 40, 1, "")
         (losses.sum() / ignored).backward()
         results.append((losses.detach(), leaf.grad))
-    shifted = torch.empty(whole.numel() + 1, device=device, dtype=whole.dtype)[1:].view_as(whole).copy_(whole)
+    shifted = torch.empty(full.numel() + 1, device=device, dtype=full.dtype)[1:].view_as(full).copy_(full)
     leaf = shifted.requires_grad_()
     losses = ops.vocab_parallel_cross_entropy(leaf, target, 40, 1, "")
     losses.backward(torch.ones_like(losses) / ignored)
@@ -234,12 +234,12 @@ def test_ignore_index_in_the_vocabulary(device: torch.device) -> None:
 
 def test_reference(device: torch.device) -> None:
     """Its parts, in float32, and it in float64 against torch."""
-    whole, target = drawn((12,), 60, 57, torch.float32)
-    logits = list(whole.chunk(3, -1))
-    wanted, _ = expected(whole, target, 57, torch.ones(12), 0.3)
+    full, target = drawn((12,), 60, 57, torch.float32)
+    logits = list(full.chunk(3, -1))
+    wanted, _ = expected(full, target, 57, torch.ones(12), 0.3)
     for losses in all_ranks.vocab_parallel_cross_entropy([x.double() for x in logits], target, 57, 0.3):
         assert_near(losses, wanted, 1e-12, "losses")
-    made = ops.vocab_parallel_cross_entropy_forward(whole.to(device), target.to(device), 57, 1, "", 0.3)
+    made = ops.vocab_parallel_cross_entropy_forward(full.to(device), target.to(device), 57, 1, "", 0.3)
     reference = all_ranks.vocab_parallel_cross_entropy_forward(logits, target, 57, 0.3)[0]
     for got, each in zip(made, reference, strict=True):
         assert_near(got, each, 1e-5, "reference")

@@ -52,8 +52,8 @@ def keep_state(layer: RecipeModule) -> None:
 
 def _register_state(layer: RecipeModule, recipe: DelayedScaling) -> None:
     weight = layer._local(layer._any_weight().detach())
-    part = layer.weight_parts.get("weight")
-    tensors = 3 * ((weight.shape[0] if part is None else part.shard.rows) if weight.dim() == 3 else 1)
+    shard = layer.parameter_shards.get("weight")
+    tensors = 3 * ((weight.shape[0] if shard is None else shard.shard.rows) if weight.dim() == 3 else 1)
     sizes = ((recipe.amax_history_len, tensors), (tensors,), (tensors,))
     for name, size in zip(STATE, sizes, strict=True):
         layer.register_buffer(name, torch.empty(size, dtype=torch.float32, device=weight.device))
@@ -73,8 +73,8 @@ def op_accepts(layer: RecipeModule, input: Tensor, weight: Tensor, bias: Tensor 
     """Whether the op will accept the input and the parameters. If not, the op raises the error."""
     if not is_strided(input) or not is_strided(weight):
         return False
-    part = layer.weight_parts.get("weight")
-    rows = weight.shape[:-1] if part is None else (part.shard.rows, *weight.shape[1:-1])
+    shard = layer.parameter_shards.get("weight")
+    rows = weight.shape[:-1] if shard is None else (shard.shard.rows, *weight.shape[1:-1])
     if bias is not None and (
         bias.shape != rows or bias.device != weight.device or bias.dtype not in (*DTYPES, torch.float64)
     ):

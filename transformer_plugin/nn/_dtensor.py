@@ -1,8 +1,8 @@
-"""Layers with ``DTensor`` parameters: ops on this rank's parts, between two changes of layout.
+"""Layers with ``DTensor`` parameters: ops on this rank's shards, between two changes of layout.
 
 torch's ``parallelize_module`` makes such parameters. The layout of the weight says what a layer computes:
 
-- ``Shard(0)``, by columns: from the whole input, this rank's columns of the output;
+- ``Shard(0)``, by columns: from the full input, this rank's columns of the output;
 - ``Shard(1)``, by rows: from this rank's columns of the input, a term of the output's sum;
 - ``Replicate()``: from this rank's rows of the input, if it is sharded along rows, those of the output.
 
@@ -44,12 +44,12 @@ def run_norm(layer: str, norm: Callable[..., Tensor], input: Any, weight: Any, *
         _check_layout(layer, "bias", parameter, "Replicate()")
     layout = _rows_layout(input)
     sums = layout.is_shard()
-    output = norm(_part_of(input, layout), *[_whole(parameter, sums) for parameter in (weight, *bias)])
+    output = norm(_local_of(input, layout), *[_replicated(parameter, sums) for parameter in (weight, *bias)])
     return _as_dtensor(output, mesh, layout, input.shape)
 
 
 class ProductLayout(NamedTuple):
-    """Of a product that each rank computes for itself: what its output is a part of."""
+    """Of a product that each rank computes for itself: what its output is a shard or a partial sum of."""
 
     mesh: Any
     placement: Any
@@ -79,15 +79,15 @@ def local_operands(
     _refuse_buffers(name, out is not None or "dgrad_out" in options)
     sizes = (*input.shape[:-1], weight.shape[0])
     if layout == Shard(0):
-        parts = _part_of(input, Replicate(), Partial()), _part_of_parameter(weight), _part_of_parameter(bias)
-        return parts, ProductLayout(mesh, Shard(last), sizes)
+        own = _local_of(input, Replicate(), Partial()), _local_shard_of(weight), _local_shard_of(bias)
+        return own, ProductLayout(mesh, Shard(last), sizes)
     if layout == Shard(1):
-        own_bias = _on_rank_0(_whole(bias, False), mesh)
-        parts = _part_of(input, Shard(last)), _part_of_parameter(weight), own_bias
-        return parts, ProductLayout(mesh, Partial(), sizes)
+        own_bias = _on_rank_0(_replicated(bias, False), mesh)
+        own = _local_of(input, Shard(last)), _local_shard_of(weight), own_bias
+        return own, ProductLayout(mesh, Partial(), sizes)
     rows = _rows_layout(input)
-    parts = _part_of(input, rows), _whole(weight, rows.is_shard()), _whole(bias, rows.is_shard())
-    return parts, ProductLayout(mesh, rows, sizes)
+    own = _local_of(input, rows), _replicated(weight, rows.is_shard()), _replicated(bias, rows.is_shard())
+    return own, ProductLayout(mesh, rows, sizes)
 
 
 def run_norm_linear(
@@ -111,18 +111,18 @@ def run_norm_linear(
     in_two = layer.return_normalized or layout == Shard(1) or (layout == Shard(0) and rows.is_shard())
     if in_two:
         normalized = run_norm(name, layer._norm, input, norm_weight, norm_bias)
-        parts, of_product = local_operands(layer, (normalized, weight, bias), options, out)
-        return of_product.of_output(ops.linear(*parts, *layer._formats, **options)), normalized
+        own, of_product = local_operands(layer, (normalized, weight, bias), options, out)
+        return of_product.of_output(ops.linear(*own, *layer._formats, **options)), normalized
     _refuse_buffers(name, out is not None)
     by_columns = layout == Shard(0)
     # By columns, each rank has the gradient by its columns of the output.
     sums = by_columns or rows.is_shard()
-    local_input = _part_of(input, rows, Partial() if by_columns else None)
-    of_norm = _whole(norm_weight, sums), _whole(norm_bias, sums)
+    local_input = _local_of(input, rows, Partial() if by_columns else None)
+    of_norm = _replicated(norm_weight, sums), _replicated(norm_bias, sums)
     if by_columns:
-        parameters = _part_of_parameter(weight), _part_of_parameter(bias)
+        parameters = _local_shard_of(weight), _local_shard_of(bias)
     else:
-        parameters = _whole(weight, sums), _whole(bias, sums)
+        parameters = _replicated(weight, sums), _replicated(bias, sums)
     norm = "layer_norm" if layer.normalization == "LayerNorm" else "rms_norm"
     rule: tuple[Any, ...] = (layer.eps, norm, layer.zero_centered, False, *layer._formats)
     output, normalized = ops.norm_linear(local_input, *of_norm, *parameters, *rule, **options)
@@ -138,24 +138,24 @@ def run_embedding(layer: Embedding, input: Any, weight: Any, padding: int) -> Te
     mesh, layout = _mesh_of(name, input, weight), weight.placements[0]
     _refuse_shards(layer)
     if layout == Shard(0):
-        found = _rows_here(_part_of(input, Replicate()), _part_of_parameter(weight), weight, padding)
+        found = _rows_here(_local_of(input, Replicate()), _local_shard_of(weight), weight, padding)
         output_layout: Any = Partial()
     elif layout == Shard(1):
-        found = ops.embedding(_part_of(input, Replicate()), _part_of_parameter(weight), padding)
+        found = ops.embedding(_local_of(input, Replicate()), _local_shard_of(weight), padding)
         output_layout = Shard(input.dim())
     else:
         _check_layout(name, "weight", weight, "Shard(0), Shard(1) or Replicate()")
         placement = input.placements[0]
         output_layout = placement if placement.is_shard() else Replicate()
-        table = _whole(weight, output_layout.is_shard())
-        found = ops.embedding(_part_of(input, output_layout), table, padding)
+        table = _replicated(weight, output_layout.is_shard())
+        found = ops.embedding(_local_of(input, output_layout), table, padding)
     return _as_dtensor(found, mesh, output_layout, (*input.shape, weight.shape[1]))
 
 
-def _rows_here(indices: Tensor, table: Tensor, whole: Any, padding: int) -> Tensor:
-    """The rows that this rank's part of a table has, and zeros for others."""
+def _rows_here(indices: Tensor, table: Tensor, full: Any, padding: int) -> Tensor:
+    """The rows that this rank's shard of a table has, and zeros for others."""
     check_dtype("embedding", "indices", indices, torch.int64, torch.int32)
-    mesh, rows = whole.device_mesh, whole.shape[0]
+    mesh, rows = full.device_mesh, full.shape[0]
     if indices.is_cpu and not torch.compiler.is_compiling() and indices.numel() > 0:
         _check_indices(indices, rows)
     each = -(-rows // mesh.size())
@@ -176,15 +176,15 @@ def _check_indices(indices: Tensor, rows: int) -> None:
         _refuse("embedding", "indices", f"rows of the table, 0 to {rows - 1}", got, "Pass indices of rows")
 
 
-class _UnequalPart(torch.autograd.Function):
-    """This rank's part of a parameter in unequal parts. ``to_local`` would give the gradient strides of equal ones."""
+class _UnequalShard(torch.autograd.Function):
+    """This rank's shard of a parameter in unequal ones. ``to_local`` would give the gradient strides of equal ones."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Any) -> Tensor:
         ctx.mesh, ctx.layouts = parameter.device_mesh, parameter.placements
         ctx.shape, ctx.strides = parameter.shape, parameter.stride()
-        part: Tensor = parameter.to_local()
-        return part.view_as(part)
+        local: Tensor = parameter.to_local()
+        return local.view_as(local)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -194,18 +194,18 @@ class _UnequalPart(torch.autograd.Function):
         return DTensor.from_local(grad.contiguous(), ctx.mesh, ctx.layouts, run_check=False, **sizes)
 
 
-def _part_of_parameter(parameter: Any) -> Any:
-    """This rank's part of a sharded parameter."""
+def _local_shard_of(parameter: Any) -> Any:
+    """This rank's shard of a sharded parameter."""
     if parameter is None:
         return None
     layout = parameter.placements[0]
     if parameter.shape[layout.dim] % parameter.device_mesh.size() != 0:
-        return _UnequalPart.apply(parameter)
-    return _part_of(parameter, layout)
+        return _UnequalShard.apply(parameter)
+    return _local_of(parameter, layout)
 
 
-def _part_of(tensor: Any, layout: Any, grad_layout: Any = None) -> Any:
-    """This rank's part of a DTensor in a layout. Its gradient is in ``grad_layout``, or in the same."""
+def _local_of(tensor: Any, layout: Any, grad_layout: Any = None) -> Any:
+    """This rank's tensor of a DTensor in a layout. Its gradient is in ``grad_layout``, or in the same."""
     if tensor is None:
         return None
     if tensor.placements[0] != layout:
@@ -220,12 +220,12 @@ def _in_layout(tensor: Any, layout: Any) -> Any:
         return tensor.redistribute(placements=[layout])
 
 
-def _whole(parameter: Any, sums: bool) -> Any:
+def _replicated(parameter: Any, sums: bool) -> Any:
     """A replicated parameter. With ``sums``, its gradient is the sum of those that the ranks compute."""
     from torch.distributed.tensor import Partial, Replicate
 
     if parameter is None or not sums or not torch.is_grad_enabled():
-        return _part_of(parameter, Replicate())
+        return _local_of(parameter, Replicate())
     # The layout stays. In the backward it changes from Partial(), which no .grad should have.
     return parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
@@ -233,29 +233,29 @@ def _whole(parameter: Any, sums: bool) -> Any:
 def _on_rank_0(bias: Tensor | None, mesh: Any) -> Tensor | None:
     """The bias on the first rank and zeros on the others, so that a sum over ranks has it once.
 
-    Each rank has the gradient of that sum, and so the whole gradient of the bias. All ranks compile the same graph.
+    Each rank has the gradient of that sum, and so the full gradient of the bias. All ranks compile the same graph.
     """
     if bias is None:
         return None
     return bias - bias.detach() * (0.0 if mesh.get_local_rank() == 0 else 1.0)
 
 
-def _as_dtensor(part: Tensor, mesh: Any, layout: Any, sizes: tuple[int, ...]) -> Tensor:
-    """The DTensor of these sizes of which ``part`` is this rank's."""
+def _as_dtensor(local: Tensor, mesh: Any, layout: Any, sizes: tuple[int, ...]) -> Tensor:
+    """The DTensor of these sizes of which ``local`` is this rank's."""
     from torch.distributed.tensor import DTensor
 
     given: dict[str, Any] = {}
-    # Without sizes torch takes the parts to be equal.
+    # Without sizes torch takes the shards to be equal.
     if layout.is_shard() and sizes[layout.dim] % mesh.size() != 0:
         strides = [1] * len(sizes)
         for i in range(len(sizes) - 1, 0, -1):
             strides[i - 1] = strides[i] * sizes[i]
         given = {"shape": torch.Size(sizes), "stride": tuple(strides)}
-    return DTensor.from_local(part, mesh, [layout], run_check=False, **given)
+    return DTensor.from_local(local, mesh, [layout], run_check=False, **given)
 
 
 def _rows_layout(input: Any) -> Any:
-    """The layout in which replicated parameters compute: that of the input, if each rank has whole rows."""
+    """The layout in which replicated parameters compute: that of the input, if each rank has full rows."""
     from torch.distributed.tensor import Replicate
 
     placement = input.placements[0]

@@ -162,7 +162,7 @@ class RecipeModule(ShardableModule):
         return is_cast(self._any_weight())
 
     def _local(self, parameter: Tensor) -> Tensor:
-        """This rank's part of a parameter of experts."""
+        """This rank's shard of a parameter of experts."""
         return local_experts(self, parameter)
 
     # --- where its gradient goes

@@ -13,9 +13,9 @@ from torch.nn import Parameter
 from transformer_plugin.nn._module import PluginModule
 from transformer_plugin.nn._weight_source import WeightSource
 from transformer_plugin.parallel import _layer_shards
+from transformer_plugin.parallel._parameter_shard import ParameterShard
 from transformer_plugin.parallel._shard_experts import Ranks, check_like, has_dtensors
 from transformer_plugin.parallel._tensor_slices import TENSOR_SLICES, TensorSlices
-from transformer_plugin.parallel._weight_part import WeightPart
 
 
 class ShardableModule(PluginModule):
@@ -41,9 +41,9 @@ class ShardableModule(PluginModule):
         return self._weight_source.named_weight_shard
 
     @property
-    def weight_parts(self) -> Mapping[str, WeightPart]:
+    def parameter_shards(self) -> Mapping[str, ParameterShard]:
         """Of the parameters that :func:`transformer_plugin.parallel.shard_` has sharded, by their names."""
-        return self._weight_source.weight_parts
+        return self._weight_source.parameter_shards
 
     def _take_weight_from(self, source: WeightSource) -> None:
         if source is not self._weight_source:
@@ -59,7 +59,7 @@ class ShardableModule(PluginModule):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if self.weight_parts or self.tensor_slices:
+        if self.parameter_shards or self.tensor_slices:
             _layer_shards.note_layer(self)  # copies of parameters have no attributes
         self._take_weight_from(self._weight_source.of_copy(self))
         if self.tensor_parallel is not None:
@@ -82,7 +82,7 @@ class ShardableModule(PluginModule):
             restore_sharded_class(self)
 
     def __delattr__(self, name: str) -> None:
-        if name in self._parameters and (name in self.weight_parts or name in self.tensor_slices):
+        if name in self._parameters and (name in self.parameter_shards or name in self.tensor_slices):
             _layer_shards.refuse_deletion(self, name)
         super().__delattr__(name)
 
@@ -97,6 +97,6 @@ class ShardableModule(PluginModule):
                 from transformer_plugin.parallel._sharded_parameter import as_dtensors
 
                 contexts.enter_context(as_dtensors(self))
-            if self.weight_parts or self.tensor_slices:
+            if self.parameter_shards or self.tensor_slices:
                 contexts.enter_context(_layer_shards.noting_conversion(self))
             return super()._apply(fn, recurse)

@@ -17,7 +17,8 @@ from transformer_plugin import ops
 from transformer_plugin._arguments import class_name
 from transformer_plugin.parallel._group_names import name_with_rank
 from transformer_plugin.parallel._layer_shards import REPLACED, Replacement, note_layer
-from transformer_plugin.parallel._part_states import handle_module
+from transformer_plugin.parallel._parameter_shard import layout_of
+from transformer_plugin.parallel._shard_states import handle_module
 from transformer_plugin.parallel._tensor_slices import (
     TENSOR_SLICES,
     Pieces,
@@ -25,7 +26,6 @@ from transformer_plugin.parallel._tensor_slices import (
     even_slices,
     padded_slices,
 )
-from transformer_plugin.parallel._weight_part import layout_of
 from transformer_plugin.parallel._wrapping import install_wrapper_checks
 from transformer_plugin.tensor._layout import message
 
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
     from transformer_plugin.nn._shardable import ShardableModule
 
-#: Set on a whole parameter whose slices a layer has.
-_PART = "slices_of_this_rank"
+#: Set on a full parameter whose slices a layer has.
+_OWN_SLICES = "slices_of_this_rank"
 Given = TypeVar("Given", Tensor, Tensor | None)
 ParallelMode = Literal["column", "row"]
 
@@ -88,7 +88,7 @@ class TensorParallel:
         return input, None, self.of_rows(own_bias), self.of_rows(bias)
 
     def once(self, tensor: Given) -> Given:
-        """A whole tensor on the first rank, and zeros on the others, so that a sum over ranks has it once."""
+        """A full tensor on the first rank, and zeros on the others, so that a sum over ranks has it once."""
         copied = self.copied(tensor)
         return None if copied is None else copied * (1.0 if self.rank == 0 else 0.0)
 
@@ -101,7 +101,7 @@ class TensorParallel:
         return output if bias is None else output + bias
 
     def copied(self, tensor: Given) -> Given:
-        """A whole tensor that each rank uses in another way; its gradient is the sum over ranks."""
+        """A full tensor that each rank uses in another way; its gradient is the sum over ranks."""
         return None if tensor is None else ops.copy_to_group(tensor, *self.group)
 
     def mean(self, value: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ class TensorParallel:
         return ops.all_reduce(value, *self.group) / len(self.ranks)
 
     def of_rows(self, parameter: Given) -> Given:
-        """A whole parameter that is applied to this rank's rows; its gradient is the sum over ranks."""
+        """A full parameter that is applied to this rank's rows; its gradient is the sum over ranks."""
         return self.copied(parameter) if self.sequence_parallel else parameter
 
     def __str__(self) -> str:
@@ -176,55 +176,55 @@ def group_of(layer: str, group: Any) -> tuple[str, tuple[int, ...]]:
 
 
 def shard_parameters(layer: ShardableModule, parallel: TensorParallel, plan: dict[str, SlicePlan]) -> None:
-    """Replaces whole parameters by this rank's slices."""
-    _check_whole(layer, plan)
+    """Replaces full parameters by this rank's slices."""
+    _check_full(layer, plan)
     made: dict[str, TensorSlices] = {}
     for name, how in plan.items():
         given = layer._parameters.get(name)
         if given is not None:
             made[name] = _slices(class_name(layer), given, parallel, how)
-    parts = {name: _part_of(layer, name, slices) for name, slices in made.items()}
+    own = {name: _slices_of(layer, name, slices) for name, slices in made.items()}
     layer.tensor_parallel, layer.tensor_slices = parallel, made
-    for name, part in parts.items():
-        layer.register_parameter(name, part)
+    for name, parameter in own.items():
+        layer.register_parameter(name, parameter)
     handle_module(layer)
     install_wrapper_checks()
-    watch_parts()
+    watch_shards()
     same_on_ranks(layer)
 
 
-def _part_of(layer: ShardableModule, name: str, slices: TensorSlices) -> Parameter:
+def _slices_of(layer: ShardableModule, name: str, slices: TensorSlices) -> Parameter:
     """This rank's slices of a parameter; those of another layer with the same one, which stays tied."""
-    whole: Any = layer._parameters[name]
-    part: Any = whole.__dict__.get(_PART)
-    if part is not None:
-        if part.__dict__[TENSOR_SLICES] != slices:
+    full: Any = layer._parameters[name]
+    own: Any = full.__dict__.get(_OWN_SLICES)
+    if own is not None:
+        if own.__dict__[TENSOR_SLICES] != slices:
             got = "slices of other rows or columns than another layer has"
             _refuse(class_name(layer), name, "the same slices of a weight that layers share", got)
-        return part
-    part = Parameter(slices.cut(whole.detach()), whole.requires_grad)
-    for key, value in whole.__dict__.items():
-        if key != "main_grad":  # a buffer for the whole gradient
-            setattr(part, key, value)
-    setattr(part, TENSOR_SLICES, slices)
-    setattr(whole, _PART, part)
+        return own
+    own = Parameter(slices.local_shard_of(full.detach()), full.requires_grad)
+    for key, value in full.__dict__.items():
+        if key != "main_grad":  # a buffer for the full gradient
+            setattr(own, key, value)
+    setattr(own, TENSOR_SLICES, slices)
+    setattr(full, _OWN_SLICES, own)
     # Of a model that exists an optimizer may have it already; a constructor's is nobody's.
-    full_name = f"the whole '{class_name(layer)}.{name}'"
-    setattr(whole, REPLACED, Replacement(full_name, "parallelize_module"))
-    return part
+    full_name = f"the full '{class_name(layer)}.{name}'"
+    setattr(full, REPLACED, Replacement(full_name, "parallelize_module"))
+    return own
 
 
-def _check_whole(layer: ShardableModule, plan: dict[str, SlicePlan]) -> None:
+def _check_full(layer: ShardableModule, plan: dict[str, SlicePlan]) -> None:
     layout = getattr(layer, "parameter_layout", "packed")
     if layout != "packed":
         _refuse(class_name(layer), "parameters", "'packed' with parallel_mode", repr(layout))
     for name in plan:
         if name not in layer._parameters:  # a parametrization, or a hook, computes it
-            _refuse(class_name(layer), name, "a plain parameter, which is whole", "one that is computed")
+            _refuse(class_name(layer), name, "a plain, unsharded parameter", "one that is computed")
     for name, parameter in layer._parameters.items():
         if parameter is not None and (type(parameter) is not Parameter or layout_of(parameter) is not None):
-            kind = "a part" if layout_of(parameter) is not None else f"a {type(parameter).__name__}"
-            _refuse(class_name(layer), name, "a plain parameter, which is whole", kind)
+            kind = "a shard" if layout_of(parameter) is not None else f"a {type(parameter).__name__}"
+            _refuse(class_name(layer), name, "a plain, unsharded parameter", kind)
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ class SlicePlan:
     dim: int
     #: The argument that has its size, for errors.
     argument: str
-    #: Sizes of parts of the dimension that are divided one by one.
+    #: Sizes of sections of the dimension that are divided one by one.
     sections: tuple[int, ...] = ()
     #: Whether the last ranks may have fewer, and zeros.
     pads: bool = False
@@ -253,8 +253,8 @@ def _check_sections(layer: str, plan: SlicePlan, size: int) -> None:
         _refuse(layer, "sections", "none with pad_outputs", str(list(plan.sections)), advice)
 
 
-def _slices(layer: str, whole: Tensor, parallel: TensorParallel, plan: SlicePlan) -> TensorSlices:
-    size, ranks = whole.shape[plan.dim], len(parallel.ranks)
+def _slices(layer: str, full: Tensor, parallel: TensorParallel, plan: SlicePlan) -> TensorSlices:
+    size, ranks = full.shape[plan.dim], len(parallel.ranks)
     _check_sections(layer, plan, size)
     for section in plan.sections or (size,):
         if section % ranks and not plan.pads:
@@ -288,37 +288,37 @@ def plan_of(
 def initialize_full_params(
     layer: ShardableModule, made_by_id: dict[int, Parameter] | None = None
 ) -> Iterator[None]:
-    """Context in which a layer has whole parameters, of which it keeps this rank's slices and rows.
+    """Context in which a layer has full parameters, of which it keeps this rank's slices and rows.
 
-    For initial values: they depend on the sizes of the whole, and are its values if all ranks have the same random
-    state. ``made_by_id``: whole parameters of other layers, by the part, which this layer may share.
+    For initial values: they depend on the full sizes, and are values of one model if all ranks have the same random
+    state. ``made_by_id``: full parameters of other layers, by the shard, which this layer may share.
     """
     made_by_id = {} if made_by_id is None else made_by_id
     note_layer(layer)
     found = {name: layout_of(p) for name, p in layer._parameters.items() if p is not None}
     layouts = {name: layout for name, layout in found.items() if layout is not None}
-    parts: dict[str, Any] = {name: layer._parameters[name] for name in layouts}
-    for name, part in parts.items():
-        if id(part) not in made_by_id:
-            whole = part.detach().new_empty(layouts[name].shape)
-            made_by_id[id(part)] = Parameter(whole, part.requires_grad)
-        layer._parameters[name] = made_by_id[id(part)]
+    shards: dict[str, Any] = {name: layer._parameters[name] for name in layouts}
+    for name, shard in shards.items():
+        if id(shard) not in made_by_id:
+            full = shard.detach().new_empty(layouts[name].shape)
+            made_by_id[id(shard)] = Parameter(full, shard.requires_grad)
+        layer._parameters[name] = made_by_id[id(shard)]
     outer, layer.has_full_parameters = layer.has_full_parameters, True
     try:
         yield
         with torch.no_grad():
-            for name, part in parts.items():
+            for name, shard in shards.items():
                 made: Any = layer._parameters[name]
-                part.copy_(layouts[name].cut(made))
+                shard.copy_(layouts[name].local_shard_of(made))
     finally:
-        layer._parameters.update(parts)
+        layer._parameters.update(shards)
         layer.has_full_parameters = outer
-    if parts:
+    if shards:
         same_on_ranks(layer)
 
 
 def same_on_ranks(module: Any) -> None:
-    """Gives the whole parameters of a layer the first rank's values: other ranks may have another random state."""
+    """Gives the replicated parameters of a layer the first rank's values: other ranks may have another random state."""
     parallel: TensorParallel | None = module.tensor_parallel
     if parallel is None:
         return
@@ -356,11 +356,11 @@ def check_group(parallel: TensorParallel | None) -> None:
         raise ValueError(message("tensor_parallel", "tp_group", expected, got, advice))
 
 
-def watch_parts() -> None:
-    """State dicts of optimizers and torch's clipping take note of parts."""
-    from transformer_plugin.parallel._watching import watch_parts
+def watch_shards() -> None:
+    """State dicts of optimizers and torch's clipping take note of shards."""
+    from transformer_plugin.parallel._watching import watch_shards
 
-    watch_parts()
+    watch_shards()
 
 
 def without_buffers(layer: str, parallel: TensorParallel | None, out: Any, dgrad_out: Any) -> None:
@@ -371,7 +371,7 @@ def without_buffers(layer: str, parallel: TensorParallel | None, out: Any, dgrad
 
 
 def sequence_parallel_group(layer: str, group: Any, sequence_parallel: bool) -> TensorParallel | None:
-    """Of a layer whose parameters are whole, such as a norm: the ranks that apply them to other rows."""
+    """Of a layer whose parameters are replicated, such as a norm: the ranks that apply them to other rows."""
     if not sequence_parallel:
         if group is not None:
             advice = "Pass sequence_parallel=True, too, or leave out tp_group where ranks have the same rows"

@@ -27,7 +27,7 @@ from transformer_plugin.nn._tracing import is_tracing
 from transformer_plugin.nn.quantized_parameters import tensors_of
 from transformer_plugin.nn.quantized_weight import QuantizedWeight
 from transformer_plugin.parallel._layer_shards import check_shard
-from transformer_plugin.parallel._weight_part import WEIGHT_PART, WeightPart
+from transformer_plugin.parallel._parameter_shard import PARAMETER_SHARD, ParameterShard
 from transformer_plugin.parallel._weight_shard import WeightShard
 from transformer_plugin.recipes import DelayedScaling
 from transformer_plugin.tensor._layout import message, parsed
@@ -46,7 +46,7 @@ class WeightSource:
     #: The same with the parameter's name.
     named_weight_shard: str = ""
     #: Of the parameters that are shards, by their names.
-    weight_parts: Mapping[str, WeightPart] = MappingProxyType({})
+    parameter_shards: Mapping[str, ParameterShard] = MappingProxyType({})
     #: Whether :func:`transformer_plugin.parallel.shard_` lets ranks exchange quantized shards.
     gathers_quantized: bool = False
     #: Whether they do in the present recipe. Otherwise values travel, and are quantized after the gather.
@@ -122,14 +122,14 @@ class ShardedWeight(WeightSource):
 
     Args:
         shard: how it is sharded, with the name of the parameter.
-        weight_parts, gathers_quantized: attributes of the source.
+        parameter_shards, gathers_quantized: attributes of the source.
     """
 
     def __init__(
-        self, shard: WeightShard, weight_parts: Mapping[str, WeightPart], gathers_quantized: bool
+        self, shard: WeightShard, parameter_shards: Mapping[str, ParameterShard], gathers_quantized: bool
     ) -> None:
         self._take_keys_of(shard)
-        self.weight_parts = weight_parts
+        self.parameter_shards = parameter_shards
         self.gathers_quantized = self.exchanges_quantized = gathers_quantized
         self.quantized_weight = None
 
@@ -152,7 +152,7 @@ class ShardedWeight(WeightSource):
         """The argument of the op. Raises if the parameter is not a shard any more."""
         is_named = not torch.compiler.is_compiling()
         if is_named:
-            check_shard(layer, next(iter(self.weight_parts)), WEIGHT_PART)
+            check_shard(layer, next(iter(self.parameter_shards)), PARAMETER_SHARD)
         if not self.exchanges_quantized and layer._is_weight_cast():
             return self._named_of_cast if is_named else self._of_cast
         return self.named_weight_shard if is_named else self.weight_shard
@@ -163,13 +163,15 @@ class ShardedWeight(WeightSource):
             _refuse_copy_of_shard(layer)
         if self.quantized_weight is None and torch.compiler.is_compiling():
             raise ValueError(
-                f"transformer_plugin::{class_name(layer)}: argument 'weight': expected a quantized part that exists "
+                f"transformer_plugin::{class_name(layer)}: argument 'weight': expected a quantized shard that exists "
                 "before a compiled forward, got none. Call quantize_weights() first, for example after .to()."
             )
         if self.quantized_weight is None:
-            from transformer_plugin.parallel._quantized_part import QuantizedPart
+            from transformer_plugin.parallel._quantized_shard import QuantizedShard
 
-            self.quantized_weight = QuantizedPart(layer.weight, layer._formats, self.weight_parts["weight"])
+            self.quantized_weight = QuantizedShard(
+                layer.weight, layer._formats, self.parameter_shards["weight"]
+            )
         return self.quantized_weight
 
     def quantized_again(self, layer: RecipeModule, first_micro_batch: bool | Tensor) -> WeightSource:
@@ -192,7 +194,7 @@ class ShardedWeight(WeightSource):
             side = 1 if format.block is None or weight.dim() > 2 else max(format.block)
             from_values = format.is_quantized and not isinstance(layer.recipe, DelayedScaling)
             is_plain = not (format.tiled_scales or format.row_scaled)
-            fits = self.weight_parts["weight"].rows.shard_rows % side == 0
+            fits = self.parameter_shards["weight"].shard.shard_rows % side == 0
             self.exchanges_quantized = from_values and is_plain and fits
         return self
 
@@ -249,8 +251,8 @@ def _checked_tensors(layer: RecipeModule, kept: QuantizedWeight) -> list[Tensor]
 def _refuse_copy_of_shard(layer: RecipeModule) -> NoReturn:
     raise ValueError(
         f"transformer_plugin::{class_name(layer)}: argument 'weight': expected a weight whose ranks exchange "
-        "quantized parts, got one of which values travel, to be quantized after each gather: of "
-        "shard_(..., format='none'), a list, BFloat16(), or a recipe whose blocks do not divide the parts. "
+        "quantized shards, got one of which values travel, to be quantized after each gather: of "
+        "shard_(..., format='none'), a list, BFloat16(), or a recipe whose blocks do not divide the shards. "
         "Leave out quantize_weights(), or shard_ a packed weight with this recipe and without 'format'."
     )
 

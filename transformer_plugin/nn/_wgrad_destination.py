@@ -206,6 +206,6 @@ def _empty_grad(weight: Any, zeros: bool) -> Tensor:
         return make(weight)
     from torch.distributed.tensor import DTensor
 
-    part = make(weight.to_local())
+    local = make(weight.to_local())
     sizes = {"shape": weight.shape, "stride": weight.stride()}
-    return DTensor.from_local(part, weight.device_mesh, weight.placements, run_check=False, **sizes)
+    return DTensor.from_local(local, weight.device_mesh, weight.placements, run_check=False, **sizes)

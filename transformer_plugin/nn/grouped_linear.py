@@ -199,7 +199,7 @@ class GroupedLinear(RecipeModule):
 
     @property
     def local_bias(self) -> Tensor | None:
-        """This rank's part of the bias."""
+        """This rank's shard of the bias."""
         return None if self.bias is None else self._local(self.bias)
 
     @property
@@ -210,7 +210,7 @@ class GroupedLinear(RecipeModule):
         return registered(self, self._parameters, "bias") is not None
 
     def _packed_parameters(self) -> tuple[Tensor, Tensor | None]:
-        """This rank's part of the packed weight and bias."""
+        """This rank's shard of the packed weight and bias."""
         found = self._parameters
         weight, bias = registered(self, found, "weight"), registered(self, found, "bias")
         if self.tensor_parallel is not None and self.tensor_parallel.mode == "row":

@@ -326,7 +326,7 @@ class GroupedMLP(LayerContainer):
         dgrad_out: Tensor | None = None,
         slots: Slots | None = None,
     ) -> Tensor:
-        """Both layers in one op, whose output is a part of a sum under tensor parallelism."""
+        """Both layers in one op, whose output is a partial sum under tensor parallelism."""
         parallel = fc2.tensor_parallel
         if parallel is not None:
             without_buffers(class_name(self), parallel, out, dgrad_out)

@@ -62,7 +62,7 @@ class LayerNormLinear(RecipeModule):
         zero_centered: whether gamma is 1 + ``norm_weight``, which then starts at 0.
         return_normalized: whether ``forward`` returns the norm, too.
         fuse_wgrad_accumulation, delay_wgrad_compute, return_bias: as in :class:`Linear`.
-        parallel_mode: ``"column"``: tensor parallelism, as in :class:`Linear`. Each rank normalizes whole rows: all of
+        parallel_mode: ``"column"``: tensor parallelism, as in :class:`Linear`. Each rank normalizes full rows: all of
             them, or with ``sequence_parallel`` its own, which are then gathered. The norm's gradients are complete.
         tp_group, sequence_parallel, sections, pad_outputs: as in :class:`Linear`.
         recipe: the formats of the normalized input, the weight and the gradient; None multiplies in the dtype of the
@@ -214,7 +214,7 @@ class LayerNormLinear(RecipeModule):
         """Whether one op has the norm and the product."""
         if isinstance(self.recipe, DelayedScaling):
             return False
-        # Of a tensor-parallel product the gradient is a part of a sum over ranks, that of the norm it returns is not.
+        # Of a tensor-parallel product the gradient is a partial sum over ranks, that of the norm it returns is not.
         parallel = self.tensor_parallel
         return parallel is None or not (parallel.sequence_parallel or self.return_normalized)
 

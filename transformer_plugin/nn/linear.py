@@ -59,7 +59,7 @@ class Linear(RecipeModule, torch.nn.Linear):
         parallel_mode: tensor parallelism over the ranks of ``tp_group``, see :doc:`/tensor-parallel`. ``"column"``:
             this rank has some of the outputs, ``weight [N / R, K]`` and ``bias [N / R]``. ``"row"``: it has some of the
             inputs, ``weight [N, K / R]``; the products are summed over ranks, and the bias is added once. N and K are
-            the sizes of the whole layer; ``in_features`` and ``out_features`` of the module are this rank's.
+            the sizes of the full layer; ``in_features`` and ``out_features`` of the module are this rank's.
         tp_group: a process group, or a mesh of one dimension.
         sequence_parallel: whether the rows, the first dimension, of the input of ``"column"`` and of the output of
             ``"row"`` are sharded over the same ranks; otherwise all ranks have all rows.

@@ -86,7 +86,7 @@ def _check_layout(parameters: Any, dtensor: bool, group: Any, mesh: Any) -> None
 
 
 def _check_shares_experts(parallel: TensorParallel | None, group: ProcessGroup | None) -> None:
-    """Refuses ranks that have copies of experts and other tokens: their gradients would be parts of a sum."""
+    """Refuses ranks that have copies of experts and other tokens: their gradients would be partial sums."""
     if parallel is None:
         return
     experts = [] if group is None else torch.distributed.get_process_group_ranks(group)

@@ -165,7 +165,7 @@ class QuantizedWeight:
         self._take(weight)
 
     def _values(self) -> Tensor | list[Tensor]:
-        """The weight as the ops read it: this rank's part of a sharded one."""
+        """The weight as the ops read it: this rank's shard of a sharded one."""
         values = [_plain(source) for source in self._sources]
         return values if self._is_list else values[0]
 
@@ -244,29 +244,29 @@ def copies_of(weight: Tensor) -> QuantizedCopies:
 
 
 def _plain(weight: Tensor) -> Tensor:
-    """This rank's part of a weight as a plain tensor, without a gradient."""
+    """This rank's shard of a weight as a plain tensor, without a gradient."""
     with torch.no_grad():
-        part = local(weight)
-        return part.packed() if isinstance(part, GroupedTensor) else part
+        own = local(weight)
+        return own.packed() if isinstance(own, GroupedTensor) else own
 
 
 def _memory(weight: Tensor) -> Tensor:
-    """A plain tensor that has the memory of this rank's part of a weight, of a quantized one that of its data."""
+    """A plain tensor that has the memory of this rank's shard of a weight, of a quantized one that of its data."""
     with torch.no_grad():
-        part = local(weight)
-    return next(part._buffers.of_values())[1] if isinstance(part, FormatTensor) else part
+        own = local(weight)
+    return next(own._buffers.of_values())[1] if isinstance(own, FormatTensor) else own
 
 
 def version_of(weight: Tensor) -> int:
-    """Counts the in-place changes of a tensor, of its local part, and of the buffers of a value, which ``quantize_()``
+    """Counts the in-place changes of a tensor, of its local shard, and of the buffers of a value, which ``quantize_()``
     and ``weight.data.copy_()`` of a value write. Inference tensors have no version: 0."""
     if weight.is_inference():
         return 0
     with torch.no_grad():
-        part = local(weight)
-    version = weight._version + (0 if part is weight else part._version)
-    if isinstance(part, FormatTensor):
-        version += sum(t._version for _, t in part._buffers.of_values() if not t.is_inference())
+        own = local(weight)
+    version = weight._version + (0 if own is weight else own._version)
+    if isinstance(own, FormatTensor):
+        version += sum(t._version for _, t in own._buffers.of_values() if not t.is_inference())
     return version
 
 

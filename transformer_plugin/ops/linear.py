@@ -249,7 +249,7 @@ def embedding(indices: Tensor, weight: Tensor, padding_idx: int = -1, weight_sha
         weight: ``[N, K]``, any float dtype.
         padding_idx: a row without a gradient; -1: none.
         weight_shard: the key of a table that is sharded over ranks (:mod:`transformer_plugin.ops.sharded`);
-            ``weight`` is then this rank's part ``[n, K]``.
+            ``weight`` is then this rank's shard ``[n, K]``.
 
     Returns:
         ``[..., K]`` in the dtype of ``weight``. Differentiable in ``weight``.

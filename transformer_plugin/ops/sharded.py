@@ -1,15 +1,15 @@
 """Weights whose first dimension is sharded over the ranks of a group.
 
-Each rank keeps a part of the rows; layers gather the whole weight for a product, and gather it again for the backward.
+Each rank keeps a shard of the rows; layers gather the full weight for a product, and gather it again for the backward.
 ``weight_shard`` of :func:`~transformer_plugin.ops.linear`, :func:`~transformer_plugin.ops.norm_linear`,
 :func:`~transformer_plugin.ops.grouped_linear` and :func:`~transformer_plugin.ops.grouped_mlp`, and ``shard`` here, is a
 key, a constant under ``torch.compile``: ``"rows=1000,ranks=4,mean,group=0"``, of these options in this order:
 
-- ``rows``: rows of the whole weight ``[rows, K]``; of a stack ``[rows, N, K]`` its matrices.
+- ``rows``: rows of the full weight ``[rows, K]``; of a stack ``[rows, N, K]`` its matrices.
 - ``ranks``: the size of the group. Every rank has equally many rows, at least ``rows / ranks``; those past the last row
-  of the whole weight are zeros.
+  of the full weight are zeros.
 - ``list``: the weight is a list of matrices ``[rows, K]``, of each of which the rows are sharded; only of
-  :func:`~transformer_plugin.ops.grouped_linear`, whose ``weight`` is then a list of parts.
+  :func:`~transformer_plugin.ops.grouped_linear`, whose ``weight`` is then a list of shards.
 - ``mean``: the gradient is the mean over the ranks, in place of the sum. Both are made in float32 in ascending order of
   ranks, and rounded once.
 - ``reduce_dtype=bf16``: gradients travel in bfloat16 also where the buffer they are added to is float32.
@@ -22,9 +22,9 @@ key, a constant under ``torch.compile``: ``"rows=1000,ranks=4,mean,group=0"``, o
 - ``name``: of the parameter, for errors; without a comma.
 - ``group``: the ``group_name`` of a c10d group. It is last, and may have any characters.
 
-:class:`transformer_plugin.parallel.WeightShard` makes keys. In the call of a layer ``weight`` is this rank's part, and
+:class:`transformer_plugin.parallel.WeightShard` makes keys. In the call of a layer ``weight`` is this rank's shard, and
 so are its gradient, ``main_grad`` and ``quantized_weight``. With ``quantized_weight`` the ranks exchange quantized
-data: scales and amaxes that belong to the whole weight must be the same on all ranks. Without it they exchange the
+data: scales and amaxes that belong to the full weight must be the same on all ranks. Without it they exchange the
 values, which each rank quantizes after the gather. All ranks make the same calls in the same order.
 
 Weights are gathered before they are needed: a group remembers in which order its weights are used, and gathers the next
@@ -84,21 +84,21 @@ def gather_weight(
     backward: bool,
     shard: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tensors of one direction of the whole weight, from this rank's.
+    """Return the tensors of one direction of the full weight, from this rank's.
 
     Args:
         data, scale_inv, amax: of this rank's rows, as :func:`~transformer_plugin.ops.quantize` gives them along one
-            direction, ``amax`` of ``nvfp4`` only; or the values alone. Contiguous. Scales that cover the whole weight,
+            direction, ``amax`` of ``nvfp4`` only; or the values alone. Contiguous. Scales that cover the full weight,
             as that of ``fp8_tensor``, and amaxes are the same on all ranks and do not travel.
         format: the key of the format, ``"none"`` for values. Not with ``tiled`` or ``row_scaled``.
         columnwise: whether they are columnwise, so that data are transposed.
         backward: what the weight is needed for; each purpose has its own place in the order of use.
-        shard: the key of the weight, see above. Blocks of a format do not cross ranks: a part has a multiple of their
+        shard: the key of the weight, see above. Blocks of a format do not cross ranks: a shard has a multiple of their
             rows.
 
     Returns:
         ``data``, ``scale_inv`` and ``amax``, those that do not exist with no elements: bit for bit what quantizing the
-        whole weight gives, without the rows of padding. Fresh. ``data``, and scales that follow the rows, may lie in
+        full weight gives, without the rows of padding. Fresh. ``data``, and scales that follow the rows, may lie in
         memory of the padded size.
 
     Not differentiable: layers have the gradient.
@@ -137,7 +137,7 @@ def gather_weight_list(shards: list[Tensor], backward: bool, shard: str) -> Tens
 def reduce_gradient_out(
     unsharded_grad: Tensor, weight: Tensor, out: Tensor, accumulate: bool, shard: str
 ) -> None:
-    """Write this rank's part of the ranks' gradients of the unsharded weight into a buffer, or add it to the buffer.
+    """Write this rank's shard of the ranks' gradients of the unsharded weight into a buffer, or add it to the buffer.
 
     :func:`~transformer_plugin.ops.reduce_scatter_out` with the options of the key. In a backward, where the key has
     ``async`` and nothing waits for the gradient of ``weight``, it runs on a side stream, and ``out`` is complete at the
@@ -146,7 +146,7 @@ def reduce_gradient_out(
     Args:
         unsharded_grad: ``[ranks * n, ...]``: the gradient of the unsharded weight as this rank computed it, then
             zeros.
-        weight: ``[n, ...]``, this rank's part.
+        weight: ``[n, ...]``, this rank's shard.
         out: like ``weight``, of the dtype of ``unsharded_grad`` or float32.
         accumulate: add to ``out`` what it holds.
         shard: the key of the weight.
@@ -190,7 +190,7 @@ def finish_reduce_gradient(
             orders ops by their operands would wait at once without it.
 
     Returns:
-        This rank's part of the sum, like ``weight``: float32 where ``weight`` is float32, otherwise of the dtype of
+        This rank's shard of the sum, like ``weight``: float32 where ``weight`` is float32, otherwise of the dtype of
         ``unsharded_grad``; float64 of float64 ``unsharded_grad``.
 
     Raises:
@@ -227,7 +227,7 @@ def enter_gather_region(input: Tensor, group_name: str) -> Tensor:
 
     Args:
         input: any tensor, of which the gradient is needed where the backward is captured, too.
-        group_name: of the ranks that have parts of the weights.
+        group_name: of the ranks that have shards of the weights.
 
     Returns:
         A tensor with the same values, strides and dtype.

@@ -160,7 +160,7 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """Return the cross entropy of each row of logits, the columns of which are sharded over ranks.
 
-    For the whole logits x of a row ``[vocabulary]``, its target t and ``log_softmax(x) = x - max(x) - log(sum(exp(x -
+    For the full logits x of a row ``[vocabulary]``, its target t and ``log_softmax(x) = x - max(x) - log(sum(exp(x -
     max(x))))``: ``(label_smoothing - 1) * log_softmax(x)[t] - label_smoothing * mean(log_softmax(x))``, as
     ``torch.nn.functional.cross_entropy(x, t, reduction="none")``, and 0 where t is ``ignore_index``.
 
@@ -358,7 +358,7 @@ def reduce_scatter_out(
 def all_reduce(input: Tensor, num_ranks: int = 1, group_name: str = "", timeout_ms: int = -1) -> Tensor:
     """Return the sum of a tensor over all ranks, on every rank.
 
-    For products whose inner dimension is sharded over ranks: each rank has a part of the sum.
+    For products whose inner dimension is sharded over ranks: each rank has a partial sum.
 
     Args:
         input: ``[...]`` float32, bfloat16, float16 (float64 on a CPU), any strides, the same shape on every rank.

@@ -1,4 +1,4 @@
-"""Optimizers of quantized weights, and of matrices of which each rank has a part."""
+"""Optimizers of quantized weights, and of matrices of which each rank has a shard."""
 
 from transformer_plugin.optim._muon import Muon
 from transformer_plugin.optim._quantized import MasterWeights, refresh_after

@@ -1,4 +1,4 @@
-"""Muon for matrices of which each rank has a part, and for stacks of experts."""
+"""Muon for matrices of which each rank has a shard, and for stacks of experts."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS,
 from torch.optim.optimizer import _to_scalar
 
 from transformer_plugin._arguments import check_strided, typed
-from transformer_plugin.optim import _whole_matrices as matrices
+from transformer_plugin.optim import _full_matrices as matrices
+from transformer_plugin.optim._full_matrices import Target, target_of
 from transformer_plugin.optim._newton_schulz import orthogonalized
 from transformer_plugin.optim._shared_work import by_ranks
-from transformer_plugin.optim._whole_matrices import Target, target_of
 from transformer_plugin.parallel.external import refuse_shards
 from transformer_plugin.tensor._base import FormatTensor
 from transformer_plugin.tensor._layout import describe, message
@@ -29,13 +29,13 @@ _Item = tuple[Target, Tensor, Tensor]
 
 
 class Muon(torch.optim.Muon):
-    """``torch.optim.Muon`` that is right for parts of weights, and takes stacks of experts ``[G, N, K]``.
+    """``torch.optim.Muon`` that is right for shards of weights, and takes stacks of experts ``[G, N, K]``.
 
-    For a whole matrix ``[N, K]`` it gives what ``torch.optim.Muon`` gives, bit for bit. Of a matrix that
+    For a full matrix ``[N, K]`` it gives what ``torch.optim.Muon`` gives, bit for bit. Of a matrix that
     :func:`~transformer_plugin.parallel.shard_` or tensor parallelism has sharded over ranks, it gathers the momentum
-    update of the whole in bfloat16, orthogonalizes that, and applies this rank's rows and columns; so it gives these
-    elements of the result for the whole matrix. Each matrix of a stack is orthogonalized by itself, in batched
-    products; of sharded experts each rank has whole matrices, and nothing travels.
+    update of the full matrix in bfloat16, orthogonalizes that, and applies this rank's rows and columns; so it gives
+    these elements of the result for the full matrix. Each matrix of a stack is orthogonalized by itself, in batched
+    products; of sharded experts each rank has full matrices, and nothing travels.
 
     Muon is for the matrices of hidden layers. Give embeddings, the head, biases (also ``[G, N]`` of experts) and norms
     to another optimizer, after ``shard_``::
@@ -56,9 +56,9 @@ class Muon(torch.optim.Muon):
     parameters with a gradient change on a rank, and wait for the timeout of the group if they do not on another.
 
     Args:
-        params: matrices and stacks of matrices, or groups of them: plain parameters, parts of them, and ``DTensor`` s
-            of which this rank has whole matrices.
-        lr: the learning rate. It is adjusted by the sizes of the whole matrix.
+        params: matrices and stacks of matrices, or groups of them: plain parameters, shards of them, and ``DTensor`` s
+            of which this rank has full matrices.
+        lr: the learning rate. It is adjusted by the sizes of the full matrix.
         weight_decay: decoupled, for each element.
         momentum: of the moving average of gradients.
         nesterov: whether to use Nesterov momentum.
@@ -78,8 +78,8 @@ class Muon(torch.optim.Muon):
     momentum of stacks is never divided.
     """
 
-    #: Parts are not refused, as they are by optimizers that would take them for whole matrices.
-    handles_parts = True
+    #: Shards are not refused, as they are by optimizers that would take them for full matrices.
+    handles_shards = True
 
     @typed
     def __init__(
@@ -174,8 +174,10 @@ def _step_bucket(items: list[_Item], options: dict[str, Any]) -> None:
     targets = [target for target, _, _ in items]
     groups = targets[0].groups
     if groups:
-        updates = [update.bfloat16() for update in updates]  # as the first thing that is done with the whole
-    wholes = matrices.gathered(targets, updates)
+        updates = [
+            update.bfloat16() for update in updates
+        ]  # as the first thing that is done with the full matrix
+    gathered = matrices.gathered(targets, updates)
     compute = partial(
         orthogonalized,
         coefficients=options["ns_coefficients"],
@@ -184,17 +186,17 @@ def _step_bucket(items: list[_Item], options: dict[str, Any]) -> None:
     )
     # Some versions of torch divide a matrix of momentum in place, which each rank must then see.
     in_place = not options["nesterov"] and any(momentum.dtype == torch.bfloat16 for _, _, momentum in items)
-    results = by_ranks(() if in_place else groups, wholes, compute)
+    results = by_ranks(() if in_place else groups, gathered, compute)
     lr = _to_scalar(options["lr"])
-    for (target, _, momentum), whole, result in zip(items, wholes, results, strict=True):
-        if in_place and whole.dim() == 2 and momentum.dtype == torch.bfloat16:
-            for own, other in matrices.blocks(target, momentum, whole):
+    for (target, _, momentum), full, result in zip(items, gathered, results, strict=True):
+        if in_place and full.dim() == 2 and momentum.dtype == torch.bfloat16:
+            for own, other in matrices.blocks(target, momentum, full):
                 own.copy_(other)
-        part = _local(target.parameter)
-        part.mul_(1 - lr * options["weight_decay"])
+        shard = _local(target.parameter)
+        shard.mul_(1 - lr * options["weight_decay"])
         adjusted = _adjust_lr(lr, options["adjust_lr_fn"], torch.Size(target.shape[-2:]))
-        matrices.add(target, part, result, -adjusted)
-        if part is not target.parameter:
+        matrices.add(target, shard, result, -adjusted)
+        if shard is not target.parameter:
             torch.autograd.graph.increment_version(target.parameter)
 
 
@@ -204,7 +206,7 @@ def _local(tensor: Any) -> Tensor:
     return local
 
 
-def _has_whole_matrices(tensor: Any) -> bool:
+def _has_full_matrices(tensor: Any) -> bool:
     """Whether this rank's tensor of a DTensor is a matrix, or some matrices of a stack."""
     return all(p.is_replicate() or (tensor.dim() == 3 and _is_of_matrices(p)) for p in tensor.placements)
 
@@ -216,7 +218,7 @@ def _is_of_matrices(placement: Any) -> bool:
 
 def _check(parameter: Tensor) -> None:
     check_strided("Muon", "params", parameter)
-    if parameter.dim() == 2:  # of a stack each rank has whole matrices
+    if parameter.dim() == 2:  # of a stack each rank has full matrices
         refuse_shards("Muon", "params", [parameter])
     if isinstance(parameter, FormatTensor):
         advice = "Train float32 copies: MasterWeights(parameters, lambda weights: optim.Muon(weights))"
@@ -224,10 +226,10 @@ def _check(parameter: Tensor) -> None:
     if parameter.dim() not in (2, 3):
         advice = "Give biases and norms to another optimizer, such as torch.optim.AdamW"
         _refuse(ValueError, "params", "matrices [N, K] or stacks [G, N, K]", describe(parameter), advice)
-    if hasattr(parameter, "to_local") and not _has_whole_matrices(parameter):
+    if hasattr(parameter, "to_local") and not _has_full_matrices(parameter):
         got = f"a DTensor {list(parameter.shape)} with the placements {parameter.placements}"  # type: ignore[attr-defined]
-        advice = "Use parallel.shard_ or parallel_mode, whose parts are plain tensors, or torch.optim.Muon"
-        _refuse(TypeError, "params", "tensors of which this rank has whole matrices", got, advice)
+        advice = "Use parallel.shard_ or parallel_mode, whose shards are plain tensors, or torch.optim.Muon"
+        _refuse(TypeError, "params", "tensors of which this rank has full matrices", got, advice)
 
 
 def _check_gradient(parameter: Any, grad: Any) -> None:

@@ -16,10 +16,10 @@ from torch.utils.hooks import RemovableHandle
 from transformer_plugin._arguments import check_strided, typed
 from transformer_plugin.nn.quantized_weight import Seen, copies_of
 from transformer_plugin.parallel._layer_shards import note, note_shards, refuse_replaced
-from transformer_plugin.parallel._part_tensor import PartTensor, part_for
+from transformer_plugin.parallel._parameter_shard import layout_of, shard_of_parameter
 from transformer_plugin.parallel._shard_experts import local
+from transformer_plugin.parallel._shard_tensor import ShardTensor, shard_for
 from transformer_plugin.parallel._tensor_slices import slices_of
-from transformer_plugin.parallel._weight_part import layout_of, part_of
 from transformer_plugin.parallel.clip import gradient_of
 from transformer_plugin.tensor._base import FormatTensor
 from transformer_plugin.tensor._layout import message
@@ -54,7 +54,7 @@ def refresh_after(optimizer: Optimizer) -> RemovableHandle:
 
 def _refresh(optimizer: Optimizer, *_: Any) -> None:
     seen: set[int] = set()
-    parts: list[Any] = []
+    shards: list[Any] = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if "quantized_copies" not in parameter.__dict__:
@@ -63,13 +63,13 @@ def _refresh(optimizer: Optimizer, *_: Any) -> None:
                 if id(weight) not in seen:  # one copy may be of several parameters
                     seen.add(id(weight))
                     if weight.refreshes_itself:
-                        parts.append(weight)
+                        shards.append(weight)
                     else:
                         weight.refresh()
-    if parts:
-        from transformer_plugin.parallel._quantized_part import refresh_together
+    if shards:
+        from transformer_plugin.parallel._quantized_shard import refresh_together
 
-        refresh_together(parts, None)
+        refresh_together(shards, None)
 
 
 class MasterWeights:
@@ -236,7 +236,7 @@ class MasterWeights:
                 parameter.grad.zero_()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the optimizer and the master weights. Of parts of weights both are parts, as in the model's."""
+        """The state of the optimizer and the master weights. Of shards both are shards, as in the model's."""
         with torch.no_grad():
             self._follow_changed()
         layouts = [layout_of(master) for master in self.master_weights]
@@ -244,7 +244,7 @@ class MasterWeights:
         return {
             "optimizer": self.optimizer.state_dict(),
             "master_weights": [
-                m if at is None else PartTensor(m, at) for m, at in zip(masters, layouts, strict=True)
+                m if at is None else ShardTensor(m, at) for m, at in zip(masters, layouts, strict=True)
             ],
         }
 
@@ -266,7 +266,7 @@ class MasterWeights:
             )
         optimizer, saved = state["optimizer"], list(state["master_weights"])
         if len(saved) == len(self.master_weights):
-            saved = [_part_of(weight, self.master_weights[i], i) for i, weight in enumerate(saved)]
+            saved = [_local_shard_of(weight, self.master_weights[i], i) for i, weight in enumerate(saved)]
         shapes = [list(weight.shape) for weight in saved]
         expected = [list(weight.shape) for weight in self.master_weights]
         if shapes != expected:
@@ -335,14 +335,14 @@ def _of_which_is(values: Tensor, parameter: Tensor, others: Tensor) -> Tensor:
     return torch.where((_unquantized(written) == _unquantized(parameter)).all(), values, others)
 
 
-def _part_of(saved: Tensor, master: Tensor, i: int) -> Tensor:
-    """This rank's part of a saved master weight."""
+def _local_shard_of(saved: Tensor, master: Tensor, i: int) -> Tensor:
+    """This rank's shard of a saved master weight."""
     layout = layout_of(master)
     if layout is not None:
-        return part_for(saved, layout, f"master_weights.{i}")
-    if isinstance(saved, PartTensor):
+        return shard_for(saved, layout, f"master_weights.{i}")
+    if isinstance(saved, ShardTensor):
         advice = "Load it with torch.distributed.checkpoint into the state of this optimizer"
-        expected = "whole master weights, as this optimizer has"
+        expected = "full master weights, as this optimizer has"
         raise ValueError(message("MasterWeights", f"master_weights.{i}", expected, repr(saved), advice))
     return saved
 
@@ -350,7 +350,7 @@ def _part_of(saved: Tensor, master: Tensor, i: int) -> Tensor:
 def _master_of(parameter: Tensor) -> Tensor:
     """A float32 copy of a parameter."""
     master = _value_of(parameter).to(torch.float32, copy=True).requires_grad_()
-    note(master, part_of(parameter), slices_of(parameter))
+    note(master, shard_of_parameter(parameter), slices_of(parameter))
     return master
 
 

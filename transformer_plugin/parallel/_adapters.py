@@ -59,7 +59,7 @@ def _check(adapter: Any, layer: Any, coming: tuple[str, ...]) -> None:
     if parameter is not None and experts is not None and len(experts.ranks) > 1:
         got = f"experts that are sharded over the ranks {list(experts.ranks)}"
         _refuse(adapter, layer, parameter, got, "Leave the experts out of target_parameters")
-    slices, shards = getattr(layer, "tensor_slices", {}), (*getattr(layer, "weight_parts", ()), *coming)
+    slices, shards = getattr(layer, "tensor_slices", {}), (*getattr(layer, "parameter_shards", ()), *coming)
     name = "weight" if parameter is None else parameter
     if name in slices:
         _refuse(
@@ -91,7 +91,7 @@ def _with_full_weights(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: Any, *arguments: Any, **options: Any) -> Any:
         layer = self.get_base_layer()
-        if not getattr(layer, "weight_parts", None):
+        if not getattr(layer, "parameter_shards", None):
             return method(self, *arguments, **options)
         with _full_weights(layer):
             return method(self, *arguments, **options)
@@ -106,7 +106,7 @@ def _full_weights(layer: Any) -> Iterator[None]:
     from transformer_plugin.parallel.full_state import full_weight
 
     note_layer(layer)
-    values = {name: full_weight(layer._parameters[name]) for name in layer.weight_parts}
+    values = {name: full_weight(layer._parameters[name]) for name in layer.parameter_shards}
     with initialize_full_params(layer):
         for name, value in values.items():
             layer._parameters[name].data = value
@@ -117,7 +117,7 @@ def _without_weights(update_layer: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(update_layer)
     def call(self: Any, *arguments: Any, **options: Any) -> Any:
         layer, config = self.get_base_layer(), cast(Any, options.get("config"))
-        if getattr(layer, "weight_parts", None) and hasattr(self, "resolve_lora_variant"):
+        if getattr(layer, "parameter_shards", None) and hasattr(self, "resolve_lora_variant"):
             variant = self.resolve_lora_variant(config=config)
             if variant is not None:
                 _refuse_variant(self, layer, type(variant).__name__)
@@ -146,7 +146,7 @@ def _innermost(layer: Any) -> Any:
 def _described(layer: Any, name: str) -> str:
     note_layer(layer)
     parameter = layer._parameters[name]
-    is_noted = name in getattr(layer, "weight_parts", ()) or name in getattr(layer, "tensor_slices", ())
+    is_noted = name in getattr(layer, "parameter_shards", ()) or name in getattr(layer, "tensor_slices", ())
     return (
         described(parameter) if is_noted else f"one of sizes {list(parameter.shape)} that shard_ would divide"
     )

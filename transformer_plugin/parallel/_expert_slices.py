@@ -8,8 +8,8 @@ import torch
 from torch.nn import Parameter
 
 from transformer_plugin.parallel._layer_shards import note_layer
-from transformer_plugin.parallel._part_states import handle_module
 from transformer_plugin.parallel._shard_experts import EXPERT_RANKS, Ranks
+from transformer_plugin.parallel._shard_states import handle_module
 from transformer_plugin.parallel._tensor_slices import EXPERTS, TensorSlices, even_slices
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformer_plugin import ops
 from transformer_plugin.formats import BLOCK, Format
 from transformer_plugin.parallel._collectives import all_reduce_max
-from transformer_plugin.parallel._row_shard import RowShard
+from transformer_plugin.parallel._weight_shard import WeightShard
 from transformer_plugin.tensor import _layout
 from transformer_plugin.tensor._layout import Shape
 
@@ -22,43 +22,43 @@ Columns = Literal["none", "gathered", "transposed"]
 OP = "quantize_all_gather"
 
 
-class Part(NamedTuple):
+class BufferLayout(NamedTuple):
     """One buffer of the weight."""
 
     #: Field of :class:`transformer_plugin.tensor._base.Buffers`.
     name: str
     dtype: torch.dtype
-    #: Sizes of the whole buffer and of a rank's.
-    whole: tuple[int, ...]
+    #: Sizes for the unsharded weight, and of one rank.
+    unsharded: tuple[int, ...]
     shard: tuple[int, ...]
-    #: Along which dimension the ranks' buffers follow each other. None: all ranks have the same, after a reduction.
+    #: Along which dimension the ranks' shards follow each other. None: all ranks have the same, after a reduction.
     axis: int | None
-    #: How many entries of a rank's buffer along this dimension hold values; the rest is padding.
+    #: How many entries of a shard along this dimension hold values; the rest is padding.
     used: int
 
     @property
     def is_joined(self) -> bool:
-        """Whether the ranks' buffers, one after the other, are the whole buffer."""
+        """Whether the shards, one after the other, are the unsharded buffer."""
         return self.axis == 0 and self.used == self.shard[0]
 
     def joined(self, gathered: Tensor) -> Tensor:
-        """The whole buffer over the gathered memory."""
+        """The unsharded buffer over the gathered memory."""
         rows = gathered.view(self.dtype).view(-1, *self.shard[1:])
-        return rows[: self.whole[0]] if rows.shape[0] != self.whole[0] else rows
+        return rows[: self.unsharded[0]] if rows.shape[0] != self.unsharded[0] else rows
 
-    def copy(self, gathered: Tensor, out: Tensor) -> None:
-        """Writes the whole buffer from the gathered memory, and zeros into its padding."""
+    def assemble(self, gathered: Tensor, out: Tensor) -> None:
+        """Writes the unsharded buffer from the gathered memory, and zeros into its padding."""
         source, out = plain(gathered.view(self.dtype)), plain(out)
         if self.axis is None:
-            out.copy_(source.view(self.whole))
+            out.copy_(source.view(self.unsharded))
             return
-        parts = source.view(-1, *self.shard).narrow(1 + self.axis, 0, self.used)
-        ranks = parts.shape[0]
+        shards = source.view(-1, *self.shard).narrow(1 + self.axis, 0, self.used)
+        ranks = shards.shape[0]
         if self.axis == 1:
-            parts = parts.transpose(0, 1)
+            shards = shards.transpose(0, 1)
         if out.shape[self.axis] != ranks * self.used:
             out.zero_()
-        out.narrow(self.axis, 0, ranks * self.used).unflatten(self.axis, (ranks, self.used)).copy_(parts)
+        out.narrow(self.axis, 0, ranks * self.used).unflatten(self.axis, (ranks, self.used)).copy_(shards)
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -93,20 +93,20 @@ class Shards(NamedTuple):
     @property
     def rows(self) -> int:
         """The length of a shard along the first dimension, padded as FSDP2 pads it."""
-        return RowShard(self.size[0], self.ranks).shard_rows
+        return WeightShard(self.size[0], self.ranks, group_name="").shard_rows
 
 
 @cache
-def parts_of(shards: Shards) -> tuple[Part, ...]:
+def buffer_layouts(shards: Shards) -> tuple[BufferLayout, ...]:
     """The buffers that a rank sends or reduces; data along rows is the first."""
-    return tuple(_parts(shards))
+    return tuple(_buffer_layouts(shards))
 
 
-def _parts(shards: Shards) -> Iterator[Part]:
+def _buffer_layouts(shards: Shards) -> Iterator[BufferLayout]:
     format = shards.format
     stacked = shards.size[0] if shards.is_stack else None
-    whole = Shape(shards.size[-2], shards.size[-1], stacked)
-    shard = whole._replace(stacked=shards.rows) if shards.is_stack else whole._replace(rows=shards.rows)
+    full = Shape(shards.size[-2], shards.size[-1], stacked)
+    shard = full._replace(stacked=shards.rows) if shards.is_stack else full._replace(rows=shards.rows)
     kinds = [("rowwise_data", "scale_inv", "amax", False)]
     if shards.columns == "gathered":
         kinds.append(("columnwise_data", "columnwise_scale_inv", "columnwise_amax", True))
@@ -115,9 +115,9 @@ def _parts(shards: Shards) -> Iterator[Part]:
         of = [(data, format.dtype, _layout.data_sizes), (scale, format.scale_dtype, _layout.scale_sizes)]
         of += [(amax, torch.float32, _layout.amax_sizes)] if format.needs_amax else []
         for name, dtype, sizes in of:
-            both = sizes(format, whole, columnwise), sizes(format, shard, columnwise)
+            both = sizes(format, full, columnwise), sizes(format, shard, columnwise)
             axis, used = (0, both[1][0]) if shards.is_stack else _place(shards, name, both[1], columnwise)
-            yield Part(name, dtype, *both, axis, used)
+            yield BufferLayout(name, dtype, *both, axis, used)
 
 
 def _place(shards: Shards, name: str, sizes: tuple[int, ...], columnwise: bool) -> tuple[int | None, int]:
@@ -178,7 +178,7 @@ def columns_of(formats: tuple[str, str, str], device: torch.device) -> Columns:
 def quantize_shard(
     shards: Shards, rows: Tensor, group: Any, largest: Callable[[Tensor], Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """The buffers of this rank's rows, bit for bit those that the whole weight has there.
+    """The buffers of this rank's rows, bit for bit those that the full weight has there.
 
     ``largest`` returns the largest of each number over the ranks; by default an all-reduce over the group.
     """
@@ -227,9 +227,9 @@ def transposed_buffers(shards: Shards, device: torch.device) -> dict[str, Tensor
     """Uninitialized columnwise buffers of a format whose columns have the values of its rows."""
     format = shards.format
     stacked = shards.size[0] if shards.is_stack else None
-    whole = Shape(shards.size[-2], shards.size[-1], stacked)
-    data = _layout.data_sizes(format, whole, True)
-    scale = _layout.scale_sizes(format, whole, True)
+    full = Shape(shards.size[-2], shards.size[-1], stacked)
+    data = _layout.data_sizes(format, full, True)
+    scale = _layout.scale_sizes(format, full, True)
     return {
         "columnwise_data": torch.empty(data, dtype=format.dtype, device=device),
         "columnwise_scale_inv": torch.empty(scale, dtype=format.scale_dtype, device=device),

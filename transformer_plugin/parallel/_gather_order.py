@@ -33,7 +33,7 @@ def set_gather_order(layers: Iterable[torch.nn.Module]) -> None:
         ValueError: none of them has a sharded weight.
         PeerTimeoutError: a rank does not call this.
     """
-    found = [layer for layer in layers if getattr(layer, "weight_parts", None)]
+    found = [layer for layer in layers if getattr(layer, "parameter_shards", None)]
     if not found:
         advice = "Call shard_ first, and pass the layers of the model"
         text = message("set_gather_order", "layers", "layers with sharded weights", "none", advice)
@@ -48,7 +48,7 @@ def set_gather_order(layers: Iterable[torch.nn.Module]) -> None:
 def _gather(layer: Any, backward: bool) -> None:
     """What the op of the layer gathers in a forward or a backward."""
     shard = layer.named_weight_shard
-    if "weight" not in layer.weight_parts:  # of experts in a list
+    if "weight" not in layer.parameter_shards:  # of experts in a list
         ops.gather_weight_list([weight.detach() for weight in layer._source_weight()], backward, shard)
     elif not layer._weight_source.exchanges_quantized:
         ops.gather_weight(layer.weight.detach(), None, None, "none", False, backward, shard)

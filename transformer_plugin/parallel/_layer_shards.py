@@ -1,6 +1,6 @@
 """The parameters of layers that are shards or slices, also after PyTorch has replaced them.
 
-Which rows a rank has is known to the layer (``weight_parts``, ``tensor_slices``), and noted on its parameters for
+Which rows a rank has is known to the layer (``parameter_shards``, ``tensor_slices``), and noted on its parameters for
 optimizers, norms and checkpoints, which see parameters alone. Assignments and conversions note it again at once. What
 exchanges a parameter without a call of its layer (``torch.utils.swap_tensors``, writes into ``module._parameters``) is
 found by :func:`note_shards`, with which everything begins that reads the notes.
@@ -18,13 +18,18 @@ from torch.distributed import distributed_c10d
 
 from transformer_plugin import ops
 from transformer_plugin._arguments import check_strided, class_name
+from transformer_plugin.parallel._parameter_shard import (
+    PARAMETER_SHARD,
+    ParameterShard,
+    layout_of,
+    shard_of_parameter,
+)
 from transformer_plugin.parallel._tensor_slices import (
     TENSOR_PARALLELISM,
     TENSOR_SLICES,
     TensorSlices,
     slices_of,
 )
-from transformer_plugin.parallel._weight_part import WEIGHT_PART, WeightPart, layout_of, part_of
 from transformer_plugin.tensor._base import FormatTensor
 from transformer_plugin.tensor._layout import message
 
@@ -45,7 +50,7 @@ class Replacement(NamedTuple):
 
 def shard_names(layer: Any) -> tuple[str, ...]:
     """The names of a layer's parameters that are shards or slices."""
-    return tuple({**layer.weight_parts, **layer.tensor_slices})
+    return tuple({**layer.parameter_shards, **layer.tensor_slices})
 
 
 def note_layer(layer: Any) -> None:
@@ -56,7 +61,7 @@ def note_layer(layer: Any) -> None:
     for name in shard_names(layer):
         parameter = layer._parameters.get(name)
         if parameter is not None:
-            note(parameter, layer.weight_parts.get(name), layer.tensor_slices.get(name))
+            note(parameter, layer.parameter_shards.get(name), layer.tensor_slices.get(name))
 
 
 def note_shards() -> None:
@@ -65,10 +70,10 @@ def note_shards() -> None:
         note_layer(layer)
 
 
-def note(parameter: Any, part: WeightPart | None, slices: TensorSlices | None) -> None:
+def note(parameter: Any, shard: ParameterShard | None, slices: TensorSlices | None) -> None:
     """Notes on a tensor which shard and which slices it is; None: it is none."""
     notes = parameter.__dict__
-    for attribute, known in ((WEIGHT_PART, part), (TENSOR_SLICES, slices)):
+    for attribute, known in ((PARAMETER_SHARD, shard), (TENSOR_SLICES, slices)):
         if known is None:
             notes.pop(attribute, None)  # of another layer, which had the parameter before
         elif notes.get(attribute) is not known and notes.get(attribute) != known:
@@ -82,7 +87,7 @@ def note(parameter: Any, part: WeightPart | None, slices: TensorSlices | None) -
 
 def register(layer: Any, name: str, parameter: Any, register_parameter: Any) -> None:
     """``register_parameter(name, parameter)`` of a layer: a shard takes the place of a shard, or nothing is changed."""
-    is_shard = name in layer.weight_parts or name in layer.tensor_slices
+    is_shard = name in layer.parameter_shards or name in layer.tensor_slices
     old = layer._parameters.get(name)
     if isinstance(parameter, torch.Tensor):
         check_strided(class_name(layer), name, parameter)
@@ -120,12 +125,12 @@ def note_replaced(layer: Any, name: str, old: Any, by: str) -> None:
     now = layer._parameters.get(name)
     if old is None or old is now or not _is_noted(old):
         return
-    part = part_of(old)
-    what = f"the shard '{part.name if part is not None else f'{class_name(layer)}.{name}'}'"
+    shard = shard_of_parameter(old)
+    what = f"the shard '{shard.name if shard is not None else f'{class_name(layer)}.{name}'}'"
     old.__dict__.setdefault(REPLACED, Replacement(what, by))
-    if part is not None and _exists(part.group):
+    if shard is not None and _exists(shard.group):
         # Ranks may free the old memory at different times, and only some would still gather it ahead of use.
-        ops.clear_gathers(part.group.group_name)
+        ops.clear_gathers(shard.group.group_name)
 
 
 def refuse_replaced(parameters: Iterable[Any]) -> None:
@@ -181,38 +186,40 @@ def keeping_ties(layer: Any) -> Iterator[dict[str, Any]]:
 
 def _check_shard(layer: Any, name: str, parameter: Any, old: Any) -> None:
     """Raises if a parameter cannot take the place of a shard or slice."""
-    part, slices = layer.weight_parts.get(name), layer.tensor_slices.get(name)
+    shard, slices = layer.parameter_shards.get(name), layer.tensor_slices.get(name)
     sizes = list(parameter.shape if old is None else old.shape)
     if slices is not None:
         sizes[slices.dim] = slices.local_size
-    if part is not None:
-        sizes[0] = part.rows.shard_rows
-    ranks = (part or slices).ranks
-    kind = "a plain tensor" if part is not None else "a tensor"
+    if shard is not None:
+        sizes[0] = shard.local_size
+    ranks = (shard or slices).ranks
+    kind = "a plain tensor" if shard is not None else "a tensor"
     expected = f"{kind} of sizes {sizes}, this rank's shard over the ranks {list(ranks)}"
     advice = "Assign this rank's shard, or load the full tensor with load_state_dict"
     got = ""
-    if hasattr(parameter, "to_local") or (part is not None and isinstance(parameter, FormatTensor)):
+    if hasattr(parameter, "to_local") or (shard is not None and isinstance(parameter, FormatTensor)):
         got = f"a {type(parameter).__name__}"
     elif list(parameter.shape) != sizes:
         got = f"one of sizes {list(parameter.shape)}"
-    elif _is_other_shard(parameter, part, slices):
+    elif _is_other_shard(parameter, shard, slices):
         got = f"{described(parameter)}, which is another shard in the layer that has it"
     if got:
         raise ValueError(message(class_name(layer), name, expected, got, advice))
 
 
-def _is_other_shard(parameter: Any, part: WeightPart | None, slices: TensorSlices | None) -> bool:
+def _is_other_shard(parameter: Any, shard: ParameterShard | None, slices: TensorSlices | None) -> bool:
     """Whether another layer has a parameter as another shard."""
-    found = part_of(parameter), slices_of(parameter)
+    found = shard_of_parameter(parameter), slices_of(parameter)
     if found == (None, None):
         return False
-    same = found[1] == slices and _place(found[0]) == _place(part)
+    same = found[1] == slices and _place(found[0]) == _place(shard)
     return not same and _is_held(parameter)
 
 
-def _place(part: WeightPart | None) -> Any:
-    return None if part is None else (part.rows, part.rank, part.ranks, part.shard.mean)
+def _place(shard: ParameterShard | None) -> Any:
+    if shard is None:
+        return None
+    return (shard.shard.rows, shard.shard.align, shard.shard.mean, shard.rank, shard.ranks)
 
 
 def _check_full(layer: Any, name: str, parameter: Any) -> None:
@@ -225,7 +232,7 @@ def _check_full(layer: Any, name: str, parameter: Any) -> None:
 
 def _is_noted(parameter: Any) -> bool:
     notes = getattr(parameter, "__dict__", {})
-    return WEIGHT_PART in notes or TENSOR_SLICES in notes
+    return PARAMETER_SHARD in notes or TENSOR_SLICES in notes
 
 
 def _is_held(parameter: Any) -> bool:
@@ -249,7 +256,7 @@ def _exists(group: Any) -> bool:
 
 def described(parameter: Any) -> str:
     """A shard or slice, for errors."""
-    part, slices = part_of(parameter), slices_of(parameter)
-    ranks = list((part or slices).ranks)  # type: ignore[union-attr]
-    name = f"'{part.name}', " if part is not None else ""
+    shard, slices = shard_of_parameter(parameter), slices_of(parameter)
+    ranks = list((shard or slices).ranks)  # type: ignore[union-attr]
+    name = f"'{shard.name}', " if shard is not None else ""
     return f"{name}a shard of sizes {list(parameter.shape)} over the ranks {ranks}"

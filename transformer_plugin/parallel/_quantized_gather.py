@@ -1,4 +1,4 @@
-"""Weights that FSDP2 gathers in the format of their recipe: shards in high precision, whole weights quantized."""
+"""Weights that FSDP2 gathers in the format of their recipe: shards in high precision, full weights quantized."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch.nn import Parameter
 
 from transformer_plugin._arguments import class_name, typed
 from transformer_plugin.parallel import _gather_layout as layout
-from transformer_plugin.parallel._gather_layout import Part, Shards, refuse
+from transformer_plugin.parallel._gather_layout import BufferLayout, Shards, refuse
 from transformer_plugin.parallel._other_layers import not_quantized, warn_of
+from transformer_plugin.parallel._parameter_shard import layout_of
 from transformer_plugin.parallel._shard_experts import Ranks
-from transformer_plugin.parallel._weight_part import layout_of
 from transformer_plugin.recipes import DelayedScaling
 from transformer_plugin.tensor import GroupedTensor, QuantizedTensor, _layout
 from transformer_plugin.tensor._base import Buffers, FormatTensor
@@ -119,8 +119,8 @@ class QuantizedGatherTensor(Tensor):
         buffers = layout.quantize_shard(shards, rows, mesh.get_group())
         sent: dict[str, Tensor] = {}
         kept: dict[str, Tensor] = {}
-        for part in layout.parts_of(shards):
-            (kept if part.axis is None else sent)[part.name] = layout.plain(buffers[part.name]).contiguous()
+        for one in layout.buffer_layouts(shards):
+            (kept if one.axis is None else sent)[one.name] = layout.plain(buffers[one.name]).contiguous()
         if mesh.size() == 1:  # FSDP2 then hands over only the first tensor
             kept.update({name: sent.pop(name) for name in list(sent)[1:]})
         inputs = [t.view(torch.uint8) for t in sent.values()]
@@ -134,7 +134,7 @@ class QuantizedGatherTensor(Tensor):
         *,
         out: Any = None,
     ) -> Any:
-        """Makes the whole weight of what was gathered, or writes into the buffers of ``out``, made by an earlier call.
+        """Makes the full weight of what was gathered, or writes into the buffers of ``out``, made by an earlier call.
 
         Returns:
             A quantized value, and those of its buffers that are not views of what was gathered; None with ``out``.
@@ -145,16 +145,18 @@ class QuantizedGatherTensor(Tensor):
             if tensor.is_cuda:  # made on the stream of the all-gather, and freed after this call
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
             gathered[name] = tensor.view(torch.uint8).view(-1)
-        parts = layout.parts_of(shards)
-        copied = [part for part in parts if not (part.is_joined and part.name in names)]
+        layouts = layout.buffer_layouts(shards)
+        copied = [one for one in layouts if not (one.is_joined and one.name in names)]
         if out is not None:
             value = getattr(out, "_local_tensor", out)  # of experts over ranks
             _fill(shards, copied, gathered, value._buffers._asdict())
             return None
         device = all_gather_outputs[0].device  # with CPU offload not that of the shard
-        buffers = {part.name: part.joined(gathered[part.name]) for part in parts if part not in copied}
-        buffers.update({p.name: torch.empty(p.whole, dtype=p.dtype, device=device) for p in copied})
-        own = [buffers[part.name] for part in copied]
+        buffers = {one.name: one.joined(gathered[one.name]) for one in layouts if one not in copied}
+        buffers.update(
+            {one.name: torch.empty(one.unsharded, dtype=one.dtype, device=device) for one in copied}
+        )
+        own = [buffers[one.name] for one in copied]
         if shards.columns == "transposed":
             columns = layout.transposed_buffers(shards, device)
             buffers.update(columns)
@@ -187,13 +189,13 @@ def _check_rows(shards: Shards, rows: Tensor) -> None:
 
 
 def _fill(
-    shards: Shards, copied: list[Part], gathered: dict[str, Tensor], buffers: dict[str, Tensor]
+    shards: Shards, copied: list[BufferLayout], gathered: dict[str, Tensor], buffers: dict[str, Tensor]
 ) -> None:
     """Writes those buffers that are not views of what was gathered.
 
     Autograd has saved them in the forward; they get the same bytes again for the backward, which is no change.
     """
-    written = [buffers[part.name] for part in copied]
+    written = [buffers[one.name] for one in copied]
     columns = ("columnwise_data", "columnwise_scale_inv")
     if shards.columns == "transposed":
         written += [buffers[name] for name in columns]
@@ -201,8 +203,8 @@ def _fill(
         torch.no_grad(),
         _unsafe_preserve_version_counter(tuple(t for t in written if not t.is_inference())),
     ):
-        for part in copied:
-            part.copy(gathered[part.name], buffers[part.name])
+        for one in copied:
+            one.assemble(gathered[one.name], buffers[one.name])
         if shards.columns == "transposed":
             rows = (buffers["rowwise_data"], buffers["scale_inv"])
             layout.transpose(shards, *rows, *(buffers[name] for name in columns))
@@ -216,7 +218,7 @@ def quantize_all_gather(
 
     Call it before ``fully_shard``, of torch or of this package. The weights of ``Linear``, ``LayerNormLinear``,
     ``GroupedLinear`` and ``GroupedMLP`` that have a recipe stay in their dtype: shards, gradients, optimizer and
-    ``state_dict`` are as without it. Each all-gather quantizes the shard first and sends bytes and scales. The whole
+    ``state_dict`` are as without it. Each all-gather quantizes the shard first and sends bytes and scales. The full
     weight is then a :class:`~transformer_plugin.tensor.QuantizedTensor`, or a
     :class:`~transformer_plugin.tensor.GroupedTensor`, which the layer multiplies as it is. Outputs and gradients have
     the bits that they have without it.
@@ -356,11 +358,11 @@ def _save_plain(module: torch.nn.Module, state: dict[str, Any], prefix: str, *_:
 
 
 def _is_replaced(module: torch.nn.Module) -> bool:
-    """Whether the weight, or this rank's part of it, has the class, or is whole and quantized just now."""
+    """Whether the weight, or this rank's shard of it, has the class, or is unsharded and quantized just now."""
     weight: Any = module._parameters["weight"]
-    part = getattr(weight, "_local_tensor", weight)
-    return isinstance(part, QuantizedGatherTensor) or (
-        isinstance(part, FormatTensor) and part.format.is_quantized
+    local = getattr(weight, "_local_tensor", weight)
+    return isinstance(local, QuantizedGatherTensor) or (
+        isinstance(local, FormatTensor) and local.format.is_quantized
     )
 
 

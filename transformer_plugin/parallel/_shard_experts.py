@@ -40,7 +40,7 @@ class Ranks:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a ``DTensor``, differentiable; any other tensor unchanged."""
+    """This rank's shard of a ``DTensor``, differentiable; any other tensor unchanged."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
@@ -71,7 +71,7 @@ def has_dtensors(module: Any) -> bool:
 
 
 def local_experts(module: Any, parameter: Tensor) -> Tensor:
-    """This rank's part of a parameter of a module, whose experts may be sharded over ranks."""
+    """This rank's shard of a parameter of a module, whose experts may be sharded over ranks."""
     if not has_dtensors(module):
         return parameter
     if not torch.compiler.is_compiling() and not hasattr(parameter, "to_local"):
@@ -81,8 +81,8 @@ def local_experts(module: Any, parameter: Tensor) -> Tensor:
             "data-parallel wrapper has replaced them. Use transformer_plugin.parallel.data_parallel() or "
             "fully_shard(), or make the layer with dtensor=False."
         )
-    part: Tensor = parameter.to_local()  # type: ignore[attr-defined]
-    return part
+    own: Tensor = parameter.to_local()  # type: ignore[attr-defined]
+    return own
 
 
 def draw_uniform(module: Any, parameter: Tensor, bound: float) -> None:
@@ -91,17 +91,17 @@ def draw_uniform(module: Any, parameter: Tensor, bound: float) -> None:
     With the same seed on all ranks, all experts differ, copies of an expert are equal, and the generator has the same
     state on all ranks afterwards. On a CPU the values are those of a single process with all experts.
     """
-    over, part = module._expert_ranks, local_experts(module, parameter)
+    over, own = module._expert_ranks, local_experts(module, parameter)
     if over is None or (over.mesh is None and parameter.shape[0] == module.num_groups * len(over.ranks)):
         torch.nn.init.uniform_(parameter, -bound, bound)
         return
-    if part.is_meta:
+    if own.is_meta:
         return
-    here, first = part.shape[0], _first_expert(parameter, over)
-    other = part.new_empty(part.shape[1:])
+    here, first = own.shape[0], _first_expert(parameter, over)
+    other = own.new_empty(own.shape[1:])
     for expert in range(module.num_groups * len(over.ranks)):
         mine = first <= expert < first + here
-        torch.nn.init.uniform_(part[expert - first] if mine else other, -bound, bound)
+        torch.nn.init.uniform_(own[expert - first] if mine else other, -bound, bound)
 
 
 def _first_expert(parameter: Tensor, over: Ranks) -> int:
@@ -109,13 +109,13 @@ def _first_expert(parameter: Tensor, over: Ranks) -> int:
     place = over.ranks.index(torch.distributed.get_rank())
     if over.mesh is None:
         return place * parameter.shape[0]
-    whole: Any = parameter
-    experts = whole.shape[0] // len(over.ranks)
+    full: Any = parameter
+    experts = full.shape[0] // len(over.ranks)
     first = place * experts
-    for d, placement in enumerate(whole.placements[:-1]):
+    for d, placement in enumerate(full.placements[:-1]):
         if not placement.is_replicate():
-            each = -(-experts // whole.device_mesh.size(d))
-            first += min(whole.device_mesh.get_local_rank(d) * each, experts)
+            each = -(-experts // full.device_mesh.size(d))
+            first += min(full.device_mesh.get_local_rank(d) * each, experts)
     return int(first)
 
 
@@ -146,17 +146,17 @@ def shard_experts(
         if mesh is None or not own:
             continue
         for name, parameter in own:
-            whole = _as_dtensor(parameter.detach(), mesh, 0)
-            module.register_parameter(name, sharded_parameter(whole, parameter.requires_grad))
+            full = _as_dtensor(parameter.detach(), mesh, 0)
+            module.register_parameter(name, sharded_parameter(full, parameter.requires_grad))
         module.register_state_dict_post_hook(_shard_saved_state)
         module.register_load_state_dict_pre_hook(_localize_loaded_state)
         module.register_load_state_dict_post_hook(restore_sharded_class)
 
 
-def _as_dtensor(part: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
+def _as_dtensor(own: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
     from torch.distributed.tensor import DTensor, Shard
 
-    return DTensor.from_local(part, mesh, [Shard(dim)], run_check=False)
+    return DTensor.from_local(own, mesh, [Shard(dim)], run_check=False)
 
 
 def delayed_buffers(module: torch.nn.Module) -> dict[str, Tensor]:
@@ -172,8 +172,8 @@ def _shard_saved_state(module: torch.nn.Module, state: dict[str, Any], prefix: s
     """After ``state_dict()``: turns the buffers in it into ``DTensor`` s ``[..., 3, E]``, sharded over the experts."""
     mesh = getattr(module, EXPERT_RANKS).mesh
     for name in delayed_buffers(module):
-        part = state[prefix + name].unflatten(-1, (3, -1))
-        state[prefix + name] = _as_dtensor(part, mesh, part.dim() - 1)
+        own = state[prefix + name].unflatten(-1, (3, -1))
+        state[prefix + name] = _as_dtensor(own, mesh, own.dim() - 1)
 
 
 def _localize_loaded_state(module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -29,16 +29,16 @@ class ShardedParameter(DTensor):
         return copied
 
     @staticmethod
-    def __tensor_unflatten__(*parts: Any) -> Tensor:
+    def __tensor_unflatten__(*arguments: Any) -> Tensor:
         """The same class: compiled code checks that it gets what it was traced with, since torch 2.15."""
-        made: Tensor = DTensor.__tensor_unflatten__(*parts)
+        made: Tensor = DTensor.__tensor_unflatten__(*arguments)
         made.__class__ = ShardedParameter
         return made
 
 
-def sharded_parameter(whole: Tensor, requires_grad: bool) -> Parameter:
+def sharded_parameter(full: Tensor, requires_grad: bool) -> Parameter:
     """A parameter of this class that shares the memory of a ``DTensor``."""
-    parameter = Parameter(whole, requires_grad)
+    parameter = Parameter(full, requires_grad)
     parameter.__class__ = ShardedParameter  # type: ignore[assignment]
     return parameter
 

@@ -52,17 +52,17 @@ def _linear(
 ) -> Rules:
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    whole, last = Replicate(), input.ndim - 1
+    replicated, last = Replicate(), input.ndim - 1
 
     def rule(out: Any, of_input: Any, of_weight: Any, of_bias: Any) -> tuple[list[Any], list[Any]]:
         return [out], [of_input, of_weight] + ([] if bias is None else [of_bias])
 
-    rules = [rule(whole, whole, whole, whole)]
+    rules = [rule(replicated, replicated, replicated, replicated)]
     if (input_format, weight_format) != ("none", "none"):
-        return rules  # a scale covers the whole matrix, or blocks that a shard may split
-    rules.append(rule(Shard(last), whole, Shard(0), Shard(0)))
+        return rules  # a scale covers the full matrix, or blocks that a shard may split
+    rules.append(rule(Shard(last), replicated, Shard(0), Shard(0)))
     rules.append(rule(Partial(), Shard(last), Shard(1), Partial()))
-    return rules + [rule(Shard(i), Shard(i), whole, whole) for i in range(last)]
+    return rules + [rule(Shard(i), Shard(i), replicated, replicated) for i in range(last)]
 
 
 def _gemm(a: Any, b: Any, bias: Any = None, transpose_b: bool = True, *others: Any) -> Rules:
@@ -88,9 +88,9 @@ def _bias_backward(grad: Any) -> Rules:
 
 
 def _by_rows(outputs: list[str], arguments: list[tuple[str, Any]]) -> Rules:
-    """Rules of an op on rows: all tensors are whole, or those of rows are sharded along the same dimension.
+    """Rules of an op on rows: all tensors are replicated, or those of rows are sharded along the same dimension.
 
-    A kind is ``"rows"``, ``"whole"``, or ``"sum"`` over the rows. The first argument has all dimensions.
+    A kind is ``"rows"``, ``"replicated"``, or ``"sum"`` over the rows. The first argument has all dimensions.
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -98,49 +98,49 @@ def _by_rows(outputs: list[str], arguments: list[tuple[str, Any]]) -> Rules:
     rules = []
     for i in (None, *range(arguments[0][1].ndim - 1)):
         layout = Replicate() if i is None else Shard(i)
-        layouts = {"rows": layout, "whole": Replicate(), "sum": Replicate() if i is None else Partial()}
+        layouts = {"rows": layout, "replicated": Replicate(), "sum": Replicate() if i is None else Partial()}
         rules.append(([layouts[kind] for kind in outputs], [layouts[kind] for kind in given]))
     return rules
 
 
 def _sum_of(parameter: Any) -> str:
     """The kind of a parameter's gradient; of none, a tensor without elements."""
-    return "whole" if parameter is None else "sum"
+    return "replicated" if parameter is None else "sum"
 
 
 def _activation(input: Any, probs: Any = None, group_sizes: Any = None, activation: str = "swiglu") -> Rules:
-    rules = _by_rows(["rows"], [("rows", input), ("rows", probs), ("whole", group_sizes)])
-    return rules if group_sizes is None else rules[:1]  # sizes count the rows of the whole
+    rules = _by_rows(["rows"], [("rows", input), ("rows", probs), ("replicated", group_sizes)])
+    return rules if group_sizes is None else rules[:1]  # sizes count the rows of all ranks
 
 
 def _activation_backward(
     grad: Any, input: Any, probs: Any = None, group_sizes: Any = None, activation: str = "swiglu"
 ) -> Rules:
-    of_probs = "whole" if probs is None else "rows"
-    arguments = [("rows", grad), ("rows", input), ("rows", probs), ("whole", group_sizes)]
+    of_probs = "replicated" if probs is None else "rows"
+    arguments = [("rows", grad), ("rows", input), ("rows", probs), ("replicated", group_sizes)]
     rules = _by_rows(["rows", of_probs], arguments)
     return rules if group_sizes is None else rules[:1]
 
 
 def _rms_norm(input: Any, weight: Any, *_: Any) -> Rules:
-    return _by_rows(["rows"], [("rows", input), ("whole", weight)])
+    return _by_rows(["rows"], [("rows", input), ("replicated", weight)])
 
 
 def _rms_norm_forward(input: Any, weight: Any, *_: Any) -> Rules:
-    return _by_rows(["rows"] * 2, [("rows", input), ("whole", weight)])
+    return _by_rows(["rows"] * 2, [("rows", input), ("replicated", weight)])
 
 
 def _rms_norm_backward(grad: Any, input: Any, weight: Any, rstd: Any, *_: Any) -> Rules:
-    arguments = [("rows", grad), ("rows", input), ("whole", weight), ("rows", rstd)]
+    arguments = [("rows", grad), ("rows", input), ("replicated", weight), ("rows", rstd)]
     return _by_rows(["rows", _sum_of(weight)], arguments)
 
 
 def _layer_norm(input: Any, weight: Any, bias: Any, *_: Any) -> Rules:
-    return _by_rows(["rows"], [("rows", input), ("whole", weight), ("whole", bias)])
+    return _by_rows(["rows"], [("rows", input), ("replicated", weight), ("replicated", bias)])
 
 
 def _layer_norm_forward(input: Any, weight: Any, bias: Any, *_: Any) -> Rules:
-    return _by_rows(["rows"] * 3, [("rows", input), ("whole", weight), ("whole", bias)])
+    return _by_rows(["rows"] * 3, [("rows", input), ("replicated", weight), ("replicated", bias)])
 
 
 def _layer_norm_backward(
@@ -152,5 +152,5 @@ def _layer_norm_backward(
     zero_centered: bool = False,
     has_bias: bool = True,
 ) -> Rules:
-    arguments = [("rows", grad), ("rows", input), ("whole", weight), ("rows", mean), ("rows", rstd)]
-    return _by_rows(["rows", _sum_of(weight), "sum" if has_bias else "whole"], arguments)
+    arguments = [("rows", grad), ("rows", input), ("replicated", weight), ("rows", mean), ("rows", rstd)]
+    return _by_rows(["rows", _sum_of(weight), "sum" if has_bias else "replicated"], arguments)

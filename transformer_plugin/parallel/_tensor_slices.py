@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from transformer_plugin.parallel._group_names import name_with_rank
-from transformer_plugin.parallel._row_shard import RowShard
+from transformer_plugin.parallel._weight_shard import WeightShard
 
 #: The attribute of a parameter that is one rank's slices.
 TENSOR_SLICES = "tensor_slices"
@@ -24,7 +24,7 @@ class TensorSlices:
     """One rank's slices of one dimension of a tensor; zeros may follow them in the rank's tensor."""
 
     dim: int
-    #: Of that dimension: of the whole tensor, and of each rank's.
+    #: Of that dimension: of the full tensor, and of each rank's.
     size: int
     local_size: int
     #: Of each rank.
@@ -45,27 +45,27 @@ class TensorSlices:
         """The slices of this rank."""
         return self.pieces[self.rank]
 
-    def cut(self, whole: Tensor) -> Tensor:
-        """This rank's tensor of a whole one: a contiguous copy."""
-        parts = [whole.narrow(self.dim, offset, size) for offset, size in self.own]
+    def local_shard_of(self, full: Tensor) -> Tensor:
+        """This rank's slices of a full tensor: a contiguous copy."""
+        slices = [full.narrow(self.dim, offset, size) for offset, size in self.own]
         missing = self.local_size - sum(size for _, size in self.own)
         if missing:
-            sizes = list(whole.shape)
+            sizes = list(full.shape)
             sizes[self.dim] = missing
-            parts.append(whole.new_zeros(sizes))
-        return torch.cat(parts, self.dim).contiguous()
+            slices.append(full.new_zeros(sizes))
+        return torch.cat(slices, self.dim).contiguous()
 
     def join(self, of_ranks: Sequence[Tensor]) -> Tensor:
-        """The whole tensor of those of all ranks."""
+        """The full tensor of those of all ranks."""
         sizes = list(of_ranks[0].shape)
         sizes[self.dim] = self.size
-        whole = of_ranks[0].new_empty(sizes)
+        full = of_ranks[0].new_empty(sizes)
         for tensor, pieces in zip(of_ranks, self.pieces, strict=True):
             place = 0
             for offset, size in pieces:
-                whole.narrow(self.dim, offset, size).copy_(tensor.narrow(self.dim, place, size))
+                full.narrow(self.dim, offset, size).copy_(tensor.narrow(self.dim, place, size))
                 place += size
-        return whole
+        return full
 
 
 def even_slices(size: int, ranks: int, sections: Sequence[int]) -> tuple[Pieces, ...]:
@@ -82,7 +82,7 @@ def even_slices(size: int, ranks: int, sections: Sequence[int]) -> tuple[Pieces,
 
 def padded_slices(size: int, ranks: int) -> tuple[Pieces, ...]:
     """Equally many for each rank, of which the last ranks have fewer or none."""
-    rows = RowShard(size, ranks)
+    rows = WeightShard(size, ranks, group_name="")
     return tuple(((rows.offset(r), rows.valid_rows(r)),) if rows.valid_rows(r) else () for r in range(ranks))
 
 
@@ -93,7 +93,7 @@ def slices_of(parameter: Tensor) -> TensorSlices | None:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A block of the whole tensor: where it is there, where in this rank's tensor, and its sizes."""
+    """A block of the full tensor: where it is there, where in this rank's tensor, and its sizes."""
 
     offsets: tuple[int, ...]
     local: tuple[int, ...]
@@ -101,40 +101,41 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class PartLayout:
-    """Which blocks of a whole tensor are in this rank's: its slices, and of their first dimension its rows."""
+class ShardLayout:
+    """Which blocks of a full tensor are in this rank's: its slices, and of their first dimension its rows."""
 
     shape: tuple[int, ...]
     slices: TensorSlices | None = None
-    rows: RowShard | None = None
-    #: In the group that shards the rows.
+    #: How the rows are sharded, and this rank in their group.
+    shard: WeightShard | None = None
     rank: int = 0
 
     @property
-    def part_shape(self) -> tuple[int, ...]:
+    def local_shape(self) -> tuple[int, ...]:
         """Of this rank's tensor, with padding."""
         shape = list(self.shape)
         if self.slices is not None:
             shape[self.slices.dim] = self.slices.local_size
-        if self.rows is not None:
-            shape[0] = self.rows.shard_rows
+        if self.shard is not None:
+            shape[0] = self.shard.shard_rows
         return tuple(shape)
 
-    def cut(self, whole: Tensor) -> Tensor:
-        """This rank's tensor of a whole one: a contiguous copy without a gradient."""
-        part = whole.detach() if self.slices is None else self.slices.cut(whole.detach())
-        if self.rows is not None:
-            return self.rows.cut(part, self.rank)
-        return part.clone(memory_format=torch.contiguous_format) if self.slices is None else part
+    def local_shard_of(self, full: Tensor) -> Tensor:
+        """This rank's tensor of a full one: a contiguous copy without a gradient."""
+        full = full.detach()
+        own = full if self.slices is None else self.slices.local_shard_of(full)
+        if self.shard is not None:
+            return self.shard.shard_of(own, self.rank)
+        return own.clone(memory_format=torch.contiguous_format) if self.slices is None else own
 
     def chunks(self) -> list[Chunk]:
         """The blocks of this rank, without padding."""
         dim = 0 if self.slices is None else self.slices.dim
         pieces = ((0, self.shape[dim]),) if self.slices is None else self.slices.own
-        first, last = 0, self.part_shape[0]
-        if self.rows is not None:
-            first = self.rows.offset(self.rank)
-            last = first + self.rows.valid_rows(self.rank)
+        first, last = 0, self.local_shape[0]
+        if self.shard is not None:
+            first = self.shard.offset(self.rank)
+            last = first + self.shard.valid_rows(self.rank)
         elif dim != 0:
             last = self.shape[0]
         chunks, place = [], 0

@@ -1,4 +1,4 @@
-"""What optimizers do with weights that have quantized copies, and they and torch's clipping with parts of weights."""
+"""What optimizers do with weights that have quantized copies, and they and torch's clipping with shards of weights."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 
 from transformer_plugin import ops
 from transformer_plugin.parallel._layer_shards import note_shards, refuse_computed, refuse_replaced
-from transformer_plugin.parallel._part_states import handle_optimizer
+from transformer_plugin.parallel._parameter_shard import PARAMETER_SHARD, ParameterShard, shard_of_parameter
+from transformer_plugin.parallel._shard_states import handle_optimizer
 from transformer_plugin.parallel._tensor_slices import EXPERTS, slices_of
-from transformer_plugin.parallel._weight_part import WEIGHT_PART, WeightPart, part_of
 from transformer_plugin.tensor._base import FormatTensor
 from transformer_plugin.tensor._layout import message
 
 
-def watch_parts() -> None:
-    """Once per process: state dicts of torch's optimizers, and torch's clipping, take note of parts."""
+def watch_shards() -> None:
+    """Once per process: state dicts of torch's optimizers, and torch's clipping, take note of shards."""
     watch_steps()
     _watch_state_dicts()
     _watch_clipping()
@@ -28,7 +28,8 @@ def watch_parts() -> None:
 
 @functools.cache
 def watch_steps() -> None:
-    """Once per process: steps of torch's optimizers change weights, and one of whole weights has no effect.
+    """Once per process: steps of torch's optimizers change weights, and those of weights that shards have replaced
+    have no effect.
 
     torch does not count what a step with ``fused=True`` changes.
     """
@@ -55,7 +56,7 @@ def _watch_clipping() -> None:
     def clip(parameters: Any, *arguments: Any, **options: Any) -> Any:
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         note_shards()
-        _refuse_parts(parameters, "clip_grad_norm_", "parameters", "parallel.clip_grad_norm_")
+        _refuse_shards(parameters, "clip_grad_norm_", "parameters", "parallel.clip_grad_norm_")
         return original(parameters, *arguments, **options)
 
     for module in (clip_grad, torch.nn.utils):
@@ -181,18 +182,18 @@ def _refuse_experts(weight: Any, op: str, name: str = "weight") -> None:
         raise ValueError(message(op, name, "a parameter of which this rank has all elements", got, advice))
 
 
-def _refuse_parts(parameters: Iterable[Tensor], op: str, argument: str, instead: str) -> None:
-    """Raises if one of the parameters is a part of a whole that ``op`` would need."""
-    found: Any = next(filter(None, (part_of(p) or slices_of(p) for p in parameters)), None)
+def _refuse_shards(parameters: Iterable[Tensor], op: str, argument: str, instead: str) -> None:
+    """Raises if one of the parameters is a shard of a tensor that ``op`` would need in full."""
+    found: Any = next(filter(None, (shard_of_parameter(p) or slices_of(p) for p in parameters)), None)
     if found is not None:
         name = "experts" if getattr(found, "kind", "") == EXPERTS else "a tensor-parallel parameter"
-        name = f"'{found.name}'" if isinstance(found, WeightPart) else name
-        got = f"{name}, of which each of {len(found.ranks)} ranks has a part"
-        raise ValueError(message(op, argument, "whole parameters", got, f"Use transformer_plugin.{instead}"))
+        name = f"'{found.name}'" if isinstance(found, ParameterShard) else name
+        got = f"{name}, of which each of {len(found.ranks)} ranks has a shard"
+        raise ValueError(message(op, argument, "full parameters", got, f"Use transformer_plugin.{instead}"))
 
 
 def _handling(method: Any) -> Any:
-    """A method of optimizers that first takes note of parts among the parameters."""
+    """A method of optimizers that first takes note of shards among the parameters."""
 
     @functools.wraps(method)
     def call(optimizer: torch.optim.Optimizer, *arguments: Any, **options: Any) -> Any:
@@ -218,18 +219,18 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 def _check_parameters(optimizer: torch.optim.Optimizer) -> None:
     for settings in optimizer.param_groups:
         refuse_replaced(settings["params"])
-        if isinstance(optimizer, torch.optim.Muon) and not getattr(optimizer, "handles_parts", False):
-            _refuse_parts(settings["params"], "torch.optim.Muon", "params", "optim.Muon")
+        if isinstance(optimizer, torch.optim.Muon) and not getattr(optimizer, "handles_shards", False):
+            _refuse_shards(settings["params"], "torch.optim.Muon", "params", "optim.Muon")
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Copies of whole weights are outdated; those of parts are made again."""
-    from transformer_plugin.parallel._quantized_part import refresh_together
+    """Copies of full weights are outdated; those of shards are made again."""
+    from transformer_plugin.parallel._quantized_shard import refresh_together
 
     if torch.compiler.is_compiling():
         return
     parameters = [p for settings in optimizer.param_groups for p in settings["params"]]
-    if any(WEIGHT_PART in parameter.__dict__ for parameter in parameters):
+    if any(PARAMETER_SHARD in parameter.__dict__ for parameter in parameters):
         ops.invalidate_prefetched()
     copies: dict[int, Any] = {}
     for parameter in parameters:

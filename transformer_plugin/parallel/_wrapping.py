@@ -25,10 +25,10 @@ from torch.nn.parallel import DistributedDataParallel
 from transformer_plugin._torch_versions import fsdp_reduces_in_param_dtype
 from transformer_plugin.parallel._adapters import check_adapter
 from transformer_plugin.parallel._layer_shards import note_shards
+from transformer_plugin.parallel._parameter_shard import shard_of_parameter
 from transformer_plugin.parallel._shard_experts import EXPERT_RANKS, ROUTER_RANKS, Ranks
 from transformer_plugin.parallel._tensor_slices import TENSOR_PARALLELISM, slices_of
 from transformer_plugin.parallel._watching import watch_parametrizations
-from transformer_plugin.parallel._weight_part import part_of
 from transformer_plugin.tensor._base import FormatTensor
 
 
@@ -97,11 +97,12 @@ def _check_ddp(wrapper: torch.nn.Module, name: str, model: torch.nn.Module | Non
             if full in wrapper.parameters_to_ignore:
                 continue
             slices = slices_of(parameter)
-            for part, kind in ((part_of(parameter), "shard_"), (slices, slices.kind if slices else "")):
-                if part is not None and len(together.intersection(part.ranks)) > 1:
+            own = shard_of_parameter(parameter)
+            for held, kind in ((own, "shard_"), (slices, slices.kind if slices else "")):
+                if held is not None and len(together.intersection(held.ranks)) > 1:
                     raise _ddp_error(
                         "parameters that are replicated on all ranks",
-                        f"'{full}', which {kind} has sharded over the ranks {list(part.ranks)}: rank 0's values would "
+                        f"'{full}', which {kind} has sharded over the ranks {list(held.ranks)}: rank 0's values would "
                         "overwrite the others",
                         "Pass the process_group of ranks with the same slices"
                         if kind == TENSOR_PARALLELISM
@@ -134,11 +135,11 @@ def _ddp_error(expected: str, got: str, advice: str | None = None) -> ValueError
 def _check_not_quantized(params: list[Any]) -> None:
     """Raises if FSDP2 would shard quantized parameters, whose shards have no numbers that an optimizer could step."""
     for parameter in params:
-        part = part_of(parameter)
-        if part is not None:
+        shard = shard_of_parameter(parameter)
+        if shard is not None:
             raise ValueError(
                 "transformer_plugin::fully_shard: argument 'module': expected weights that nothing else has sharded, "
-                f"got '{part.name}', sharded by shard_ over the ranks {list(part.ranks)}. Pass these parameters as "
+                f"got '{shard.name}', sharded by shard_ over the ranks {list(shard.ranks)}. Pass these parameters as "
                 "ignored_params, or leave them to fully_shard alone."
             )
         slices = slices_of(parameter)

@@ -14,8 +14,8 @@ from transformer_plugin._arguments import check_strided, typed
 from transformer_plugin.parallel._collectives import all_reduce_max, all_reduce_sum
 from transformer_plugin.parallel._group_names import group_named
 from transformer_plugin.parallel._layer_shards import note_shards
+from transformer_plugin.parallel._parameter_shard import layout_of, shard_of_parameter
 from transformer_plugin.parallel._tensor_slices import slices_of
-from transformer_plugin.parallel._weight_part import layout_of, part_of
 from transformer_plugin.parallel.external import refuse_shards
 
 if TYPE_CHECKING:
@@ -36,14 +36,14 @@ def clip_grad_norm_(
     """Scales gradients in place so that their total norm is at most ``max_norm``.
 
     Like ``torch.nn.utils.clip_grad_norm_``, for models with parameters that are sharded over ranks: every element of
-    the whole model counts once. For a ``DTensor`` the placements decide: shards on a ``Shard`` dimension of its mesh
-    are added, and copies on a ``Replicate`` dimension count once. Parts of :func:`~transformer_plugin.parallel.shard_`,
+    the full model counts once. For a ``DTensor`` the placements decide: shards on a ``Shard`` dimension of its mesh
+    are added, and copies on a ``Replicate`` dimension count once. Those of :func:`~transformer_plugin.parallel.shard_`,
     their experts, and slices of tensor-parallel layers are added over their groups. Another plain tensor counts as a
     replicated parameter with an averaged gradient. All ranks call this function with the same parameters in the same
     order, and get the same norm and factor. Communication is enqueued on the device; the host does not wait.
 
     A gradient is ``parameter.main_grad`` where ``parameter.grad_added_to_main_grad`` is True or where there is no
-    ``parameter.grad``; a plain ``main_grad`` of a ``DTensor`` is this rank's part. A ``DTensor`` with both gradients
+    ``parameter.grad``; a plain ``main_grad`` of a ``DTensor`` is this rank's shard. A ``DTensor`` with both gradients
     needs the attribute, because its ``.grad`` may be the zeros that torch makes of a missing gradient.
 
     Args:
@@ -68,9 +68,9 @@ def clip_grad_norm_(
     if not gradients:
         return torch.tensor(0.0, dtype=torch.float32)
     refuse_shards("clip_grad_norm_", "parameters", (parameter for parameter, _ in gradients))
-    parts = _by_place(gradients)
-    device = parts[next(iter(parts))][1][0].device
-    powers = [_reduced(tensors, groups, order).to(device) for groups, tensors in parts.values()]
+    places = _by_place(gradients)
+    device = places[next(iter(places))][1][0].device
+    powers = [_reduced(tensors, groups, order).to(device) for groups, tensors in places.values()]
     together = torch.stack(powers)
     norm = together.amax() if math.isinf(order) else together.sum() ** (1 / order)
     wide = any(gradient.dtype == torch.float64 for _, gradient in gradients)
@@ -81,7 +81,7 @@ def clip_grad_norm_(
             f"{norm.item()}. Skip the step, or pass error_if_nonfinite=False."
         )
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for _, tensors in parts.values():
+    for _, tensors in places.values():
         for some in _by_kind(tensors):
             torch._foreach_mul_(some, factor.to(some[0].device))
     return norm
@@ -156,16 +156,16 @@ def _by_place(
     gradients: list[tuple[Tensor, Tensor]],
 ) -> dict[Place, tuple[list[ProcessGroup], list[Tensor]]]:
     """This rank's shards of the gradients, by the groups over which they are sharded."""
-    parts: dict[Place, tuple[list[ProcessGroup], list[Tensor]]] = {}
+    places: dict[Place, tuple[list[ProcessGroup], list[Tensor]]] = {}
     known: dict[tuple[str, int], ProcessGroup] = {}
     for parameter, gradient in gradients:
-        groups, part = _groups_and_part(parameter, gradient, known)
+        groups, shard = _groups_and_shard(parameter, gradient, known)
         place = tuple(group.group_name for group in groups)
-        parts.setdefault(place, (groups, []))[1].append(part)
-    return parts
+        places.setdefault(place, (groups, []))[1].append(shard)
+    return places
 
 
-def _groups_and_part(
+def _groups_and_shard(
     parameter: Tensor, gradient: Tensor, known: dict[tuple[str, int], ProcessGroup]
 ) -> tuple[list[ProcessGroup], Tensor]:
     """Returns the groups over which a gradient is sharded, and this rank's shard of it.
@@ -174,8 +174,8 @@ def _groups_and_part(
     """
     if not hasattr(gradient, "to_local"):
         layout_of(parameter)  # raises if a full weight has taken the place of a shard
-        part, slices = part_of(parameter), slices_of(parameter)  # padding is zeros
-        places: list[tuple[str, int]] = [] if part is None else [(part.group.group_name, part.rank)]
+        shard, slices = shard_of_parameter(parameter), slices_of(parameter)  # padding is zeros
+        places: list[tuple[str, int]] = [] if shard is None else [(shard.group.group_name, shard.rank)]
         places += [] if slices is None else [(slices.group_name, slices.rank)]
         for place in places:
             if place not in known:
@@ -183,15 +183,15 @@ def _groups_and_part(
         return [known[place] for place in places], gradient
     from torch.distributed.tensor import Replicate
 
-    whole: Any = gradient
-    if any(placement.is_partial() for placement in whole.placements):
+    of_mesh: Any = gradient
+    if any(placement.is_partial() for placement in of_mesh.placements):
         raise ValueError(
             "transformer_plugin::clip_grad_norm_: argument 'parameters': expected gradients without Partial "
-            f"placements, got a DTensor with the placements {whole.placements}. Redistribute Partial gradients first."
+            f"placements, got a DTensor with the placements {of_mesh.placements}. Redistribute Partial gradients first."
         )
-    dimensions = [d for d, placement in enumerate(whole.placements) if not isinstance(placement, Replicate)]
-    mesh = whole.device_mesh
-    return [mesh.get_group(d) for d in dimensions if mesh.size(d) > 1], whole.to_local()
+    dimensions = [d for d, placement in enumerate(of_mesh.placements) if not isinstance(placement, Replicate)]
+    mesh = of_mesh.device_mesh
+    return [mesh.get_group(d) for d in dimensions if mesh.size(d) > 1], of_mesh.to_local()
 
 
 def _reduced(tensors: list[Tensor], groups: list[ProcessGroup], p: float) -> Tensor:

@@ -22,9 +22,9 @@ from transformer_plugin.parallel._collectives import (
     torch_collectives,
 )
 from transformer_plugin.parallel._layer_shards import note_shards
+from transformer_plugin.parallel._parameter_shard import shard_of_parameter
 from transformer_plugin.parallel._shard_experts import EXPERT_RANKS, Ranks, local
 from transformer_plugin.parallel._tensor_slices import slices_of
-from transformer_plugin.parallel._weight_part import part_of
 from transformer_plugin.parallel._wrapping import sharded_modules
 from transformer_plugin.tensor._layout import message
 
@@ -59,9 +59,9 @@ def data_parallel(
     parameters that are replicated on all ranks. The gradient of an expert contains the tokens of all ranks of the
     experts' group; it is divided by the size of that group. If several ranks hold the same expert, it is also averaged
     over them. Weights that :func:`~transformer_plugin.parallel.shard_` has sharded are averaged over the ranks that
-    have the same part, and slices of tensor parallelism over those that have the same slices. Tensor-parallel ranks
+    have the same shard, and slices of tensor parallelism over those that have the same slices. Tensor-parallel ranks
     have one loss together. ``no_sync()`` works as usual. When the model is wrapped, the first of the ranks that hold
-    the same experts or parts broadcasts them to the others, and rank 0 broadcasts everything else.
+    the same experts or shards broadcasts them to the others, and rank 0 broadcasts everything else.
 
     Args:
         model: any, with :class:`~transformer_plugin.nn.MoE` layers made with a ``group`` or a ``mesh``, sharded
@@ -71,7 +71,7 @@ def data_parallel(
         options: options of ``DistributedDataParallel``, such as ``device_ids``.
 
     Raises:
-        ValueError: experts or parts that are distributed in another way than above; nothing is changed then.
+        ValueError: experts or shards that are distributed in another way than above; nothing is changed then.
         PeerTimeoutError: a rank does not call this; in a backward, a rank does not take part in a sum over copies.
 
     Buffers of experts, such as the scales of delayed scaling, are not synchronized.
@@ -90,20 +90,20 @@ def data_parallel(
         ignored += [f"{prefix}.{name}" if prefix else name for name, _ in tensors]
     note_shards()
     every = model.named_parameters(remove_duplicate=False)  # layers may share a parameter
-    parts = {name: p for name, p in every if part_of(p) or slices_of(p)}
-    ignored += parts
-    copies, same = _groups(everyone, mine, list(parts.values()))
+    shards = {name: p for name, p in every if shard_of_parameter(p) or slices_of(p)}
+    ignored += shards
+    copies, same = _groups(everyone, mine, list(shards.values()))
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
     with torch_collectives(_DATA_PARALLEL, "parameters", everyone):
         wrapped = ExpertDataParallel(model, process_group=process_group, **options)
         for module, ranks in mine.values():
             for parameter in module.parameters(recurse=False):
-                if part_of(parameter) is None and slices_of(parameter) is None:
+                if shard_of_parameter(parameter) is None and slices_of(parameter) is None:
                     _average(wrapped, parameter, copies[ranks.ranks], divide_by=ranks.losses)
         owners = _owners(mine)
-        for parameter in {id(p): p for p in parts.values()}.values():
-            part, ranks_of_experts = part_of(parameter), owners.get(id(parameter))
-            divide_by = 1 if part is None or part.shard.mean else len(part.ranks)
+        for parameter in {id(p): p for p in shards.values()}.values():
+            shard, ranks_of_experts = shard_of_parameter(parameter), owners.get(id(parameter))
+            divide_by = 1 if shard is None or shard.shard.mean else len(shard.ranks)
             divide_by *= 1 if ranks_of_experts is None else ranks_of_experts.losses
             _average(wrapped, parameter, same[_sharded_over(parameter, owners)], divide_by)
     return wrapped
@@ -120,18 +120,18 @@ def _owners(experts: Experts) -> dict[int, Ranks]:
 
 def _sharded_over(parameter: Tensor, owners: dict[int, Ranks]) -> tuple[Any, ...]:
     """The ranks over which a parameter is sharded: its slices, its rows, and the experts to which it belongs."""
-    over = (slices_of(parameter), part_of(parameter), owners.get(id(parameter)))
+    over = (slices_of(parameter), shard_of_parameter(parameter), owners.get(id(parameter)))
     return tuple(None if each is None else each.ranks for each in over)
 
 
-def _groups(everyone: ProcessGroup, experts: Experts, parts: list[Tensor]) -> tuple[Groups, Groups]:
-    """The groups of ranks that have the same as this one: of experts, by their ranks, and of parts, by all ranks over
+def _groups(everyone: ProcessGroup, experts: Experts, shards: list[Tensor]) -> tuple[Groups, Groups]:
+    """The groups of ranks that have the same as this one: of experts, by their ranks, and of shards, by all ranks over
     which they are sharded. None where no other rank has the same."""
     owners, places = _owners(experts), {}
-    for parameter in parts:
-        part, slices, ranks = part_of(parameter), slices_of(parameter), owners.get(id(parameter))
+    for parameter in shards:
+        shard, slices, ranks = shard_of_parameter(parameter), slices_of(parameter), owners.get(id(parameter))
         own = None if ranks is None else ranks.ranks.index(dist.get_rank())
-        place = (None if slices is None else slices.rank, None if part is None else part.rank, own)
+        place = (None if slices is None else slices.rank, None if shard is None else shard.rank, own)
         places[_sharded_over(parameter, owners)] = place
     of_experts = {ranks.ranks: ranks for _, ranks in experts.values()}
     mine = (list(of_experts), list(places.values()))
@@ -140,7 +140,7 @@ def _groups(everyone: ProcessGroup, experts: Experts, parts: list[Tensor]) -> tu
     if any(count != counts[0] for count in counts):
         raise ValueError(
             "transformer_plugin::data_parallel: argument 'model': expected the same layers on all ranks, got layers "
-            f"whose experts and parts are sharded in {counts} ways. Make the same model everywhere."
+            f"whose experts and weights are sharded in {counts} ways. Make the same model everywhere."
         )
     with torch_collectives(_DATA_PARALLEL, "groups", everyone):
         copies = {
@@ -155,15 +155,15 @@ def _groups(everyone: ProcessGroup, experts: Experts, parts: list[Tensor]) -> tu
 
 
 def _group_of_same(everyone: ProcessGroup, place: Any, places: list[Any]) -> ProcessGroup | None:
-    """Returns the group of the ranks at the same place, which have the same part; None if there is no other."""
+    """Returns the group of the ranks at the same place, which have the same shard; None if there is no other."""
     world = dist.get_process_group_ranks(everyone)
     members: dict[Any, list[int]] = {}
     for rank, other in zip(world, places, strict=True):
         members.setdefault(other, []).append(rank)
     if len({len(ranks) for ranks in members.values()}) > 1:  # on all ranks, which have the same places
         raise ValueError(
-            "transformer_plugin::data_parallel: argument 'process_group': expected as many copies of each part, got "
-            f"the ranks {world} with parts over {places}. Pass the group of all ranks that train."
+            "transformer_plugin::data_parallel: argument 'process_group': expected as many copies of each shard, got "
+            f"the ranks {world} with shards over {places}. Pass the group of all ranks that train."
         )
     if len(members[place]) == 1:
         return None
@@ -261,11 +261,11 @@ def fully_shard(module: torch.nn.Module, mesh: DeviceMesh, **options: Any) -> to
         elif not any(isinstance(each, FSDPModule) for each in experts.modules()):
             shard(experts, mesh=copies, **options)
     if getattr(module, EXPERT_RANKS, None) is None:
-        whole = mesh
+        everyone = mesh
         if mesh.ndim > 1:
             with torch_collectives(_FULLY_SHARD, "groups", None):
-                whole = mesh._flatten()
-        shard(module, mesh=whole, ignored_params=ignored or None, **options)
+                everyone = mesh._flatten()
+        shard(module, mesh=everyone, ignored_params=ignored or None, **options)
     return module
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformer_plugin._arguments import class_name, typed
 from transformer_plugin.formats import Format
 from transformer_plugin.functional._values import is_quantized
-from transformer_plugin.parallel._weight_part import layout_of
+from transformer_plugin.parallel._parameter_shard import layout_of
 from transformer_plugin.recipes import DelayedScaling
 from transformer_plugin.tensor import GroupedTensor
 from transformer_plugin.tensor._base import Buffers

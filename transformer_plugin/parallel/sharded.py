@@ -1,4 +1,4 @@
-"""Weights that are sharded over ranks: each rank keeps a part, and layers gather the whole for a product."""
+"""Weights that are sharded over ranks: each rank keeps a shard, and layers gather the full weight for a product."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from transformer_plugin.parallel._expert_slices import mark_experts
 from transformer_plugin.parallel._group_names import name_with_rank
 from transformer_plugin.parallel._layer_shards import REPLACED, Replacement
 from transformer_plugin.parallel._other_layers import not_sharded, warn_of
-from transformer_plugin.parallel._part_states import handle_module
+from transformer_plugin.parallel._parameter_shard import PARAMETER_SHARD, ParameterShard, shard_of_parameter
 from transformer_plugin.parallel._shard_formats import align_of, formats_of, sends_values
+from transformer_plugin.parallel._shard_states import handle_module
 from transformer_plugin.parallel._tensor_slices import TENSOR_PARALLELISM, TensorSlices, slices_of
-from transformer_plugin.parallel._watching import watch_parts
-from transformer_plugin.parallel._weight_part import WEIGHT_PART, WeightPart, part_of
+from transformer_plugin.parallel._watching import watch_shards
 from transformer_plugin.parallel._weight_shard import WeightShard
 from transformer_plugin.parallel._wrapping import install_wrapper_checks
 from transformer_plugin.recipes import DelayedScaling
@@ -83,7 +83,7 @@ def shard_(
 
     A weight ``[N, K]`` becomes a parameter ``[S, K]``, this rank's rows, and ``[G, N, K]`` becomes ``[S, N, K]``, this
     rank's experts, with zeros after the last. Of experts in a list each ``[N, K]`` becomes ``[S, K]``. Biases and norms
-    stay whole, and so do layers of other libraries and converted experts, which one ``UserWarning`` names. Make the
+    stay unsharded, and so do layers of other libraries and converted experts, which one ``UserWarning`` names. Make the
     optimizer afterwards. Call it once for a model: weights of different calls are not gathered ahead of use together.
 
     Args:
@@ -94,12 +94,12 @@ def shard_(
             nothing. Neither does a group of one, except that state dicts are of all experts where ranks have some.
         format: what travels. None: quantized weights where recipes quantize them, otherwise the values. ``"none"``: the
             values, which are quantized after each gather, as those of lists always are. Or the format of the recipes.
-        gradient: whether the gradient of a part is the mean over the ranks or their sum.
+        gradient: whether the gradient of a shard is the mean over the ranks or their sum.
         gradient_dtype: ``torch.bfloat16``: gradients travel in it also where ``main_grad`` is float32.
         prefetch: how many weights are gathered ahead of their use.
         timeout_ms: for each wait on other ranks; None: the timeout of the group.
         filter: which layers, by name and module; None: all. Where it returns False, the warning names no module.
-        tied: whether layers may share a weight, such as an embedding and the output layer. They then share a part, of
+        tied: whether layers may share a weight, such as an embedding and the output layer. They then share a shard, of
             which the gradient is the sum of theirs. False: a shared weight is an error.
 
     Returns:
@@ -112,7 +112,7 @@ def shard_(
     group, options = _process_group(group), _options(format, gradient, gradient_dtype, prefetch, timeout_ms)
     if group is None:
         return module
-    left = _left_whole(module, filter)
+    left = _left_unsharded(module, filter)
     if group.size() == 1:
         return _mark_experts(module, filter)
     options = options._replace(set=next(_SETS))
@@ -120,15 +120,15 @@ def shard_(
     names = _shared(module, targets, tied)
     _check_targets(module, targets, group, options)
     _compare_ranks(targets, names, group, options, prefetch)
-    _place(targets, _cut(targets, group, options), options)
+    _place(targets, _shards_of(targets, group, options), options)
     ops.configure_gathers(group.group_name, prefetch)
-    watch_parts()
+    watch_shards()
     install_wrapper_checks()
-    warn_of(left, _OP, "module", "Their weights stay whole on every rank")
+    warn_of(left, _OP, "module", "Their weights stay unsharded on every rank")
     return module
 
 
-def _left_whole(module: torch.nn.Module, filter: Callable[[str, torch.nn.Module], bool] | None) -> str:
+def _left_unsharded(module: torch.nn.Module, filter: Callable[[str, torch.nn.Module], bool] | None) -> str:
     """The layers that cannot be sharded, for a warning. Raises if there are no others."""
     left = not_sharded(module, filter)
     if next(_layers(module, filter), None) is None:
@@ -143,7 +143,7 @@ def _mark_experts(
     """Of weights that are not sharded: says which of all experts this rank has."""
     marked = [mark_experts(layer) for _, layer in _layers(module, filter)]
     if any(marked):
-        watch_parts()
+        watch_shards()
         install_wrapper_checks()
     return module
 
@@ -221,9 +221,9 @@ def _shared(module: torch.nn.Module, targets: list[_Target], tied: bool) -> dict
         if not tied:
             advice = "Pass tied=True, give each layer its own weight, or leave all of them out with 'filter'"
             _refuse("module", "a weight for each layer", f"one that {names} share", advice)
-        whole = [name for name in names if name not in sharded]
-        if whole or target.is_of_list:
-            got = f"{whole or names} of {names}, which share one"
+        unsharded = [name for name in names if name not in sharded]
+        if unsharded or target.is_of_list:
+            got = f"{unsharded or names} of {names}, which share one"
             advice = "Use Linear, LayerNormLinear and Embedding for all of them, and 'filter' for all or none"
             _refuse("module", "tied weights that are all packed and sharded", got, advice)
     return owners
@@ -239,10 +239,10 @@ def _check_targets(
 
 def _check(target: _Target, ranks: tuple[int, ...], options: _Options) -> None:
     name, layer, weight = target.full_name, target.module, target.weight
-    part = part_of(weight)
-    if part is not None:
-        got = f"'{name}', which is sharded over the ranks {list(part.ranks)} already"
-        _refuse("module", "whole weights", got, "Call shard_ once, or choose layers with 'filter'")
+    shard = shard_of_parameter(weight)
+    if shard is not None:
+        got = f"'{name}', which is sharded over the ranks {list(shard.ranks)} already"
+        _refuse("module", "unsharded weights", got, "Call shard_ once, or choose layers with 'filter'")
     if hasattr(weight, "to_local") or type(weight) is not Parameter:
         got = f"'{name}', a {type(weight).__name__}, which another wrapper has sharded or quantized"
         advice = (
@@ -326,32 +326,32 @@ def _compare_ranks(
         _refuse("module", expected, got, "Make the same model everywhere")
 
 
-def _cut(targets: list[_Target], group: ProcessGroup, options: _Options) -> dict[int, Parameter]:
-    """This rank's part of each weight, by the id of the weight, which layers may share."""
+def _shards_of(targets: list[_Target], group: ProcessGroup, options: _Options) -> dict[int, Parameter]:
+    """This rank's shard of each weight, by the id of the weight, which layers may share."""
     ranks = tuple(dist.get_process_group_ranks(group))
     layers = tuple(weakref.ref(module) for module in dict.fromkeys(target.module for target in targets))
     aligns: dict[int, int] = {}
     for target in targets:
         rows = align_of(target.module, target.weight, target.is_of_list, _quantizes(target, options))
         aligns[id(target.weight)] = math.lcm(rows, aligns.get(id(target.weight), 1))
-    parts: dict[int, Parameter] = {}
+    shards: dict[int, Parameter] = {}
     for target in targets:
-        whole = target.weight
-        if id(whole) in parts:
+        full = target.weight
+        if id(full) in shards:
             continue
         mark_experts(target.module)
-        of_ranks = (_weight_shard(target, group, options), aligns[id(whole)], group.rank(), ranks, group)
-        weight_part = WeightPart(target.full_name, *of_ranks, layers)
-        part = Parameter(weight_part.rows.cut(whole, group.rank()), whole.requires_grad)
-        for name, value in whole.__dict__.items():
-            setattr(part, name, value)
-        setattr(part, WEIGHT_PART, weight_part)
-        setattr(whole, REPLACED, Replacement(f"the whole '{target.full_name}'", _OP))
-        parts[id(whole)] = part
-    return parts
+        how = _weight_shard(target, group, options, aligns[id(full)])
+        known = ParameterShard(target.full_name, how, group.rank(), ranks, group, layers)
+        shard = Parameter(known.local_shard_of(full), full.requires_grad)
+        for name, value in full.__dict__.items():
+            setattr(shard, name, value)
+        setattr(shard, PARAMETER_SHARD, known)
+        setattr(full, REPLACED, Replacement(f"the full '{target.full_name}'", _OP))
+        shards[id(full)] = shard
+    return shards
 
 
-def _weight_shard(target: _Target, group: ProcessGroup, options: _Options) -> WeightShard:
+def _weight_shard(target: _Target, group: ProcessGroup, options: _Options, align: int) -> WeightShard:
     return WeightShard(
         rows=target.weight.shape[0],
         ranks=group.size(),
@@ -362,36 +362,37 @@ def _weight_shard(target: _Target, group: ProcessGroup, options: _Options) -> We
         timeout_ms=options.timeout_ms,
         set=options.set,
         each=target.is_of_list,
+        align=align,
     )
 
 
 def _quantizes(target: _Target, options: _Options) -> bool:
-    """Whether ranks quantize their parts of the weight."""
+    """Whether ranks quantize their shards of the weight."""
     has_format = Format.parse(formats_of(target.module)[1]).is_quantized and options.format != "none"
     return has_format and not sends_values(target.module, target.is_of_list)
 
 
-def _place(targets: list[_Target], parts: dict[int, Parameter], options: _Options) -> None:
-    """Gives layers their parts, and the quantized copies of those that have one."""
+def _place(targets: list[_Target], shards: dict[int, Parameter], options: _Options) -> None:
+    """Gives layers their shards, and the quantized copies of those that have one."""
     for target in targets:
-        _place_one(target, parts[id(target.weight)], options)
+        _place_one(target, shards[id(target.weight)], options)
     for target in targets:
         source = target.module._weight_source
         if source.exchanges_quantized and not target.module.weight.is_meta:
             source.quantized_shard(target.module)  # compiled code cannot make it
 
 
-def _place_one(target: _Target, part: Parameter, options: _Options) -> None:
-    """Gives a layer its part, and the source that gathers the weight."""
+def _place_one(target: _Target, shard: Parameter, options: _Options) -> None:
+    """Gives a layer its shard, and the source that gathers the weight."""
     from transformer_plugin.nn._weight_source import ShardedWeight  # nn imports this package
 
-    layer, weight_part = target.module, part.__dict__[WEIGHT_PART]
+    layer, known = target.module, shard.__dict__[PARAMETER_SHARD]
     name = target.full_name.removesuffix(target.key) + ("weight*" if target.is_of_list else target.key)
-    shard = replace(weight_part.shard, name=name.replace(",", "_"))
-    parts = {**layer.weight_parts, target.key: weight_part}
+    how = replace(known.shard, name=name.replace(",", "_"))
+    shards = {**layer.parameter_shards, target.key: known}
     gathers_quantized = hasattr(layer, "recipe") and _quantizes(target, options)
-    layer._take_weight_from(ShardedWeight(shard, parts, gathers_quantized))
-    layer.register_parameter(target.key, part)
+    layer._take_weight_from(ShardedWeight(how, shards, gathers_quantized))
+    layer.register_parameter(target.key, shard)
     handle_module(layer)
 
 

@@ -46,7 +46,9 @@ class _Style(ParallelStyle):
             names = " or ".join(kind.__name__ for kind in self.kinds)
             _refuse(name, "module", names, kind_of.__name__, "Use another style for this module")
         if module.tensor_parallel is not None:
-            _refuse(name, "module", "a whole layer", "one that is tensor parallel", "Apply one style, once")
+            _refuse(
+                name, "module", "an unsharded layer", "one that is tensor parallel", "Apply one style, once"
+            )
         return tensor_parallel_of(name, mode, mesh, self.sequence_parallel)
 
 
@@ -138,14 +140,14 @@ class ExpertTensorParallel(_Style):
 class NormColwiseParallel(ColwiseParallel):
     """``ColwiseParallel`` of a :class:`~transformer_plugin.nn.LayerNormLinear`: its norm is replicated.
 
-    Each rank has a part of the rows of ``weight`` and ``bias``, and all of ``norm_weight`` and ``norm_bias``. An input
+    Each rank has a shard of the rows of ``weight`` and ``bias``, and all of ``norm_weight`` and ``norm_bias``. An input
     that is sharded along its rows (``Shard(0)`` of ``[T, K]``, ``Shard(1)`` of ``[B, S, K]``) stays so for the norm,
     and is gathered for the product: sequence parallelism.
 
     Args:
         input_layouts: the layout of the input, if that is a plain tensor. None: ``Replicate()``.
         output_layouts: the layout of the output. None: ``Shard(-1)``.
-        use_local_output: whether the output is this rank's part, a plain tensor, in place of a ``DTensor``.
+        use_local_output: whether the output is this rank's shard, a plain tensor, in place of a ``DTensor``.
     """
 
     def __init__(
@@ -177,8 +179,8 @@ class NormColwiseParallel(ColwiseParallel):
         with torch_collectives("NormColwiseParallel", "parameters", device_mesh):
             for own, parameter in list(module.named_parameters(recurse=False)):
                 layout = Replicate() if own.startswith("norm_") else Shard(0)
-                part = distribute_tensor(parameter, device_mesh, [layout], src_data_rank=self.src_data_rank)
-                module.register_parameter(own, torch.nn.Parameter(part, parameter.requires_grad))
+                shard = distribute_tensor(parameter, device_mesh, [layout], src_data_rank=self.src_data_rank)
+                module.register_parameter(own, torch.nn.Parameter(shard, parameter.requires_grad))
 
 
 def _refuse(style: str, argument: str, expected: str, got: str, advice: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Whole matrices of which each rank has a part: gathered for an update, and what this rank applies of it."""
+"""Full matrices of which each rank has a shard: gathered for an update, and what this rank applies of it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from transformer_plugin import ops
-from transformer_plugin.parallel._tensor_slices import EXPERTS, PartLayout, TensorSlices, slices_of
-from transformer_plugin.parallel._weight_part import WeightPart, layout_of, part_of
+from transformer_plugin.parallel._parameter_shard import ParameterShard, layout_of, shard_of_parameter
+from transformer_plugin.parallel._tensor_slices import EXPERTS, ShardLayout, TensorSlices, slices_of
 
 #: Matrices that are gathered together take at most so much memory, or are one matrix.
 BUCKET_BYTES = 2**30
@@ -29,13 +29,13 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class Target:
-    """A parameter, and where this rank's part lies in the matrices that are whole after a gather."""
+    """A parameter, and where this rank's shard lies in the full matrices after a gather."""
 
     parameter: Tensor
-    #: None for a whole parameter.
-    layout: PartLayout | None
+    #: None for an unsharded parameter.
+    layout: ShardLayout | None
     #: How the matrices are sharded: by rows, and into slices, of which each may be sharded by rows.
-    rows: WeightPart | None = None
+    rows: ParameterShard | None = None
     slices: TensorSlices | None = None
 
     @property
@@ -43,33 +43,33 @@ class Target:
         """Those of rows and of slices, in the order in which they gather."""
         found = []
         if self.rows is not None:
-            found.append(Group(self.rows.group_name, self.rows.rows.ranks, self.rows.rank))
+            found.append(Group(self.rows.group_name, len(self.rows.ranks), self.rows.rank))
         if self.slices is not None:
             found.append(Group(self.slices.group, len(self.slices.ranks), self.slices.rank))
         return tuple(found)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole matrix, or of a stack of whole ones."""
+        """Of the full matrix, or of a stack of them."""
         return tuple(self.parameter.shape) if self.layout is None else self.layout.shape
 
     @property
     def name(self) -> str:
         """For errors."""
-        part = part_of(self.parameter)
-        return f"a parameter of sizes {list(self.shape)}" if part is None else f"'{part.name}'"
+        shard = shard_of_parameter(self.parameter)
+        return f"a parameter of sizes {list(self.shape)}" if shard is None else f"'{shard.name}'"
 
 
 def target_of(parameter: Tensor) -> Target:
-    """What must be gathered for a parameter. Of sharded experts each rank has whole matrices."""
-    part, slices, layout = part_of(parameter), slices_of(parameter), layout_of(parameter)
+    """What must be gathered for a parameter. Of sharded experts each rank has full matrices."""
+    shard, slices, layout = shard_of_parameter(parameter), slices_of(parameter), layout_of(parameter)
     if (
         slices is not None and slices.kind == EXPERTS and parameter.dim() == 3
-    ):  # this rank's experts are whole matrices
-        slices, layout = None, None if part is None else layout
-    if layout is None or parameter.dim() == 2 or part is None:
-        return Target(parameter, layout, part, slices)
-    return Target(parameter, PartLayout((part.valid_rows, *layout.shape[1:]), slices), None, slices)
+    ):  # this rank's experts are full matrices
+        slices, layout = None, None if shard is None else layout
+    if layout is None or parameter.dim() == 2 or shard is None:
+        return Target(parameter, layout, shard, slices)
+    return Target(parameter, ShardLayout((shard.valid_rows, *layout.shape[1:]), slices), None, slices)
 
 
 def buckets(targets: Iterable[Target]) -> Iterator[list[Target]]:
@@ -94,32 +94,32 @@ def buckets(targets: Iterable[Target]) -> Iterator[list[Target]]:
         yield bucket
 
 
-def gathered(bucket: Sequence[Target], parts: list[Tensor]) -> list[Tensor]:
-    """The whole matrices of this rank's parts: one collective for each group."""
+def gathered(bucket: Sequence[Target], shards: list[Tensor]) -> list[Tensor]:
+    """The full matrices of this rank's shards: one collective for each group."""
     groups = list(bucket[0].groups)
     if bucket[0].rows is not None:
-        every = gather_list(parts, groups.pop(0))
-        parts = [t.rows.rows.strip(each) for t, each in zip(bucket, every, strict=True) if t.rows]
+        every = gather_list(shards, groups.pop(0))
+        shards = [t.rows.shard.unpadded(each) for t, each in zip(bucket, every, strict=True) if t.rows]
     if bucket[0].slices is not None:
-        every = gather_list([part.unsqueeze(0) for part in parts], groups.pop(0))
-        parts = [t.slices.join(each.unbind(0)) for t, each in zip(bucket, every, strict=True) if t.slices]
+        every = gather_list([shard.unsqueeze(0) for shard in shards], groups.pop(0))
+        shards = [t.slices.join(each.unbind(0)) for t, each in zip(bucket, every, strict=True) if t.slices]
     # Experts of padding are not matrices of the weight.
-    return [part[: target.shape[0]] for target, part in zip(bucket, parts, strict=True)]
+    return [shard[: target.shape[0]] for target, shard in zip(bucket, shards, strict=True)]
 
 
-def gather_list(parts: list[Tensor], group: Group) -> list[Tensor]:
-    """Each part from all ranks of a group, along the first dimension, in one collective."""
-    out = [part.new_empty(group.ranks * part.shape[0], *part.shape[1:]) for part in parts]
-    ops.all_gather_list_out(parts, out, group.ranks, group.name)
+def gather_list(shards: list[Tensor], group: Group) -> list[Tensor]:
+    """Each shard of all ranks of a group, along the first dimension, in one collective."""
+    out = [shard.new_empty(group.ranks * shard.shape[0], *shard.shape[1:]) for shard in shards]
+    ops.all_gather_list_out(shards, out, group.ranks, group.name)
     return out
 
 
-def blocks(target: Target, part: Tensor, whole: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Views of this rank's part, without padding, and of the same elements of the whole."""
+def blocks(target: Target, shard: Tensor, full: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Views of this rank's shard, without padding, and of the same elements of the full matrices."""
     if target.layout is None:
-        return [(part, whole)]
+        return [(shard, full)]
     found = target.layout.chunks()
-    return [(_view(part, c.local, c.sizes), _view(whole, c.offsets, c.sizes)) for c in found]
+    return [(_view(shard, c.local, c.sizes), _view(full, c.offsets, c.sizes)) for c in found]
 
 
 def _view(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
@@ -128,24 +128,24 @@ def _view(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tenso
     return tensor
 
 
-def add(target: Target, part: Tensor, whole: Tensor, alpha: Any) -> None:
-    """Adds ``alpha`` times this rank's elements of the whole to the part.
+def add(target: Target, shard: Tensor, full: Tensor, alpha: Any) -> None:
+    """Adds ``alpha`` times this rank's elements of a full update to the shard.
 
     A CPU rounds 16-bit elements that fill a vector, and those that do not, in different ways. So there each element is
-    added at the place that it has in the whole matrix.
+    added at the place that it has in the full matrix.
     """
-    if part.device.type != "cpu":
-        for own, other in blocks(target, part, whole):
+    if shard.device.type != "cpu":
+        for own, other in blocks(target, shard, full):
             own.add_(other, alpha=alpha)
         return
-    sum_ = part if target.layout is None else part.new_zeros(target.shape)
+    sum_ = shard if target.layout is None else shard.new_zeros(target.shape)
     if target.layout is not None:
-        for own, other in blocks(target, part, sum_):
+        for own, other in blocks(target, shard, sum_):
             other.copy_(own)
-    for matrix, update in zip(*((sum_, whole) if whole.dim() == 3 else ([sum_], [whole])), strict=True):
+    for matrix, update in zip(*((sum_, full) if full.dim() == 3 else ([sum_], [full])), strict=True):
         matrix.add_(update, alpha=alpha)
     if target.layout is not None:
-        for own, other in blocks(target, part, sum_):
+        for own, other in blocks(target, shard, sum_):
             own.copy_(other)
 
 

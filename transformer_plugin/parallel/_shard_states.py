@@ -1,4 +1,4 @@
-"""State dicts of modules and optimizers with weights that are sharded over ranks: they hold and load whole weights."""
+"""State dicts of modules and optimizers with weights that are sharded over ranks: they hold and load full weights."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 from transformer_plugin.parallel._layer_shards import note_layer
-from transformer_plugin.parallel._part_tensor import PartTensor, part_for, values_of
+from transformer_plugin.parallel._parameter_shard import layout_of
 from transformer_plugin.parallel._shard_experts import delayed_buffers
-from transformer_plugin.parallel._tensor_slices import EXPERTS, PartLayout, even_slices
-from transformer_plugin.parallel._weight_part import layout_of
+from transformer_plugin.parallel._shard_tensor import ShardTensor, shard_for, values_of
+from transformer_plugin.parallel._tensor_slices import EXPERTS, ShardLayout, even_slices
 from transformer_plugin.tensor._layout import message
 
 #: Set on layers and optimizers whose state dicts are handled.
-_HANDLED = "_has_states_of_parts"
+_HANDLED = "_has_states_of_shards"
 
 
 def handle_module(layer: torch.nn.Module) -> None:
-    """For each layer with parts of parameters; nothing a second time."""
+    """For each layer with shards of parameters; nothing a second time."""
     if getattr(layer, _HANDLED, False):
         return
     setattr(layer, _HANDLED, True)
@@ -32,17 +32,17 @@ def _save_module(layer: Any, state: dict[str, Any], prefix: str, *_: Any) -> Non
     for name, layout in _layouts(layer).items():
         value = state.get(prefix + name)
         if isinstance(value, Tensor) and not isinstance(value, torch.nn.Parameter):  # not with keep_vars
-            state[prefix + name] = PartTensor(values_of(value), layout)
+            state[prefix + name] = ShardTensor(values_of(value), layout)
 
 
-def _layouts(layer: torch.nn.Module) -> dict[str, PartLayout]:
+def _layouts(layer: torch.nn.Module) -> dict[str, ShardLayout]:
     note_layer(layer)
     found = {name: layout_of(p) for name, p in layer._parameters.items() if p is not None}
     layouts = {name: layout for name, layout in found.items() if layout is not None}
     return {**layouts, **_layouts_of_delayed_scaling(layer)}
 
 
-def _layouts_of_delayed_scaling(layer: Any) -> dict[str, PartLayout]:
+def _layouts_of_delayed_scaling(layer: Any) -> dict[str, ShardLayout]:
     """Of the buffers ``[..., 3 * G]``: the values of input, weight and gradient of this rank's experts."""
     of_weight = getattr(layer, "tensor_slices", {}).get("weight")
     if of_weight is None or of_weight.kind != EXPERTS:
@@ -53,7 +53,7 @@ def _layouts_of_delayed_scaling(layer: Any) -> dict[str, PartLayout]:
     for name, buffer in delayed_buffers(layer).items():
         sizes = {"size": size, "local_size": buffer.shape[-1], "pieces": pieces}
         slices = dataclasses.replace(of_weight, dim=buffer.dim() - 1, **sizes)
-        found[name] = PartLayout((*buffer.shape[:-1], size), slices)
+        found[name] = ShardLayout((*buffer.shape[:-1], size), slices)
     return found
 
 
@@ -61,11 +61,11 @@ def _load_module(layer: Any, state: dict[str, Any], prefix: str, *_: Any) -> Non
     for name, layout in _layouts(layer).items():
         key = prefix + name
         if isinstance(state.get(key), Tensor):
-            state[key] = part_for(state[key], layout, key)
+            state[key] = shard_for(state[key], layout, key)
 
 
 def handle_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Makes the state of a part a :class:`PartTensor` in ``state_dict()``. Nothing without parts, or a second time."""
+    """Makes the state of a shard a :class:`ShardTensor` in ``state_dict()``; nothing without shards, or again."""
     if getattr(optimizer, _HANDLED, False):
         return
     if not any(layout_of(p) for settings in optimizer.param_groups for p in settings["params"]):
@@ -75,9 +75,9 @@ def handle_optimizer(optimizer: torch.optim.Optimizer) -> None:
     setattr(optimizer, _HANDLED, True)
 
 
-def _parts_by_key(
+def _shards_by_key(
     optimizer: torch.optim.Optimizer, state: dict[str, Any]
-) -> dict[Any, tuple[Tensor, PartLayout]]:
+) -> dict[Any, tuple[Tensor, ShardLayout]]:
     """By what a state dict calls the parameters, in their order."""
     parameters = [p for settings in optimizer.param_groups for p in settings["params"]]
     keys = [key for settings in state["param_groups"] for key in settings["params"]]
@@ -87,7 +87,7 @@ def _parts_by_key(
 
 def _save_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     states = dict(state["state"])
-    for i, (parameter, layout) in _parts_by_key(optimizer, state).items():
+    for i, (parameter, layout) in _shards_by_key(optimizer, state).items():
         if i in states:
             states[i] = {name: _saved(name, value, parameter, layout) for name, value in states[i].items()}
     return {**state, "state": states}
@@ -95,11 +95,11 @@ def _save_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     states = dict(state["state"])
-    for i, (_, layout) in _parts_by_key(optimizer, state).items():
+    for i, (_, layout) in _shards_by_key(optimizer, state).items():
         if i not in states:
             continue
         states[i] = {
-            name: part_for(value, layout, f"{i}.{name}")
+            name: shard_for(value, layout, f"{i}.{name}")
             if isinstance(value, Tensor) and tuple(value.shape) == layout.shape
             else value
             for name, value in states[i].items()
@@ -107,12 +107,12 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> 
     return {**state, "state": states}
 
 
-def _saved(name: str, value: Any, parameter: Tensor, layout: PartLayout) -> Any:
+def _saved(name: str, value: Any, parameter: Tensor, layout: ShardLayout) -> Any:
     """A value of an optimizer's state: that of each element, or one number."""
     if not isinstance(value, Tensor) or value.numel() <= 1 < parameter.numel():
         return value
     if value.shape == parameter.shape:
-        return PartTensor(value, layout)
+        return ShardTensor(value, layout)
     expected = f"one value for each element, or one for all, of a parameter of sizes {list(parameter.shape)}"
     got = f"sizes {list(value.shape)}, which are other values on each rank"
     advice = "Use an optimizer that treats elements one by one, such as AdamW"
