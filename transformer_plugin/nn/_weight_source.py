@@ -241,7 +241,7 @@ def _checked_tensors(layer: RecipeModule, kept: QuantizedWeight) -> list[Tensor]
     """The tensors of a quantized copy. Raises if it is not that of the present weight."""
     if not torch.compiler.is_compiling():  # checking in a graph would recompile for every version
         try:
-            kept.check(layer._source_weight(), class_name(layer))
+            kept.ensure_current(layer._source_weight(), class_name(layer))
         except ValueError:
             _refuse_computed(layer, "Call forget_quantized_weights() of this layer")
             raise

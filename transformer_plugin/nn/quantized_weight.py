@@ -122,8 +122,9 @@ class QuantizedWeight:
         value: QuantizedTensor | GroupedTensor = cls._make(Buffers(*tensors), format.key, shape, dtype)
         return value
 
-    def check(self, weight: Tensor | Sequence[Tensor], layer: str) -> None:
-        """Raises if the copy is not that of the present weight.
+    def ensure_current(self, weight: Tensor | Sequence[Tensor], layer: str) -> None:
+        """Makes sure that the copy is that of the present weight. One that refreshes itself quantizes a changed weight
+        again; of any other one a change, or another weight, is a ``ValueError``.
 
         Args:
             weight: the present weight.
