@@ -125,7 +125,7 @@ def host_times(rank: Rank, calls: int = 60) -> dict[str, float]:
     for an all-gather of NCCL through torch."""
     weights = [torch.randn(256, 1024, device=rank.device) for _ in range(3)]
     full = torch.empty(256 * rank.size, 1024, device=rank.device)
-    shard = str(WeightShard(rows=256 * rank.size, ranks=rank.size, group_name=rank.group_name, set=1))
+    shard = str(WeightShard(rows=256 * rank.size, ranks=rank.size, group_name=rank.group_name, param_group=1))
     times = {}
     for name, call in {
         "host_us_of_a_use": lambda i: ops.gather_weight(weights[i], None, None, "none", False, False, shard),

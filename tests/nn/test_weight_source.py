@@ -49,7 +49,7 @@ def test_layers_share_what_they_begin_with() -> None:
 @pytest.mark.parametrize("by", [copy.copy, copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
 def test_copies_of_a_sharded_layer_are_gathered_alone(by: Any) -> None:
     layer = make()
-    layer._take_weight_from(ShardedWeight(WeightShard(128, 1, "0", set=3, name="weight"), {}, True))
+    layer._take_weight_from(ShardedWeight(WeightShard(128, 1, "0", param_group=3, name="weight"), {}, True))
     key = layer.named_weight_shard
     copied = by(layer)
     assert layer.named_weight_shard == key and ",param_group=3" in key

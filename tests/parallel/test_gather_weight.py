@@ -93,7 +93,7 @@ def test_stacks(ranks: RankPool, key: str) -> None:
 def check_changes(rank: Rank) -> None:
     """What was gathered early is not used after a change, counted by torch or announced."""
     name = rank.group_name
-    shard = str(WeightShard(rows=4 * rank.size, ranks=rank.size, group_name=name, set=1))
+    shard = str(WeightShard(rows=4 * rank.size, ranks=rank.size, group_name=name, param_group=1))
     weights = [torch.full((4, 8), float(rank.rank + 10 * i), device=rank.device) for i in range(3)]
 
     def use(i: int) -> None:
@@ -130,7 +130,7 @@ def check_random_order(rank: Rank, seed: int) -> None:
     name = rank.group_name
     generator = torch.Generator().manual_seed(seed)
     ops.configure_gathers(name, int(torch.randint(4, (), generator=generator)))
-    shard = str(WeightShard(rows=3 * rank.size, ranks=rank.size, group_name=name, set=1))
+    shard = str(WeightShard(rows=3 * rank.size, ranks=rank.size, group_name=name, param_group=1))
     weights = [torch.full((3, 5), float(rank.rank + 10 * i), device=rank.device) for i in range(4)]
     for _ in range(60):
         i, backward = (

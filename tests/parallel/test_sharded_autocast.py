@@ -79,8 +79,11 @@ def test_quantized_shards_are_gathered_early(pair: RankPool) -> None:
 def test_keys_without_a_set() -> None:
     """A copy of a layer is gathered alone."""
     for shard, want in (
-        (WeightShard(8, 2, "0", set=13, name="a"), "rows=8,ranks=2,mean,name=a,group=0"),
-        (WeightShard(8, 2, "a,set=2,b", mean=False, set=1), "rows=8,ranks=2,group=a,set=2,b"),
-        (WeightShard(8, 2, "a,set=2,b", mean=False), "rows=8,ranks=2,group=a,set=2,b"),
+        (WeightShard(8, 2, "0", param_group=13, name="a"), "rows=8,ranks=2,mean,name=a,group=0"),
+        (
+            WeightShard(8, 2, "a,param_group=2,b", mean=False, param_group=1),
+            "rows=8,ranks=2,group=a,param_group=2,b",
+        ),
+        (WeightShard(8, 2, "a,param_group=2,b", mean=False), "rows=8,ranks=2,group=a,param_group=2,b"),
     ):
         assert ShardedWeight(shard, {}, False).of_copy(None).named_weight_shard == want

@@ -123,7 +123,7 @@ def test_sets_of_weights(make_pool: Any) -> None:
 def check_stamps(rank: Rank, distance: int) -> None:
     """Of several weights that are gathered ahead, those that change are gathered again, and no others."""
     name, count = rank.group_name, 6
-    shard = str(WeightShard(rows=2 * rank.size, ranks=rank.size, group_name=name, set=1))
+    shard = str(WeightShard(rows=2 * rank.size, ranks=rank.size, group_name=name, param_group=1))
     values = [10.0 * i for i in range(count)]
     weights = [torch.full((2, 3), value + rank.rank) for value in values]
     ops.clear_gathers(name)
@@ -169,7 +169,7 @@ def check_kept(rank: Rank, distance: int) -> None:
     """Weights that were gathered for nothing do not add up, whatever the order of use."""
     name = rank.group_name
     generator = torch.Generator().manual_seed(distance)
-    shard = str(WeightShard(rows=rank.size, ranks=rank.size, group_name=name, set=1))
+    shard = str(WeightShard(rows=rank.size, ranks=rank.size, group_name=name, param_group=1))
     weights = [torch.ones(1, 2) for _ in range(12)]
     ops.clear_gathers(name)
     ops.configure_gathers(name, distance)

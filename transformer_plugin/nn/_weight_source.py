@@ -139,7 +139,10 @@ class ShardedWeight(WeightSource):
         self.weight_shard, self.named_weight_shard = str(unnamed), str(shard)
         # Of what autocast makes of the weight: such a copy exists for as long as something on this rank needs it, and
         # not as long as on other ranks, so none is gathered early.
-        self._of_cast, self._named_of_cast = str(replace(unnamed, set=0)), str(replace(shard, set=0))
+        self._of_cast, self._named_of_cast = (
+            str(replace(unnamed, param_group=0)),
+            str(replace(shard, param_group=0)),
+        )
 
     def arguments(self, layer: RecipeModule) -> dict[str, Any]:
         """The key, and this rank's quantized shard where ranks exchange those."""
@@ -201,7 +204,7 @@ class ShardedWeight(WeightSource):
     def of_copy(self, layer: Any) -> WeightSource:
         """A copy exists apart from the weights that were sharded together, so it is not gathered ahead with them."""
         source = copy.copy(self)
-        source._take_keys_of(replace(self._shard, set=0))
+        source._take_keys_of(replace(self._shard, param_group=0))
         return source
 
 

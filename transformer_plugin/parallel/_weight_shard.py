@@ -29,18 +29,18 @@ class WeightShard:
     #: Whether the gradient is the mean over the ranks, or their sum.
     mean: bool = True
     #: Whether gradients travel in bfloat16 where they are added to float32.
-    bfloat16_parts: bool = False
+    reduce_in_bfloat16: bool = False
     #: Whether, on CUDA, gradients are complete at the end of the backward, and not before.
     asynchronous: bool = False
     #: For each wait on other ranks; None: the timeout of the group.
     timeout_ms: int | None = None
     #: A number of the weights that are used together and exist as long as each other; only those are gathered ahead of
     #: their use, one after the other. 0: none.
-    set: int = 0
+    param_group: int = 0
     #: Of the parameter, for errors; "" for none.
     name: str = ""
     #: Whether the weight is a list of matrices, of each of which the rows are sharded.
-    each: bool = False
+    is_list: bool = False
     #: The rows of each rank are a multiple of this number, such as the rows that one scale covers. It is not part of
     #: the key: ops see it from the rows that they are given.
     align: int = 1
@@ -53,12 +53,12 @@ class WeightShard:
                 _refuse(name, f"an integer of at least {least}", value, advice)
 
     def __str__(self) -> str:
-        options = ["list"] if self.each else []
+        options = ["list"] if self.is_list else []
         options += ["mean"] if self.mean else []
-        options += ["reduce_dtype=bf16"] if self.bfloat16_parts else []
+        options += ["reduce_dtype=bf16"] if self.reduce_in_bfloat16 else []
         options += ["async"] if self.asynchronous else []
         options += [] if self.timeout_ms is None else [f"timeout_ms={self.timeout_ms}"]
-        options += [f"param_group={self.set}"] if self.set else []
+        options += [f"param_group={self.param_group}"] if self.param_group else []
         options += [f"name={self.name}"] if self.name else []
         return ",".join([f"rows={self.rows}", f"ranks={self.ranks}", *options, f"group={self.group_name}"])
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _OP = "shard_"
 #: Numbers of calls, in this process; all ranks make the same calls.
-_SETS = itertools.count(1)
+_PARAM_GROUPS = itertools.count(1)
 
 
 class _Target(NamedTuple):
@@ -61,9 +61,9 @@ class _Target(NamedTuple):
 class _Options(NamedTuple):
     format: str | None
     mean: bool
-    bfloat16_parts: bool
+    reduce_in_bfloat16: bool
     timeout_ms: int | None
-    set: int = 0  # of the weights that this call shards
+    param_group: int = 0  # of the weights that this call shards
 
 
 @typed
@@ -115,7 +115,7 @@ def shard_(
     left = _left_unsharded(module, filter)
     if group.size() == 1:
         return _mark_experts(module, filter)
-    options = options._replace(set=next(_SETS))
+    options = options._replace(param_group=next(_PARAM_GROUPS))
     targets = list(_targets(module, filter))
     names = _shared(module, targets, tied)
     _check_targets(module, targets, group, options)
@@ -314,7 +314,7 @@ def _compare_ranks(
         f"{' = '.join(names[id(t.weight)])} {list(t.weight.shape)} {t.weight.dtype} {formats_of(t.module)}"
         for t in targets
     ]
-    mine = "\n".join([f"{options._replace(set=0)} prefetch={prefetch}", *lines])
+    mine = "\n".join([f"{options._replace(param_group=0)} prefetch={prefetch}", *lines])
     every = all_gather_value(_OP, "weights", mine, group)
     for rank, other in enumerate(every):
         if other == every[0]:
@@ -357,11 +357,11 @@ def _weight_shard(target: _Target, group: ProcessGroup, options: _Options, align
         ranks=group.size(),
         group_name=name_with_rank(group.group_name, group.rank()),
         mean=options.mean,
-        bfloat16_parts=options.bfloat16_parts,
+        reduce_in_bfloat16=options.reduce_in_bfloat16,
         asynchronous=True,
         timeout_ms=options.timeout_ms,
-        set=options.set,
-        each=target.is_of_list,
+        param_group=options.param_group,
+        is_list=target.is_of_list,
         align=align,
     )
 
