@@ -88,7 +88,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, classes: int, tensor_ranks: D
     return ops.vocab_parallel_cross_entropy(logits, targets, classes, *group).mean()
 
 
-def whole_logits(logits: Tensor, classes: int, tensor_ranks: DeviceMesh | None) -> Tensor:
+def full_logits(logits: Tensor, classes: int, tensor_ranks: DeviceMesh | None) -> Tensor:
     """The columns of all tensor-parallel ranks, without a gradient."""
     if tensor_ranks is None:
         return logits

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import transformer_plugin as tp
 from moe_lm.config import Config
 from moe_lm.data import Corpus, draw_batch
-from moe_lm.dense import cross_entropy, whole_logits
+from moe_lm.dense import cross_entropy, full_logits
 from moe_lm.gradients import average_in_rank_order
 from moe_lm.graph import GraphedIteration
 from moe_lm.model import VOCABULARY, LanguageModel, initialise
@@ -212,7 +212,7 @@ class Trainer:
     def predict(self, inputs: Tensor) -> Tensor:
         """Returns logits of one sequence ``[1, T]``, which tensor-parallel ranks have in common."""
         logits = self._predict(inputs.expand(self.config.tensor_parallel, -1))
-        return whole_logits(logits[:1], VOCABULARY, self.tensor_ranks)
+        return full_logits(logits[:1], VOCABULARY, self.tensor_ranks)
 
     @torch.no_grad()
     def evaluate(self, before_each: Callable[[], None] = lambda: None) -> float:
