@@ -175,7 +175,7 @@ TORCH_LIBRARY(transformer_plugin, m) {
   // compiled code calls them, and in order. With a "wgrad_queue" the backward of a layer calls defer_wgrad, which keeps
   // the operands of the weight gradient, those of grouped_gemm_wgrad or gemm. With a "dtype" the gradient is rounded to
   // it before it is added, as autograd does, otherwise added in the epilogue or written ("accumulate"); "skipped"
-  // matrices want none. run_deferred_wgrads computes all and frees the operands.
+  // matrices need none. run_deferred_wgrads computes all and frees the operands.
   m.def("new_wgrad_queue() -> int");
   m.def("release_wgrad_queue(int queue) -> ()");
   m.def("count_deferred_wgrads(int queue) -> int");

@@ -3,7 +3,7 @@
 
     torchrun --nproc-per-node 4 examples/minimal_moe.py    # 4 GPUs, or a CPU
 
-Pairs of ranks share the experts. ``shard_`` cuts the weights of dense layers over all ranks, which gather each in FP8
+Pairs of ranks share the experts. ``shard_`` shards the weights of dense layers over all ranks, which gather each in FP8
 just before its product; FSDP2 shards the rest. Halfway a new model loads what is saved, and goes on as the first does.
 """
 

@@ -57,7 +57,7 @@ class Collectives {
   // [size * n, ...], of which the r-th n rows go to rank r -> [size * n, ...], of which the r-th n rows come
   // from rank r.
   virtual PendingCollective all_to_all(const at::Tensor& rows, const Phase& phase) = 0;
-  // The same without this rank's rows, which does not move: [(size - 1) * n, ...]. On CUDA only.
+  // The same without this rank's rows, which do not move: [(size - 1) * n, ...]. On CUDA only.
   virtual PendingCollective exchange_with_others(const at::Tensor& rows, const Phase& phase) = 0;
 
  protected:

@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kThreads) sum_ranks_vector_kernel(SumRanksArgs
   }
 }
 
-// Whether all partials and the output are aligned vectors.
+// Whether all partials and the output are full, aligned vectors.
 template <typename T>
 bool has_vectors(const SumRanksArgs& args) {
   if (args.rows * args.width % kVectorSize<T> != 0) return false;

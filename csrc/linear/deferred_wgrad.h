@@ -16,7 +16,7 @@ struct DeferOptions {
   // Of a gradient that is rounded before it is added; none: added in the epilogue.
   std::optional<at::ScalarType> dtype;
   bool accumulate;               // or write over what the buffers hold
-  std::vector<int64_t> skipped;  // matrices of a list that want no gradient
+  std::vector<int64_t> skipped;  // matrices of a list that need no gradient
   gemm::LaunchOptions launch;
 };
 

@@ -9,7 +9,7 @@ namespace transformer_plugin::linear {
 // Without autograd.
 at::Tensor grouped_mlp_forward(const MlpArguments& mlp, const OperandFormats& formats);
 
-// With autograd. The tensors that may want a gradient are arguments of their own, as torch finds them.
+// With autograd. The tensors that may need a gradient are arguments of their own, as torch finds them.
 class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
  public:
   static constexpr const char* kName = "grouped_mlp";

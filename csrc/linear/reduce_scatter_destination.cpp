@@ -32,7 +32,7 @@ class ReduceScatterDestination : public WgradDestination {
   // Of the gradients that travel.
   at::ScalarType sent_dtype(at::ScalarType dtype) const {
     const at::ScalarType own = has_buffers() ? main_grad_.buffers[0].scalar_type() : dtype;
-    return shard_.reduces_in_bfloat16 && own == at::kFloat ? at::kBFloat16 : own;
+    return shard_.reduce_in_bfloat16 && own == at::kFloat ? at::kBFloat16 : own;
   }
 
   // What the sum for a buffer is like: the buffer, in float32, in which the sum is added.
@@ -129,7 +129,7 @@ class ShardListDestination final : public ReduceScatterDestination {
     return like_sum_for(sharded::stack_like(list_target().main_grad));
   }
 
-  // The matrices that want a gradient, and their buffers.
+  // The matrices that need a gradient, and their buffers.
   sharded::ListTarget list_target() const {
     sharded::ListTarget target{shards_};
     for (size_t i = 0; i < weight_.count; ++i) {

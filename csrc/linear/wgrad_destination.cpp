@@ -140,7 +140,7 @@ class MainGradDestination final : public WgradDestination {
   }
 
  private:
-  // Those of matrices that want no gradient stay.
+  // Those of matrices that need no gradient stay.
   void copy_to_buffers(const std::vector<Tensor>& results) const {
     const bool each = main_grad_.buffers.size() == results.size();
     const std::vector<Tensor> buffers = each ? main_grad_.buffers : main_grad_.buffers[0].unbind();

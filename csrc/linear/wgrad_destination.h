@@ -21,7 +21,7 @@ struct WeightInputs {
   bool is_grouped = true;  // a weight [G, N, K]
 
   bool needs_grad(size_t i) const { return ctx->needs_input_grad(first + i); }
-  // The tensors that want no gradient.
+  // The tensors that need no gradient.
   std::vector<int64_t> skipped() const;
   // What autograd gets of the gradients of all groups: that tensor, or views of it where the weight is several matrices.
   torch::autograd::variable_list split(const at::Tensor& gradients) const;

@@ -254,9 +254,8 @@ std::vector<Tensor> GatherCache::take(Gather gather) {
     collect(gather, layouts, into);
     unsharded = std::move(into.unsharded);
   }
-  note_use(gather.shard.param_group == 0
-               ? -1
-               : id);  // without a group it may be gone on some ranks, and is never next
+  // Without a param group it may be gone on some ranks, and is never next.
+  note_use(gather.shard.param_group == 0 ? -1 : id);
   gather_ahead(id, device, context);
   return unsharded;
 }
@@ -275,8 +274,8 @@ int64_t GatherCache::after(const Pair& pair) const {
 
 void GatherCache::enter_region(const StreamContext& context) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (last_ != kRegionBoundary)
-    note_use(kRegionBoundary);  // the end of one region and the start of the next are one border
+  // The end of one region and the start of the next are one boundary.
+  if (last_ != kRegionBoundary) note_use(kRegionBoundary);
   if (context.capture != 0) region_ = context.capture;
 }
 

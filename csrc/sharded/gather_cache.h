@@ -68,7 +68,7 @@ class GatherCache {
   void configure(int64_t distance, bool in_graphs);
   // The unsharded tensors of a weight, which the caller owns.
   std::vector<at::Tensor> take(Gather gather);
-  // The borders of what is captured in graphs of its own. In a capture weights are gathered early between the two only, and
+  // The boundaries of what is captured in graphs of its own. In a capture weights are gathered early between the two only, and
   // none that was used after the second one before. What is left there is waited for, because a capture must join its streams.
   void enter_region(const StreamContext& context);
   void leave_region(const StreamContext& context);

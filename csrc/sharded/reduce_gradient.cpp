@@ -173,7 +173,7 @@ Tensor finish_meta(const Tensor& work, const Tensor& unsharded_grad, const Tenso
   return empty(unsharded_grad, weight.sym_sizes(), sum_dtype(unsharded_grad, weight));
 }
 
-// A work tensor that is not known, as that of a copied one, is made up for by another sum, on all ranks alike.
+// A work tensor that is not known, such as a copy, is made up for by another sum, on all ranks alike.
 Tensor finish_reduce_gradient(const Tensor& work, const Tensor& unsharded_grad, const Tensor& weight,
                               std::string_view key, const std::optional<Tensor>&) {
   check_dtype({kFinishOp, "work", work}, {at::kLong});

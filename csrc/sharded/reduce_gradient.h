@@ -32,7 +32,7 @@ at::Tensor new_unsharded_grad(const at::Tensor& weight, const WeightShard& shard
 at::Tensor reduce_gradient(const at::Tensor& unsharded_grad, const WeightShard& shard,
                            const GradientTarget& target);
 
-// `after`: what the node computes meanwhile, or undefined. A compiler that orders ops by their operands would wait at once.
+// `depends_on`: what the node computes meanwhile, or undefined. A compiler that orders ops by their operands would wait at once.
 at::Tensor finish_gradient(const at::Tensor& work, const at::Tensor& unsharded_grad, const at::Tensor& weight,
                            const WeightShard& shard, const at::Tensor& depends_on);
 

@@ -47,7 +47,7 @@ bool parse(std::string_view key, WeightShard& shard) {
   if (!reader.take_number("rows=", shard.rows) || !reader.take_number("ranks=", shard.ranks)) return false;
   shard.is_list = reader.take("list,");
   shard.mean = reader.take("mean,");
-  shard.reduces_in_bfloat16 = reader.take("reduce_dtype=bf16,");
+  shard.reduce_in_bfloat16 = reader.take("reduce_dtype=bf16,");
   shard.asynchronous = reader.take("async,");
   if (reader.rest().substr(0, 11) == "timeout_ms=" && !reader.take_number("timeout_ms=", shard.timeout_ms)) {
     return false;

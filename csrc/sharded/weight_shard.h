@@ -1,17 +1,17 @@
 // A weight whose first dimension is sharded over the ranks of a group, as the ops of layers take it: `weight` is then this rank's
 // shard, and a key says how it is sharded:
 //
-//   rows=<n>        rows of the unsharded weight [n, K]; of a stack [n, N, K] its matrices
-//   ranks=<n>       size of the group
-//   list            of every matrix [n, K] of a grouped weight the rows are sharded, and the shards are a list
-//   mean            the gradient is the mean over the ranks; otherwise their sum
+//   rows=<n>           rows of the unsharded weight [n, K]; of a stack [n, N, K] its matrices
+//   ranks=<n>          size of the group
+//   list               of every matrix [n, K] of a grouped weight the rows are sharded, and the shards are a list
+//   mean               the gradient is the mean over the ranks; otherwise their sum
 //   reduce_dtype=bf16  gradients travel in bfloat16 also where they are added to float32; the sums are in float32
-//   async           gradients are in `weight.grad` or in `main_grad` at the end of the backward, and not before
-//   timeout_ms=<n>  for waits on other ranks; default: the timeout of the group
-//   param_group=<n>  the weights that are used together, as those of a model; of weights without one, none is gathered early
-//   handle=<n>      another runtime gathers the weight and takes its gradient (sharded/external_weight.h); not in a c10d group
-//   name=<name>     of the parameter, for errors; without a comma
-//   group=<name>    name of the c10d group; it is last, because it may have any characters
+//   async              gradients are in `weight.grad` or in `main_grad` at the end of the backward, and not before
+//   timeout_ms=<n>     for waits on other ranks; default: the timeout of the group
+//   param_group=<n>    the weights that are used together, as those of a model; of weights without one, none is gathered early
+//   handle=<n>         another runtime gathers the weight and takes its gradient (sharded/external_weight.h); not in a c10d group
+//   name=<name>        of the parameter, for errors; without a comma
+//   group=<name>       name of the c10d group; it is last, because it may have any characters
 //
 // in this order, with commas between: "rows=28672,ranks=4,mean,group=0". "" is a weight that is not sharded. Every rank has
 // ceil(rows / ranks) rows or more; those past the last row of the unsharded weight are zeros.
@@ -35,7 +35,7 @@ struct WeightShard {
   int64_t ranks = 0;  // 0: the weight is not sharded
   bool is_list = false;
   bool mean = false;
-  bool reduces_in_bfloat16 = false;
+  bool reduce_in_bfloat16 = false;
   bool asynchronous = false;
   int64_t timeout_ms = -1;
   int64_t param_group = 0;  // 0: none

@@ -1,6 +1,6 @@
 // all_reduce: the sum of a tensor over ranks, on every rank; its gradient is that of the result. copy_to_group: a tensor
 // that all ranks have; its gradient is the sum over ranks. With these two a product whose operands are sharded has the values
-// and gradients of the whole one.
+// and gradients of the unsharded one.
 #include <ATen/ops/empty.h>
 
 #include "common/ops/tensor_parallel.h"
@@ -29,7 +29,7 @@ void check_input(const char* op, const Tensor& input, int64_t num_ranks, int64_t
   check_memory(argument);
 }
 
-// [1, n] of each rank -> [1, n]: every rank adds all parts.
+// [1, n] of each rank -> [1, n]: every rank adds all partials.
 Tensor gathered_sum(const RankGroup& group, const Tensor& flat) {
   return distributed::sum_ranks(group.collectives().all_gather(flat, phases::kAllReduce).wait(), group.size(),
                                 1);

@@ -20,7 +20,7 @@ void check_memory(const Argument& tensor);
 void check_ranks(const char* op, const RankGroup& group, int64_t num_ranks);
 // The same, and that the rows can be added and divided among the ranks. Returns the sizes of a rank's rows.
 std::vector<c10::SymInt> reduced_sizes(const Argument& input, int64_t num_ranks, int64_t timeout_ms);
-// [R * n, W]: this rank's rows as each rank has it.
+// [R * n, W]: this rank's rows as each rank has them.
 at::Tensor all_to_all_rows(const RankGroup& group, const at::Tensor& input, const Phase& phase);
 // This rank's rows of the sum over ranks, times `factor`, into a contiguous buffer, or added to it.
 void reduce_scatter_into(const RankGroup& group, const at::Tensor& input, const Phase& phase,

@@ -40,7 +40,7 @@ class StartedCollectives {
     return work;
   }
 
-  // The result of `operand`, for which the current stream waits; undefined if it is of none. Raises for the work of
+  // The result of `operand`, for which the current stream waits; undefined if `work` is of none. Raises for the work of
   // another op, or of an operand of other sizes or dtype, which is still running then.
   Tensor finish(const char* op, const char* start, const Tensor& work, const Argument& operand) {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -48,7 +48,8 @@ class StartedCollectives {
     if (!found) return {};
     const distributed::StartedCollective& started = found->collective;
     TP_CHECK_VALUE(std::string_view(started.op) == start, op, "work", "what " << start << " returned",
-                   "one of " << started.op, "Finish each collective with the op that belongs to its start");
+                   "what " << started.op << " returned",
+                   "Finish each collective with the op that belongs to its start");
     const Tensor& taken = started.operands[0];
     TP_CHECK_VALUE(
         taken.sizes() == operand.tensor.sizes() && taken.scalar_type() == operand.tensor.scalar_type(), op,
@@ -140,7 +141,7 @@ void check_work(const char* op, const Tensor& work, const Argument& operand) {
   check_same_device({op, "work", work}, operand);
 }
 
-// A work tensor that is not known, as that of a copied one, is made up for by the collective as a whole, on all ranks alike.
+// A work tensor that is not known, such as a copy, is made up for by the collective as a whole, on all ranks alike.
 template <typename Op>
 Tensor finish(const Tensor& work, const Tensor& operand, int64_t num_ranks, std::string_view group_name,
               int64_t timeout_ms, const std::optional<Tensor>&) {

@@ -78,7 +78,7 @@ class DenseLayers:
 def cross_entropy(logits: Tensor, targets: Tensor, classes: int, tensor_ranks: DeviceMesh | None) -> Tensor:
     """The mean cross entropy, float32, the same on all tensor-parallel ranks, of which each has some of the columns.
 
-    No rank has whole logits: the ranks exchange a few numbers for each row.
+    No rank has full logits: the ranks exchange a few numbers for each row.
     """
     if tensor_ranks is None:
         return nn.functional.cross_entropy(logits.flatten(0, -2), targets.flatten())

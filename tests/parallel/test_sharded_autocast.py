@@ -76,7 +76,7 @@ def test_quantized_shards_are_gathered_early(pair: RankPool) -> None:
     pair.run(check_quantized_shards)
 
 
-def test_keys_without_a_set() -> None:
+def test_keys_without_a_param_group() -> None:
     """A copy of a layer is gathered alone."""
     for shard, want in (
         (WeightShard(8, 2, "0", param_group=13, name="a"), "rows=8,ranks=2,mean,name=a,group=0"),

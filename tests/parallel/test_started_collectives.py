@@ -226,7 +226,7 @@ def check_other_tokens(rank: Rank) -> None:
     tokens = {name: start(name, rank, value) for name in NAMES}
     for name, other in zip(NAMES, reversed(NAMES), strict=True):
         with pytest.raises(
-            ValueError, match=f"'work': expected what start_{name} returned, got one of start_{other}"
+            ValueError, match=f"'work': expected what start_{name} returned, got what start_{other} returned"
         ):
             finish(name, rank, tokens[other], value)
         for wrong in (value[: rank.size], value.float()):

@@ -49,7 +49,7 @@ def run_norm(layer: str, norm: Callable[..., Tensor], input: Any, weight: Any, *
 
 
 class ProductLayout(NamedTuple):
-    """Of a product that each rank computes for itself: what its output is a shard or a partial sum of."""
+    """Of a product that each rank computes for itself: what its output is a shard of, or a partial sum of."""
 
     mesh: Any
     placement: Any
@@ -177,7 +177,7 @@ def _check_indices(indices: Tensor, rows: int) -> None:
 
 
 class _UnequalShard(torch.autograd.Function):
-    """This rank's shard of a parameter in unequal ones. ``to_local`` would give the gradient strides of equal ones."""
+    """This rank's shard of a parameter in unequal shards: ``to_local`` gives gradients the strides of equal ones."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Any) -> Tensor:

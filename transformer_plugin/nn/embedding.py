@@ -37,7 +37,7 @@ class Embedding(ShardableModule, torch.nn.Embedding):
         tp_group: a process group or a mesh of one dimension: tensor parallelism over ranks with the same indices, see
             :doc:`/tensor-parallel`. Each rank has ``ceil(N / R)`` rows of the table, zeros after the last, and
             ``num_embeddings`` of the module is that number.
-        sequence_parallel: whether each rank gets only its shard of the rows, the first dimension, of the output;
+        sequence_parallel: whether each rank gets only some of the rows, the first dimension, of the output;
             otherwise all ranks get all.
     """
 

@@ -95,7 +95,7 @@ def defer_wgrad(
         dtype: of the gradient, which is then rounded before it is added, as autograd adds to ``.grad``; without it the
             gradient is added in the epilogue of the product, as to a ``main_grad``.
         accumulate: False: the gradient is written over what the buffers hold then, not added.
-        skipped: the indices of matrices of a list that want no gradient.
+        skipped: the indices of matrices of a list that need no gradient.
         copy: whether to keep copies of the operands, for callers that reuse their memory.
         input_rows, grad_rows: as for :func:`~transformer_plugin.ops.grouped_gemm_wgrad`, kept too.
 

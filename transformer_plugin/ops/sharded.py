@@ -18,7 +18,7 @@ key, a constant under ``torch.compile``: ``"rows=1000,ranks=4,mean,group=0"``, o
   ``torch.autograd.grad`` asks for it, it is not asynchronous.
 - ``timeout_ms``: for waits on other ranks; without it the timeout of the group.
 - ``param_group``: a number of weights that are used together and exist as long as each other, as those of a model. A
-  weight is gathered early only after a weight of its group.
+  weight is gathered early only after a weight of its param group.
 - ``name``: of the parameter, for errors; without a comma.
 - ``group``: the ``group_name`` of a c10d group. It is last, and may have any characters.
 

@@ -340,11 +340,11 @@ def reduce_scatter_out(
         input: as in :func:`reduce_scatter`.
         out: ``[n, ...]``, contiguous, of the dtype of ``input`` or float32. It does not overlap ``input``.
         accumulate: add to ``out`` what it holds; otherwise that is not read.
-        num_ranks, group_name, timeout_ms: see above. factor: of the sum, in float32, before it is added and rounded.
+        num_ranks, group_name, timeout_ms: see above.
+        factor: of the sum, in float32, before it is added and rounded: 1 / R for the mean.
 
-    For R > 1 a receive buffer is allocated for the rows of the other ranks, on a CPU of all. The sum over ranks is made
-    as in :func:`reduce_scatter`; with ``accumulate`` the buffer is added to it last, in float32
-    (float64 for float64), and the total is rounded once.
+    For R > 1 a receive buffer is allocated for the rows of the other ranks, on a CPU of all. The sum is that of
+    :func:`reduce_scatter`; ``accumulate`` adds the buffer last, in float32 (or float64), before the one rounding.
 
     Raises:
         TypeError, ValueError: sizes or dtypes do not match, on this rank or between ranks; nothing is written then.

@@ -36,8 +36,8 @@ def clip_grad_norm_(
     """Scales gradients in place so that their total norm is at most ``max_norm``.
 
     Like ``torch.nn.utils.clip_grad_norm_``, for models with parameters that are sharded over ranks: every element of
-    the full model counts once. For a ``DTensor`` the placements decide: shards on a ``Shard`` dimension of its mesh
-    are added, and copies on a ``Replicate`` dimension count once. Those of :func:`~transformer_plugin.parallel.shard_`,
+    the full model counts once. For a ``DTensor`` the placements decide: shards on a ``Shard`` dimension of its mesh are
+    added, and copies on a ``Replicate`` dimension count once. Shards of :func:`~transformer_plugin.parallel.shard_`,
     their experts, and slices of tensor-parallel layers are added over their groups. Another plain tensor counts as a
     replicated parameter with an averaged gradient. All ranks call this function with the same parameters in the same
     order, and get the same norm and factor. Communication is enqueued on the device; the host does not wait.

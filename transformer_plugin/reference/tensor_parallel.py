@@ -9,23 +9,23 @@ from torch import Tensor
 from transformer_plugin.reference.quantize import quantize
 
 
-def all_gather(part: list[Tensor]) -> list[Tensor]:
-    """Returns on every rank the parts of all."""
-    return [torch.cat(part) for _ in part]
+def all_gather(input: list[Tensor]) -> list[Tensor]:
+    """Returns on every rank the inputs of all."""
+    return [torch.cat(input) for _ in input]
 
 
-def reduce_scatter(parts: list[Tensor]) -> list[Tensor]:
-    """Returns each rank's part of the sum, which is made in ascending order of ranks and rounded once."""
-    dtype = parts[0].dtype
-    total = torch.zeros(parts[0].shape, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
-    for each in parts:
+def reduce_scatter(input: list[Tensor]) -> list[Tensor]:
+    """Returns each rank's rows of the sum, which is made in ascending order of ranks and rounded once."""
+    dtype = input[0].dtype
+    total = torch.zeros(input[0].shape, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    for each in input:
         total = total + each.to(total.dtype)
-    return [chunk.contiguous() for chunk in total.to(dtype).tensor_split(len(parts))]
+    return [chunk.contiguous() for chunk in total.to(dtype).tensor_split(len(input))]
 
 
-def start_all_gather(part: list[Tensor]) -> list[Tensor]:
-    """Returns tokens, which mean nothing here; so does the other start."""
-    return [torch.zeros(1, dtype=torch.int64) for _ in part]
+def start_all_gather(input: list[Tensor]) -> list[Tensor]:
+    """Returns work tensors, which mean nothing here; so does the other start."""
+    return [torch.zeros(1, dtype=torch.int64) for _ in input]
 
 
 start_reduce_scatter = start_all_gather
@@ -34,8 +34,8 @@ finish_all_gather, finish_reduce_scatter = all_gather, reduce_scatter
 
 def all_reduce(input: list[Tensor]) -> list[Tensor]:
     """Returns the sum on every rank, made in ascending order of ranks and rounded once."""
-    whole = torch.cat([part.reshape(1, -1) for part in input]).t()  # a row for each element
-    return [torch.cat(reduce_scatter(list(whole.unbind(1)))).view(input[0].shape) for _ in input]
+    columns = torch.cat([tensor.reshape(1, -1) for tensor in input]).t()  # a row for each element
+    return [torch.cat(reduce_scatter(list(columns.unbind(1)))).view(input[0].shape) for _ in input]
 
 
 def copy_to_group(input: list[Tensor]) -> list[Tensor]:
@@ -43,19 +43,19 @@ def copy_to_group(input: list[Tensor]) -> list[Tensor]:
     return list(input)
 
 
-def all_gather_list_out(parts: list[list[Tensor]], out: list[list[Tensor]]) -> None:
-    """Writes on every rank, for each tensor of its list, the parts of all ranks."""
+def all_gather_list_out(inputs: list[list[Tensor]], out: list[list[Tensor]]) -> None:
+    """Writes on every rank, for each tensor of its list, the inputs of all ranks."""
     for buffers in out:
-        for buffer, *of_ranks in zip(buffers, *parts, strict=True):
+        for buffer, *of_ranks in zip(buffers, *inputs, strict=True):
             buffer.copy_(torch.cat(of_ranks))
 
 
 def reduce_scatter_out(
-    parts: list[Tensor], out: list[Tensor], accumulate: bool = False, factor: float = 1.0
+    input: list[Tensor], out: list[Tensor], accumulate: bool = False, factor: float = 1.0
 ) -> None:
-    """Writes each rank's part of the sum times a factor, or adds it; the total is rounded once."""
-    wide = torch.float64 if parts[0].dtype == torch.float64 else torch.float32
-    sums = reduce_scatter([part.to(wide) for part in parts])
+    """Writes each rank's rows of the sum times a factor, or adds it; the total is rounded once."""
+    wide = torch.float64 if input[0].dtype == torch.float64 else torch.float32
+    sums = reduce_scatter([tensor.to(wide) for tensor in input])
     for buffer, total in zip(out, sums, strict=True):
         total = total * factor
         buffer.copy_(buffer.to(wide) + total if accumulate else total)
@@ -110,29 +110,29 @@ leave_gather_region = enter_gather_region
 
 
 def gather_weight(values: list[Tensor], format: str, columnwise: bool, rows: int) -> list[tuple[Tensor, ...]]:
-    """Returns on every rank what quantizing the whole weight gives, from the values of the ranks' parts."""
-    whole = torch.cat(values)[:rows]
+    """Returns on every rank what quantizing the full weight gives, from the values of the ranks' shards."""
+    full = torch.cat(values)[:rows]
     if format == "none":
-        return [(whole,) for _ in values]
-    made = quantize(whole, format, rowwise=not columnwise, columnwise=columnwise)
+        return [(full,) for _ in values]
+    made = quantize(full, format, rowwise=not columnwise, columnwise=columnwise)
     return [tuple(tensor for tensor in made if tensor.numel()) for _ in values]
 
 
-def gather_weight_list(parts: list[list[Tensor]], rows: int) -> list[Tensor]:
-    """Returns on every rank the stack of whole matrices, from the ranks' lists of parts."""
-    whole = torch.stack([torch.cat(each)[:rows] for each in zip(*parts, strict=True)])
-    return [whole.clone() for _ in parts]
+def gather_weight_list(shards: list[list[Tensor]], rows: int) -> list[Tensor]:
+    """Returns on every rank the stack of full matrices, from the ranks' lists of shards."""
+    full = torch.stack([torch.cat(each)[:rows] for each in zip(*shards, strict=True)])
+    return [full.clone() for _ in shards]
 
 
-def reduce_gradient_out(parts: list[Tensor], out: list[Tensor], accumulate: bool, mean: bool = False) -> None:
-    """Writes each rank's part of the sum or mean of the ranks' gradients, or adds it."""
-    reduce_scatter_out(parts, out, accumulate, 1 / len(parts) if mean else 1.0)
+def reduce_gradient_out(grads: list[Tensor], out: list[Tensor], accumulate: bool, mean: bool = False) -> None:
+    """Writes each rank's rows of the sum or mean of the ranks' gradients, or adds it."""
+    reduce_scatter_out(grads, out, accumulate, 1 / len(grads) if mean else 1.0)
 
 
-def finish_reduce_gradient(parts: list[Tensor], mean: bool = False) -> list[Tensor]:
-    """Returns each rank's part of the sum or mean of the ranks' gradients."""
-    out = [torch.empty(each.shape[0] // len(parts), *each.shape[1:], dtype=each.dtype) for each in parts]
-    reduce_gradient_out(parts, out, False, mean)
+def finish_reduce_gradient(grads: list[Tensor], mean: bool = False) -> list[Tensor]:
+    """Returns each rank's rows of the sum or mean of the ranks' gradients."""
+    out = [torch.empty(each.shape[0] // len(grads), *each.shape[1:], dtype=each.dtype) for each in grads]
+    reduce_gradient_out(grads, out, False, mean)
     return out
 
 
