@@ -188,7 +188,7 @@ def check_compiled_with_eager(rank: Rank) -> None:
             assert_same_bits(got, each)
         for wants in range(2):
             mine = tokens if rank.rank == wants else tokens.detach()
-            with pytest.raises(ValueError, match=r"the gradient of the rows is .*, (not )?wanted on rank 1"):
+            with pytest.raises(ValueError, match=r"the gradient of the rows is .*, (not )?needed on rank 1"):
                 run(mine, weights)
 
 
