@@ -223,7 +223,7 @@ def test_experts_and_shards_of_experts(make_pool: Any) -> None:
 
 
 def check_fsdp2(rank: Rank) -> None:
-    """FSDP2 around a model leaves shards alone, which it is told to ignore; the norm counts both."""
+    """FSDP2 around a model ignores sharded weights (``ignored_params``); the norm counts them and its own."""
     mesh = init_device_mesh("cpu", (rank.size,))
 
     def made() -> Any:

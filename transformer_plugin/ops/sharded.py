@@ -186,7 +186,7 @@ def finish_reduce_gradient(
     Args:
         work: what that returned, once. Of a copy, or a second time, the ranks add their gradients again.
         unsharded_grad, weight, shard: its arguments.
-        depends_on: any tensor that is computed while the sum is on its way. Its values are not read: a compiler that
+        depends_on: any tensor that is computed while the reduce-scatter runs. Its values are not read: a compiler that
             orders ops by their operands would wait at once without it.
 
     Returns:

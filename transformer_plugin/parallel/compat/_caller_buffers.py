@@ -33,13 +33,13 @@ class DispatchInto(torch.autograd.Function):
         ctx.save_for_backward(slot, received, position)
         ctx.set_materialize_grads(False)
         ctx.sizes, ctx.dtype = tuple(tokens.shape), tokens.dtype
-        ctx.grads_needed, ctx.group = (for_tokens, for_weights), (name, timeout_ms)
+        ctx.wanted, ctx.group = (for_tokens, for_weights), (name, timeout_ms)
         return recv.detach(), recv_weights.detach()
 
     @staticmethod
     def backward(ctx: Any, grad_recv: Tensor | None, grad_weights: Tensor | None) -> tuple[Any, ...]:
         slot, received, position = ctx.saved_tensors
-        (for_tokens, for_weights), (name, timeout_ms) = ctx.grads_needed, ctx.group
+        (for_tokens, for_weights), (name, timeout_ms) = ctx.wanted, ctx.group
         of_tokens, of_weights = ops.dispatch_backward(
             grad_recv if for_tokens else None,
             grad_weights if for_weights else None,
@@ -77,8 +77,8 @@ class CombineGradInto(torch.autograd.Function):
         # Not a saved tensor: torch checks the versions of those, but a second backward may write to the target again.
         ctx.target = target
         ctx.group = (name, timeout_ms)
-        needs_grad = int(ctx.needs_input_grad[0])
-        group = (name, timeout_ms, needs_grad)
+        wanted = int(ctx.needs_input_grad[0])
+        group = (name, timeout_ms, wanted)
         return ops.combine(rows, slot, source, num_tokens, *group, received=received, position=position)
 
     @staticmethod
