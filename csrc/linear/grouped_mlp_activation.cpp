@@ -50,51 +50,41 @@ void stack_if_contiguous(QuantizedWeight& weight) {
   weight.matrices.clear();
 }
 
-// Whether grouped_gemm_activation takes these operands: no scales, the dtype of the layer, one weight.
-bool is_unquantized(const Quantized& values, const QuantizedWeight& weight, at::ScalarType dtype) {
-  return !values.scale.defined() && values.data.scalar_type() == dtype && weight.matrices.empty() &&
+}  // namespace
+
+bool fuses_fc1_activation(const Quantized& input, QuantizedWeight& weight, const MlpArguments& mlp) {
+  stack_if_contiguous(weight);
+  const at::ScalarType dtype = mlp.input.scalar_type();
+  return !input.scale.defined() && input.data.scalar_type() == dtype && weight.matrices.empty() &&
          weight.forward.data.scalar_type() == dtype;
 }
 
-}  // namespace
-
-Hidden fc1_activation(QuantizedOperand input, QuantizedWeight weight, const MlpArguments& mlp,
-                      const OperandFormats& formats, bool columns, bool keep_fc1_out) {
-  const bool zero_tail = mlp.zero_tail();
+Hidden fused_fc1_activation(const Quantized& input, const QuantizedWeight& weight, const MlpArguments& mlp,
+                            const OperandFormats& formats, bool columns, bool keep_fc1_out) {
   Hidden hidden;
-  stack_if_contiguous(weight);
-  if (is_unquantized(input.rowwise, weight, mlp.input.scalar_type())) {
-    Tensor activation;
-    std::tie(activation, hidden.fc1_out) = ops::grouped_gemm_activation(
-        input.rowwise.data, weight.forward.data, mlp.group_sizes, mlp.probs, mlp.fc1_bias, mlp.activation.key,
-        /*keep_input=*/keep_fc1_out, mlp.options.max_sms, mlp.options.expected_rows,
-        as_optional(input.rowwise.row_index), zero_tail);
-    hidden.activation = quantize_operand(activation, mlp.group_sizes, formats.input, formats.input_key, true,
-                                         columns, zero_tail);
-    return hidden;
-  }
-  hidden.fc1_out = gemm_of({.a = input.rowwise,
-                            .b = weight.forward,
-                            .matrices = weight.matrices,
-                            .group_sizes = mlp.group_sizes,
-                            .bias = mlp.fc1_bias,
-                            .dtype = mlp.input.scalar_type(),
-                            .options = mlp.options,
-                            .zero_tail = zero_tail});
-  input = {};
-  weight = {};
-  if (!fuses_quantize(mlp.activation, formats.input, formats.input_key)) {
-    const Tensor activation = ops::activation(hidden.fc1_out, mlp.probs,
-                                              used_sizes(mlp.group_sizes, zero_tail), mlp.activation.key);
-    hidden.activation = quantize_operand(activation, mlp.group_sizes, formats.input, formats.input_key, true,
-                                         columns, zero_tail);
-    return hidden;
-  }
-  hidden.activation = operand_of(
-      quantize::call_activation_quantize(hidden.fc1_out, formats.input_key, mlp.probs, mlp.group_sizes,
-                                         {true, columns}, mlp.activation.key, zero_tail),
-      formats.input, formats.input_key);
+  Tensor activation;
+  std::tie(activation, hidden.fc1_out) = ops::grouped_gemm_activation(
+      input.data, weight.forward.data, mlp.group_sizes, mlp.probs, mlp.fc1_bias, mlp.activation.key,
+      /*keep_input=*/keep_fc1_out, mlp.options.max_sms, mlp.options.expected_rows,
+      as_optional(input.row_index), mlp.zero_tail());
+  hidden.activation = quantize_operand(activation, mlp.group_sizes, formats.input, formats.input_key, true,
+                                       columns, mlp.zero_tail());
   return hidden;
+}
+
+Hidden activation_of(const Tensor& fc1_out, const MlpArguments& mlp, const OperandFormats& formats,
+                     bool columns) {
+  const bool zero_tail = mlp.zero_tail();
+  if (fuses_quantize(mlp.activation, formats.input, formats.input_key)) {
+    return {fc1_out, operand_of(quantize::call_activation_quantize(fc1_out, formats.input_key, mlp.probs,
+                                                                   mlp.group_sizes, {true, columns},
+                                                                   mlp.activation.key, zero_tail),
+                                formats.input, formats.input_key)};
+  }
+  const Tensor activation =
+      ops::activation(fc1_out, mlp.probs, used_sizes(mlp.group_sizes, zero_tail), mlp.activation.key);
+  return {fc1_out, quantize_operand(activation, mlp.group_sizes, formats.input, formats.input_key, true,
+                                    columns, zero_tail)};
 }
 
 namespace {

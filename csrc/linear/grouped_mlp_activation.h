@@ -1,5 +1,4 @@
-// The first half of grouped_mlp, fc1 and the activation times a probability per row, and of its backward. Each is one function, so that
-// a fused kernel has one place to be called from.
+// The first half of grouped_mlp, fc1 and the activation times a probability per row, and of its backward.
 #pragma once
 
 #include "activation/description.h"
@@ -41,10 +40,17 @@ struct Hidden {
   QuantizedOperand activation;  // [T, F], in the format of fc2's input
 };
 
-// fc1 and the activation. Takes ownership of `input` and `weight` and frees them after the GEMM. `fc1_out` may be empty unless
-// `keep_fc1_out`.
-Hidden fc1_activation(QuantizedOperand input, QuantizedWeight weight, const MlpArguments& mlp,
-                      const OperandFormats& formats, bool columns, bool keep_fc1_out);
+// Whether one kernel computes fc1 and the activation: no scales, the dtype of the layer, one weight or matrices that are a stack in
+// memory, as which `weight` then holds them.
+bool fuses_fc1_activation(const Quantized& input, QuantizedWeight& weight, const MlpArguments& mlp);
+
+// By that kernel. `fc1_out` is empty unless `keep_fc1_out`.
+Hidden fused_fc1_activation(const Quantized& input, const QuantizedWeight& weight, const MlpArguments& mlp,
+                            const OperandFormats& formats, bool columns, bool keep_fc1_out);
+
+// The activation of the output of fc1.
+Hidden activation_of(const at::Tensor& fc1_out, const MlpArguments& mlp, const OperandFormats& formats,
+                     bool columns);
 
 // What the gradient of the output of fc1 is needed for.
 struct HiddenNeedsGrad {

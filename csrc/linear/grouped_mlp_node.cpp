@@ -95,8 +95,25 @@ Tensor forward_of(const MlpArguments& mlp, const OperandFormats& formats, const 
   if (needs_grad.fc1_weight) kept.input = input.columnwise;
   kept.fc1 = fc1.backward;
   if (needs_grad.input) kept.fc1_matrices = fc1.matrices;
-  Hidden hidden = fc1_activation(std::move(input), std::move(fc1), mlp, formats, needs_grad.fc2_weight,
-                                 needs_grad.fc1_out);
+  Hidden hidden;
+  if (fuses_fc1_activation(input.rowwise, fc1, mlp)) {
+    hidden =
+        fused_fc1_activation(input.rowwise, fc1, mlp, formats, needs_grad.fc2_weight, needs_grad.fc1_out);
+  } else {
+    const Tensor fc1_out = gemm_of({.a = input.rowwise,
+                                    .b = fc1.forward,
+                                    .matrices = fc1.matrices,
+                                    .group_sizes = mlp.group_sizes,
+                                    .bias = mlp.fc1_bias,
+                                    .dtype = mlp.input.scalar_type(),
+                                    .options = mlp.options,
+                                    .zero_tail = mlp.zero_tail()});
+    input = {};  // freed before the activation is allocated
+    fc1 = {};
+    hidden = activation_of(fc1_out, mlp, formats, needs_grad.fc2_weight);
+  }
+  input = {};
+  fc1 = {};
   if (needs_grad.fc1_out) kept.fc1_out = hidden.fc1_out;
   if (needs_grad.fc2_weight) kept.activation = hidden.activation.columnwise;
   hidden.fc1_out.reset();

@@ -8,6 +8,7 @@
 
 #include "common/tensor.h"
 #include "gemm/dispatch/describe_gemm.h"
+#include "gemm/sm90/launch.h"
 
 namespace transformer_plugin::gemm {
 
@@ -39,7 +40,7 @@ inline std::optional<at::Tensor> as_float(const std::optional<at::Tensor>& tenso
 }
 
 // Launches the kernels of gemm/generic, and writes zeros past the last group if `args.zero_tail`.
-void launch_generic(GemmDirection direction, const GroupedGemmArgs& args, void* stream);
+Launcher generic_launcher(GemmDirection direction);
 
 // Writes zeros to the rows past the last group.
 inline void zero_tail_rows(const at::Tensor& out, const at::Tensor& offsets, void* stream) {

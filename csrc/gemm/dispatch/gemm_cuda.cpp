@@ -1,17 +1,14 @@
-// GEMMs on CUDA, by the kernel that select_gemm names. No size or index is read on the host.
+// GEMMs on CUDA, by the kernel that select_gemm named. No size or index is read on the host.
 #ifdef TRANSFORMER_PLUGIN_CUDA
+
+#include "gemm/dispatch/gemm_cuda.h"
 
 #include <ATen/ops/_grouped_mm.h>
 
 #include <vector>
 
-#include "common/row_index.h"
 #include "common/tensor.h"
-#include "gemm/dispatch/cuda_args.h"
-#include "gemm/dispatch/describe_gemm.h"
 #include "gemm/dispatch/quantized_operands.h"
-#include "gemm/dispatch/run_gemm.h"
-#include "gemm/dispatch/select.h"
 #include "gemm/sm90/align_groups.h"
 #include "gemm/sm90/gather/gather.h"
 
@@ -19,29 +16,6 @@ namespace transformer_plugin::gemm {
 namespace {
 
 using at::Tensor;
-
-// A product whose kernel is selected. What it allocates lives until the kernels are launched.
-struct Call {
-  const GemmProblem& problem;
-  const GemmDesc& desc;
-  const Selection& selection;
-  void* stream;
-
-  bool gathers() const { return selection.backend == Backend::kSm90Gather; }
-  GatheredRows gathered_rows() const {
-    return rows_by_index(problem.a.data, problem.a.row_index, problem.offsets);
-  }
-  GroupedGemmArgs args() const {
-    GroupedGemmArgs args = args_of(desc);
-    if (!problem.is_dense()) args.offsets = problem.offsets.const_data_ptr<int32_t>();
-    if (problem.is_quantized()) args.scaling = *operand_scaling(desc.direction, desc.a_format, desc.b_format);
-    return args;
-  }
-  void launch(const GroupedGemmArgs& args) const {
-    if (selection.backend == Backend::kGeneric) return launch_generic(desc.direction, args, stream);
-    sm90_launcher(desc.direction, args)(args, selection.config, stream);
-  }
-};
 
 // torch cannot copy E2M1, so the bytes of quantized data are copied.
 Tensor contiguous_data(const Tensor& data) {
@@ -82,16 +56,24 @@ Tensor set_workspace(GroupedGemmArgs& args, const Tensor& like) {
   return workspace;
 }
 
-// kFprop and kDgrad by a kernel of this library.
-void multiply_rows(const Call& call, const Tensor& out) {
-  const GemmProblem& problem = call.problem;
+}  // namespace
+
+GroupedGemmArgs SelectedGemm::args() const {
+  GroupedGemmArgs args = args_of(desc);
+  if (!problem.is_dense()) args.offsets = problem.offsets.const_data_ptr<int32_t>();
+  if (problem.is_quantized()) args.scaling = *operand_scaling(desc.direction, desc.a_format, desc.b_format);
+  return args;
+}
+
+void multiply_rows(const SelectedGemm& gemm, const Tensor& out) {
+  const GemmProblem& problem = gemm.problem;
   const std::vector<Tensor> matrices = matrices_of(problem);
-  const Tensor a = call.gathers() ? Tensor() : rows_of(problem.a, problem.offsets);
+  const Tensor a = gemm.gathers() ? Tensor() : rows_of(problem.a, problem.offsets);
   const Tensor a_scale = contiguous_scale(problem.a), b_scale = contiguous_scale(problem.b);
   const DevicePointerArray list(problem.list.empty() ? at::TensorList() : matrices, out);
   const auto bias = as_float(problem.bias), bias_scale = as_float(problem.bias_scale);
   const auto alpha = as_float(alpha_and_amaxes(problem)), beta = as_float(beta_or_one(problem, out));
-  GroupedGemmArgs args = call.args();
+  GroupedGemmArgs args = gemm.args();
   args.a = pointer_or_null(a);
   args.b = matrices[0].const_data_ptr();
   args.a_scale = pointer_or_null(a_scale);
@@ -105,31 +87,33 @@ void multiply_rows(const Call& call, const Tensor& out) {
   args.accumulate = false;  // that of a dense product is a beta of 1
   args.zero_tail = problem.zero_tail && !problem.is_dense() && !beta;
   const Tensor workspace = set_workspace(args, out);
-  if (!call.gathers()) return call.launch(args);
-  const bool fprop = call.desc.direction == GemmDirection::kFprop;
+  if (!gemm.gathers()) return gemm.launcher(args)(args, gemm.selection.config, gemm.stream);
+  const bool fprop = gemm.desc.direction == GemmDirection::kFprop;
   const auto launch = fprop ? fprop_gather(args.dtype) : dgrad_gather(args.dtype);
-  launch(args, call.gathered_rows(), call.selection.config, call.stream);
+  launch(args, gemm.gathered_rows(), gemm.selection.config, gemm.stream);
 }
+
+namespace {
 
 // Quantized operands in the `aligned` layout of groups, where the kernel reads it: their own data, or copies.
 struct AlignedGroups {
   Tensor a, b;
 
-  AlignedGroups(const Call& call, const Tensor& a_data, const Tensor& b_data, GroupedGemmArgs& args) {
-    const GemmCopy copy = call.selection.copy;
+  AlignedGroups(const SelectedGemm& gemm, const Tensor& a_data, const Tensor& b_data, GroupedGemmArgs& args) {
+    const GemmCopy copy = gemm.selection.copy;
     const bool copies_all = copy == GemmCopy::kAlignAllGroups;
     if (copies_all || copy == GemmCopy::kAlignGroups) {
       a = aligned_copy(a_data, args.groups);
       b = aligned_copy(b_data, args.groups);
       launch_align_groups(operand_copy(a_data, a), operand_copy(b_data, b), args.offsets, args.groups,
-                          args.rows, copies_all, call.stream);
-    } else if (!call.problem.is_dense()) {
+                          args.rows, copies_all, gemm.stream);
+    } else if (!gemm.problem.is_dense()) {
       a = a_data;
       b = b_data;
     }
     args.a_group_aligned = pointer_or_null(a);
     args.b_group_aligned = pointer_or_null(b);
-    args.read_all_group_aligned = copies_all || (copy == GemmCopy::kNone && !call.problem.is_dense());
+    args.read_all_group_aligned = copies_all || (copy == GemmCopy::kNone && !gemm.problem.is_dense());
   }
 
  private:
@@ -143,16 +127,17 @@ struct AlignedGroups {
   }
 };
 
-// kWgrad by a kernel of this library.
-void multiply_columns(const Call& call, at::TensorList out) {
-  const GemmProblem& problem = call.problem;
+}  // namespace
+
+void multiply_columns(const SelectedGemm& gemm, at::TensorList out) {
+  const GemmProblem& problem = gemm.problem;
   const Tensor b = rows_of(problem.b, problem.offsets);
-  const Tensor a = call.gathers() ? Tensor() : rows_of(problem.a, problem.offsets);
+  const Tensor a = gemm.gathers() ? Tensor() : rows_of(problem.a, problem.offsets);
   const Tensor a_scale = contiguous_scale(problem.a), b_scale = contiguous_scale(problem.b);
   for (const Tensor& matrix : out) matrix.mutable_data_ptr();  // makes copy-on-write tensors writable
   const DevicePointerArray list(is_out_list(problem, out) ? out : at::TensorList(), b);
   const auto alpha = as_float(alpha_and_amaxes(problem)), beta = as_float(problem.beta);
-  GroupedGemmArgs args = call.args();
+  GroupedGemmArgs args = gemm.args();
   args.a = pointer_or_null(a);
   args.b = b.const_data_ptr();
   args.a_scale = pointer_or_null(a_scale);
@@ -162,50 +147,23 @@ void multiply_columns(const Call& call, at::TensorList out) {
   args.alpha = float_or_null(alpha);
   args.beta = float_or_null(beta);
   if (problem.is_quantized()) {
-    const AlignedGroups aligned(call, a, b, args);
-    return call.launch(args);
+    const AlignedGroups aligned(gemm, a, b, args);
+    return gemm.launcher(args)(args, gemm.selection.config, gemm.stream);
   }
-  if (!call.gathers()) return call.launch(args);
+  if (!gemm.gathers()) return gemm.launcher(args)(args, gemm.selection.config, gemm.stream);
   const bool float_out = args.out_dtype == DType::kFloat32;
   const auto launch = float_out ? wgrad_gather_fp32_out(args.dtype) : wgrad_gather(args.dtype);
-  launch(args, call.gathered_rows(), call.selection.config, call.stream);
+  launch(args, gemm.gathered_rows(), gemm.selection.config, gemm.stream);
 }
 
-// By at::_grouped_mm, whose ends of groups are the offsets from the second on.
-Tensor torch_product(const Call& call) {
-  const GemmProblem& problem = call.problem;
+Tensor torch_product(const SelectedGemm& gemm) {
+  const GemmProblem& problem = gemm.problem;
   const Tensor a = rows_of(problem.a, problem.offsets), b = rows_of(problem.b, problem.offsets);
   const Tensor ends = problem.offsets.narrow(0, 1, problem.groups());
   if (problem.is_wgrad()) return at::_grouped_mm(a.t(), b, ends);
   const bool fprop = problem.direction == GemmDirection::kFprop;
   const Tensor out = at::_grouped_mm(a, fprop ? b.transpose(1, 2) : b, ends);
-  if (problem.zero_tail) zero_tail_rows(out, problem.offsets, call.stream);
-  return out;
-}
-
-Tensor new_output(const GemmProblem& problem, const GemmDesc& desc, at::ScalarType dtype) {
-  if (problem.is_wgrad()) return empty(problem.a.data, {desc.groups, desc.m, desc.n}, dtype);
-  return empty(problem.a.data, {desc.rows, desc.n}, dtype);
-}
-
-}  // namespace
-
-Tensor run_gemm_cuda(const GemmProblem& problem, at::ScalarType dtype, at::TensorList given) {
-  const bool joins_scales = !problem.list_scales.empty();
-  if (joins_scales) return run_gemm_cuda(with_stacked_list(problem, false), dtype, given);
-  const CudaScope scope(problem.a.data);
-  GemmDesc desc = describe_gemm(problem, dtype, given);
-  const Selection selection = select_gemm(desc, gpu_of(problem.a.data));
-  if (selection.backend == Backend::kSteps) return run_gemm_in_steps(problem, dtype, given);
-  if (selection.copy == GemmCopy::kStack) {
-    return run_gemm_cuda(with_stacked_list(problem, true), dtype, given);
-  }
-  if (selection.backend == Backend::kTorch) return torch_product({problem, desc, selection, scope.stream()});
-  const Tensor out = given.empty() ? new_output(problem, desc, dtype) : given[0];
-  if (selection.direction != desc.direction) desc = as_wgrad(desc);
-  const Call call{problem, desc, selection, scope.stream()};
-  const at::TensorList written = given.empty() ? at::TensorList(out) : given;
-  desc.is_wgrad() ? multiply_columns(call, written) : multiply_rows(call, out);
+  if (problem.zero_tail) zero_tail_rows(out, problem.offsets, gemm.stream);
   return out;
 }
 

@@ -5,8 +5,10 @@
 #include "gemm/sm90/tensor_map.h"
 
 namespace transformer_plugin::gemm {
+namespace {
 
-void launch_generic(GemmDirection direction, const GroupedGemmArgs& args, void* stream) {
+template <GemmDirection direction>
+void launch_generic(const GroupedGemmArgs& args, const Sm90Config&, void* stream) {
   const bool empty = direction == GemmDirection::kWgrad ? args.m == 0 : args.rows == 0;
   if (empty || args.n == 0) return;
   if (args.groups > 0) {
@@ -22,6 +24,14 @@ void launch_generic(GemmDirection direction, const GroupedGemmArgs& args, void* 
     launch_zero_tail(args.out, args.offsets + args.groups, args.rows, args.n * bytes,
                      args.out_row_stride * bytes, stream);
   }
+}
+
+}  // namespace
+
+Launcher generic_launcher(GemmDirection direction) {
+  if (direction == GemmDirection::kFprop) return launch_generic<GemmDirection::kFprop>;
+  if (direction == GemmDirection::kDgrad) return launch_generic<GemmDirection::kDgrad>;
+  return launch_generic<GemmDirection::kWgrad>;
 }
 
 }  // namespace transformer_plugin::gemm

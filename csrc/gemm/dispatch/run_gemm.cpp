@@ -10,6 +10,10 @@
 #include "gemm/dispatch/rowwise_gemm.h"
 #include "gemm/generic/dense_gemm.h"
 
+#ifdef TRANSFORMER_PLUGIN_CUDA
+#include "gemm/dispatch/gemm_cuda.h"
+#endif
+
 namespace transformer_plugin::gemm {
 namespace {
 
@@ -76,16 +80,41 @@ Tensor stacked(at::TensorList list, bool one_number) {
   return joined.view(sizes).view(first.scalar_type());
 }
 
+#ifdef TRANSFORMER_PLUGIN_CUDA
+
+Tensor new_output(const GemmProblem& problem, const GemmDesc& desc, at::ScalarType dtype) {
+  if (problem.is_wgrad()) return empty(problem.a.data, {desc.groups, desc.m, desc.n}, dtype);
+  return empty(problem.a.data, {desc.rows, desc.n}, dtype);
+}
+
+#endif
+
 }  // namespace
 
-Tensor run_gemm(const GemmProblem& problem, at::ScalarType dtype, at::TensorList out) {
+Tensor run_gemm(const GemmProblem& problem, at::ScalarType dtype, at::TensorList given) {
+  const bool by_torch = problem.is_dense() && !problem.is_quantized();
+  if (by_torch) return run_dense(problem, dtype, given);
 #ifdef TRANSFORMER_PLUGIN_CUDA
-  if (problem.a.data.is_cuda() && !(problem.is_dense() && !problem.is_quantized())) {
-    return run_gemm_cuda(problem, dtype, out);
+  if (problem.a.data.is_cuda()) {
+    const bool joins_scales = !problem.list_scales.empty();
+    if (joins_scales) return run_gemm(with_stacked_list(problem, false), dtype, given);
+    const CudaScope scope(problem.a.data);
+    GemmDesc desc = describe_gemm(problem, dtype, given);
+    const Selection selection = select_gemm(desc, gpu_of(problem.a.data));
+    if (selection.backend == Backend::kSteps) return run_gemm_in_steps(problem, dtype, given);
+    if (selection.copy == GemmCopy::kStack) return run_gemm(with_stacked_list(problem, true), dtype, given);
+    void* const stream = scope.stream();
+    if (selection.backend == Backend::kTorch) return torch_product({problem, desc, selection, stream});
+    const Tensor out = given.empty() ? new_output(problem, desc, dtype) : given[0];
+    if (selection.direction != desc.direction) desc = as_wgrad(desc);
+    const SelectedGemm gemm{problem, desc, selection, stream};
+    const at::TensorList written = given.empty() ? at::TensorList(out) : given;
+    desc.is_wgrad() ? multiply_columns(gemm, written) : multiply_rows(gemm, out);
+    return out;
   }
 #endif
-  if (problem.is_quantized()) return run_gemm_in_steps(problem, dtype, out);
-  return problem.is_dense() ? run_dense(problem, dtype, out) : run_grouped_cpu(problem, dtype, out);
+  return problem.is_quantized() ? run_gemm_in_steps(problem, dtype, given)
+                                : run_grouped_cpu(problem, dtype, given);
 }
 
 // On a CPU the matrices of a grouped GEMM are dequantized when a thread reaches their group.

@@ -23,8 +23,4 @@ GemmProblem with_stacked_list(const GemmProblem& problem, bool copy_data);
 // Without a kernel for the formats: dequantizes the operands, or applies the scales of rows to the sums.
 at::Tensor run_gemm_in_steps(const GemmProblem& problem, at::ScalarType dtype, at::TensorList out);
 
-#ifdef TRANSFORMER_PLUGIN_CUDA
-at::Tensor run_gemm_cuda(const GemmProblem& problem, at::ScalarType dtype, at::TensorList out);
-#endif
-
 }  // namespace transformer_plugin::gemm
