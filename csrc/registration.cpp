@@ -298,7 +298,7 @@ TORCH_LIBRARY(transformer_plugin, m) {
   m.def(
       "compact_plan(Tensor topk_idx, int num_experts, SymInt max_tokens, SymInt capacity, int alignment=1, "
       "int num_ranks=1, str group_name=\"\", bool raise_on_overflow=False, int timeout_ms=-1, "
-      "SymInt? max_received_tokens=None) -> (Tensor slot, Tensor source, Tensor tokens_per_expert, Tensor required, "
+      "SymInt? max_received_tokens=None, bool records=False) -> (Tensor slot, Tensor source, Tensor tokens_per_expert, Tensor required, "
       "Tensor overflow, Tensor received, Tensor position, Tensor required_tokens)");
   m.def(
       "dispatch(Tensor tokens, Tensor? topk_weights, Tensor slot, Tensor source, str group_name=\"\", "

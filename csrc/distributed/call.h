@@ -44,7 +44,7 @@ class Call {
  public:
   // The length is fixed because on a CPU the header travels before the ranks know that they make the same
   // call.
-  static constexpr int64_t kHeaderLength = 16;
+  static constexpr int64_t kHeaderLength = 20;
   using Header = std::array<int64_t, kHeaderLength>;
 
   // `phase`: where this call first waits for the others; it also names the op. `fields`: the table of the

@@ -1,5 +1,6 @@
 #include "distributed/collectives.h"
 
+#include <numeric>
 #include <utility>
 
 #include "common/tensor.h"
@@ -18,6 +19,15 @@ at::Tensor empty_rows(const at::Tensor& like, const c10::SymInt& rows) {
   std::vector<c10::SymInt> sizes(like.sym_sizes().begin(), like.sym_sizes().end());
   sizes[0] = rows;
   return empty(like, sizes, like.scalar_type());
+}
+
+int64_t sum_of(at::IntArrayRef counts) { return std::accumulate(counts.begin(), counts.end(), int64_t{0}); }
+
+std::vector<int64_t> in_bytes(at::IntArrayRef rows, const at::Tensor& like) {
+  const int64_t row_bytes = c10::multiply_integers(like.sizes().slice(1)) * like.element_size();
+  std::vector<int64_t> bytes;
+  for (const int64_t count : rows) bytes.push_back(count * row_bytes);
+  return bytes;
 }
 
 GatheredTensors with_elements(at::TensorList inputs, at::TensorList out) {

@@ -46,6 +46,8 @@ class Collectives {
 
   // Compares the ranks' headers; raises ValueError on every rank where they differ. `collectives`: those that follow.
   virtual void begin_call(const Call& call, int64_t collectives) = 0;
+  // Every rank raises an error, the same, before the collectives that were to follow.
+  virtual void cancel_call() = 0;
   // The op returns, or has raised an error.
   virtual void end_call() = 0;
 
@@ -57,6 +59,10 @@ class Collectives {
   // [size * n, ...], of which the r-th n rows go to rank r -> [size * n, ...], of which the r-th n rows come
   // from rank r.
   virtual PendingCollective all_to_all(const at::Tensor& rows, const Phase& phase) = 0;
+  // The same with sent[r] rows for rank r, in ascending order of ranks, and received[r] rows from it: what rank r sends to
+  // this one. The host of every rank knows its numbers.
+  virtual PendingCollective all_to_all_rows(const at::Tensor& rows, at::IntArrayRef sent,
+                                            at::IntArrayRef received, const Phase& phase) = 0;
   // The same without this rank's rows, which do not move: [(size - 1) * n, ...]. On CUDA only.
   virtual PendingCollective exchange_with_others(const at::Tensor& rows, const Phase& phase) = 0;
 
@@ -76,6 +82,10 @@ class Collectives {
 
 // A new tensor of this many rows, each as those of `like`.
 at::Tensor empty_rows(const at::Tensor& like, const c10::SymInt& rows);
+
+int64_t sum_of(at::IntArrayRef counts);
+// Numbers of rows of `like` as numbers of bytes.
+std::vector<int64_t> in_bytes(at::IntArrayRef rows, const at::Tensor& like);
 
 // Those of the tensors that have elements, contiguous, with their outputs.
 struct GatheredTensors {

@@ -96,6 +96,11 @@ PendingCollective GlooCollectives::run(const Tensor& out, const Phase& phase, St
     --remaining_;
     return PendingCollective(out);
   }
+  return run_always(out, phase, std::forward<Start>(start));
+}
+
+template <typename Start>
+PendingCollective GlooCollectives::run_always(const Tensor& out, const Phase& phase, Start&& start) {
   const auto work = start_work(phase, std::forward<Start>(start));
   return PendingCollective(out, [self = shared_from_this(), work, phase] {
     wait_for_work(*self->to_.state, work, phase, self->to_.timeout);
@@ -129,6 +134,17 @@ PendingCollective GlooCollectives::all_to_all(const Tensor& rows, const Phase& p
     Tensor from = as_bytes(input), to = as_bytes(out);
     std::vector<int64_t> equal_splits;
     return to_.state->cpu_backend->alltoall_base(to, from, equal_splits, equal_splits,
+                                                 options<c10d::AllToAllOptions>(true));
+  });
+}
+
+PendingCollective GlooCollectives::all_to_all_rows(const Tensor& rows, at::IntArrayRef sent,
+                                                   at::IntArrayRef received, const Phase& phase) {
+  const Tensor input = rows.contiguous(), out = empty_rows(input, sum_of(received));
+  return run_always(out, phase, [&] {
+    Tensor from = as_bytes(input), to = as_bytes(out);
+    std::vector<int64_t> sent_bytes = in_bytes(sent, input), received_bytes = in_bytes(received, input);
+    return to_.state->cpu_backend->alltoall_base(to, from, received_bytes, sent_bytes,
                                                  options<c10d::AllToAllOptions>(true));
   });
 }

@@ -11,6 +11,7 @@ class LocalCollectives : public Collectives {
   explicit LocalCollectives(CallContext to) : Collectives(std::move(to)) {}
 
   void begin_call(const Call&, int64_t) override {}
+  void cancel_call() override {}
   void end_call() override {}
 
   PendingCollective all_gather(const at::Tensor& rows, const Phase&) override {
@@ -21,6 +22,10 @@ class LocalCollectives : public Collectives {
     return PendingCollective(out[0]);
   }
   PendingCollective all_to_all(const at::Tensor& rows, const Phase&) override {
+    return PendingCollective(rows.contiguous());
+  }
+  PendingCollective all_to_all_rows(const at::Tensor& rows, at::IntArrayRef, at::IntArrayRef,
+                                    const Phase&) override {
     return PendingCollective(rows.contiguous());
   }
   PendingCollective exchange_with_others(const at::Tensor& rows, const Phase&) override {

@@ -56,6 +56,11 @@ c10d::Backend& NcclCollectives::backend() const { return *to_.group->getBackend(
 template <typename Start>
 PendingCollective NcclCollectives::run(const Tensor& out, const Phase& phase, Start&& start) {
   if (out.numel() == 0) return PendingCollective(out);
+  return run_always(out, phase, std::forward<Start>(start));
+}
+
+template <typename Start>
+PendingCollective NcclCollectives::run_always(const Tensor& out, const Phase& phase, Start&& start) {
   ProcessGroupState& state = *to_.state;
   const CudaScope scope(out);
   const StreamProgress& progress = group_progress(state);
@@ -106,6 +111,17 @@ PendingCollective NcclCollectives::all_to_all(const Tensor& rows, const Phase& p
     Tensor from = as_bytes(input), to = as_bytes(out);
     std::vector<int64_t> equal_splits;
     return backend().alltoall_base(to, from, equal_splits, equal_splits,
+                                   options<c10d::AllToAllOptions>(false));
+  });
+}
+
+PendingCollective NcclCollectives::all_to_all_rows(const Tensor& rows, at::IntArrayRef sent,
+                                                   at::IntArrayRef received, const Phase& phase) {
+  const Tensor input = rows.contiguous(), out = empty_rows(input, sum_of(received));
+  return run_always(out, phase, [&] {
+    Tensor from = as_bytes(input), to = as_bytes(out);
+    std::vector<int64_t> sent_bytes = in_bytes(sent, input), received_bytes = in_bytes(received, input);
+    return backend().alltoall_base(to, from, received_bytes, sent_bytes,
                                    options<c10d::AllToAllOptions>(false));
   });
 }

@@ -1,5 +1,7 @@
 #include "expert_parallel/all_gather_transport.h"
 
+#include <ATen/ops/zeros.h>
+
 #include "distributed/sum_ranks.h"
 #include "routing/rows.h"
 
@@ -8,11 +10,24 @@ namespace transformer_plugin::expert_parallel {
 using at::Tensor;
 using distributed::PendingCollective;
 
+namespace {
+
+// [T, W] -> [max_tokens, W], padded with zero rows.
+Tensor pad_rows(const Tensor& rows, int64_t max_tokens) {
+  if (rows.size(0) == max_tokens) return rows.contiguous();
+  const Tensor padded = at::zeros({max_tokens, rows.size(1)}, rows.options());
+  padded.narrow(0, 0, rows.size(0)).copy_(rows);
+  return padded;
+}
+
+}  // namespace
+
 std::vector<Tensor> AllGatherTransport::dispatch(const TokenExchange& exchange) const {
   group_.begin_call(exchange.call, static_cast<int64_t>(exchange.payloads.size()));
   std::vector<PendingCollective> pending;
   for (const Payload& payload : exchange.payloads)
-    pending.push_back(group_.collectives().all_gather(payload.rows, payload.phase));
+    pending.push_back(
+        group_.collectives().all_gather(pad_rows(payload.rows, exchange.layout.max_tokens), payload.phase));
   const std::optional<Tensor>& received = exchange.layout.received;
   std::vector<Tensor> result;
   for (PendingCollective& collective : pending) {

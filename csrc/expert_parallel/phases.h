@@ -23,10 +23,12 @@ inline constexpr Phase kDispatchBackwardWeights{104, "dispatch_backward", "weigh
 inline constexpr Phase kCombineRows{105, "combine", "rows"};
 inline constexpr Phase kCombineBackwardRows{106, "combine_backward", "gradients"};
 inline constexpr Phase kCompactPlanIndices{107, "compact_plan", "indices"};
+inline constexpr Phase kCompactPlanCounts{108, "compact_plan", "counts"};
+inline constexpr Phase kCompactPlanSlots{109, "compact_plan", "slots"};
 
-inline constexpr Phase kAll[] = {kPlanIndices,          kDispatchTokens,          kDispatchWeights,
-                                 kDispatchBackwardRows, kDispatchBackwardWeights, kCombineRows,
-                                 kCombineBackwardRows,  kCompactPlanIndices};
+inline constexpr Phase kAll[] = {
+    kPlanIndices, kDispatchTokens,      kDispatchWeights,    kDispatchBackwardRows, kDispatchBackwardWeights,
+    kCombineRows, kCombineBackwardRows, kCompactPlanIndices, kCompactPlanCounts,    kCompactPlanSlots};
 
 }  // namespace phases
 
@@ -49,9 +51,12 @@ inline constexpr Field kTokens{13, "tokens", FieldKind::kPerRank};
 inline constexpr Field kPlannedTokens{14, "tokens", FieldKind::kPerRank};
 inline constexpr Field kMaxReceived{15, "max_received_tokens", FieldKind::kNumber};
 
+inline constexpr Field kRecords{16, "records", FieldKind::kFlag};
+
 inline constexpr Field kAll[] = {kDtype,           kWidth,     kTopk,   kMaxTokens,     kExperts,
                                  kCapacity,        kAlignment, kRaise,  kWeights,       kRowsGradient,
-                                 kWeightsGradient, kPlan,      kTokens, kPlannedTokens, kMaxReceived};
+                                 kWeightsGradient, kPlan,      kTokens, kPlannedTokens, kMaxReceived,
+                                 kRecords};
 static_assert(distributed::is_field_table(kAll), "fields are numbered from 1 and fit into a header");
 
 }  // namespace fields

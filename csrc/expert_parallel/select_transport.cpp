@@ -8,6 +8,7 @@
 #include "common/ops/expert_parallel.h"
 #include "common/register.h"
 #include "expert_parallel/all_gather_transport.h"
+#include "expert_parallel/all_to_all_transport.h"
 
 namespace transformer_plugin::expert_parallel {
 
@@ -19,13 +20,20 @@ TransportSelection select_transport(const TransportDesc& desc) {
 }
 
 const char* transport_name(Transport transport) {
-  return transport == Transport::kNone ? "none" : "all_gather";
+  switch (transport) {
+    case Transport::kNone: return "none";
+    case Transport::kAllGather: return "all_gather";
+    case Transport::kAllToAll: return "all_to_all";
+  }
+  TORCH_INTERNAL_ASSERT(false);
 }
 
-std::unique_ptr<TokenTransport> make_transport(ExpertParallelGroup& group) {
+std::unique_ptr<TokenTransport> make_transport(ExpertParallelGroup& group, const TokenLayout& layout) {
+  if (layout.is_by_records()) return std::make_unique<AllToAllTransport>(group);
   switch (select_transport({group.size(), group.on_cuda()}).transport) {
     case Transport::kNone:  // with one rank the collectives return their input
     case Transport::kAllGather: return std::make_unique<AllGatherTransport>(group);
+    case Transport::kAllToAll: return std::make_unique<AllToAllTransport>(group);
   }
   TORCH_INTERNAL_ASSERT(false);
 }

@@ -15,13 +15,17 @@ namespace transformer_plugin::expert_parallel {
 
 // The rows that a rank receives in one plan, each token once, in ascending order of (rank, token).
 struct TokenLayout {
-  int64_t max_tokens;     // of each rank; the tokens of a rank are padded with zero rows to this
+  int64_t max_tokens;     // of each rank
   int64_t received_rows;  // N
-  // The two directions of the map between received rows and tokens, which are counted rank * max_tokens + token. Both
-  // absent: row i is token i, so that N is R * max_tokens.
-  // int32 [N]: the token of each row, or -1 for a row of zeros.
+  // The two directions of the map between received rows and tokens. Both absent: row i is token i of all ranks, each with
+  // max_tokens, so that N is R * max_tokens.
+  // int32 [N]: the token of each row, counted rank * max_tokens + token, or -1 for a row of zeros; or, by records, `peer_rows`
+  // [4, R + 1] (record_plan.h).
   std::optional<at::Tensor> received = std::nullopt;
-  std::optional<at::Tensor> position = std::nullopt;  // int32 [R * max_tokens]: the row of each token, or -1
+  // int32 [R * max_tokens]: the row of each token, or -1; or `records` [2, max_tokens, min(K, R)].
+  std::optional<at::Tensor> position = std::nullopt;
+
+  bool is_by_records() const { return received && received->dim() == 2; }
 };
 
 // What moves with the tokens: their rows, or their routing weights.
@@ -40,14 +44,15 @@ struct TokenExchange {
 class TokenTransport {
  public:
   virtual ~TokenTransport() = default;
-  // For each payload, of which this rank's `rows` are [max_tokens, W]: the received rows [N, W].
+  // For each payload, of which this rank's `rows` are [T, W], at most max_tokens: the received rows [N, W]. Records of tokens
+  // past T, and rows past those that were sent, are zeros.
   virtual std::vector<at::Tensor> dispatch(const TokenExchange& exchange) const = 0;
   // The reverse, of [N, W]: for each of this rank's first `tokens` tokens the sum of its rows on all ranks, [tokens, W]. Ranks are
   // added in ascending order in FP32 (FP64 of float64), from zero, and rounded once.
   virtual std::vector<at::Tensor> combine(const TokenExchange& exchange, int64_t tokens) const = 0;
 };
 
-// The transport of select_transport() for this group. It lives for one call.
-std::unique_ptr<TokenTransport> make_transport(ExpertParallelGroup& group);
+// The transport for this group and the plan of this layout. It lives for one call.
+std::unique_ptr<TokenTransport> make_transport(ExpertParallelGroup& group, const TokenLayout& layout);
 
 }  // namespace transformer_plugin::expert_parallel

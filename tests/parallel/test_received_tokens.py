@@ -29,6 +29,9 @@ FORMS: dict[str, dict[str, Any] | None] = {
     "bound-5": {"max_received_tokens": 5},
     "bound-9": {"max_received_tokens": 9},
     "bound-of-all": {"max_received_tokens": 1000},
+    "records": {"records": True},
+    "records-bound-1": {"max_received_tokens": 1, "records": True},
+    "records-bound-5": {"max_received_tokens": 5, "records": True},
 }
 
 
@@ -48,13 +51,18 @@ def check_case(rank: Rank, case: EpCase, options: dict[str, Any] | None, expand:
     indices, tokens, weights = (list(each) for each in zip(*drawn, strict=True))
     counts = [len(each) for each in tokens]
     sizes = (case.experts(rank.size), case.max_tokens, case.capacity, case.alignment)
+    plans: all_ranks.Plans
+    plan: ep.Plan | ep.CompactPlan
     if options is None:
-        plans = all_ranks.plan(indices, *sizes)
+        expected_plan = (plans := all_ranks.plan(indices, *sizes))[me]
         plan = ep.plan(indices[me].to(device), *sizes, rank.size, name)
     else:
-        plans = all_ranks.compact_plan(indices, *sizes, **options)
+        bound = options.get("max_received_tokens")
+        plans = compact = all_ranks.compact_plan(indices, *sizes, max_received_tokens=bound)
+        by_records = options.get("records", False)
+        expected_plan = (all_ranks.by_records(compact, indices[me].shape[-1]) if by_records else compact)[me]
         plan = ep.compact_plan(indices[me].to(device), *sizes, rank.size, name, **options)
-    for field, got, expected in zip(plan._fields, plan, plans[me], strict=True):
+    for field, got, expected in zip(plan._fields, plan, expected_plan, strict=True):
         assert_same_bits(got, expected, field)
 
     last = (name, 60_000, -1, expand, *maps(plan))

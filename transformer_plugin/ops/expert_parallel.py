@@ -78,9 +78,15 @@ class CompactPlan(NamedTuple):
     required: Tensor
     #: int32 ``[1]``: 1 if any rank needs more than the capacity or ``max_received_tokens``; the same on every rank.
     overflow: Tensor
-    #: int32 ``[N]``: the token of each received row, or -1 past the last one.
+    #: int32 ``[N]``: the token of each received row, or -1 past the last one. By records int32 ``[4, R + 1]``, where a
+    #: record is a row that this rank sends to a rank, numbered by (rank, token). ``received[0, r]`` and
+    #: ``received[0, r + 1]``: the first and the last but one of the rows from rank r. ``received[1]``: likewise of the
+    #: records to rank r. ``received[2, r]``: the row of rank r that is the first record to it. ``received[3, r]``: the
+    #: record of rank r that is the first row from it.
     received: Tensor
-    #: int32 ``[R * max_tokens]``: the received row of each token, or -1.
+    #: int32 ``[R * max_tokens]``: the received row of each token, or -1. By records int32
+    #: ``[2, max_tokens, min(K, R)]``: ``position[0]`` are the records of each token, in ascending order of ranks, then
+    #: -1; ``position[1]``, flat, the token of each record, then -1.
     position: Tensor
     #: int64 ``[R]``: the tokens of which each rank has an expert, before any is dropped.
     required_tokens: Tensor
@@ -142,6 +148,7 @@ def compact_plan(
     raise_on_overflow: bool = False,
     timeout_ms: int = -1,
     max_received_tokens: int | None = None,
+    records: bool = False,
 ) -> CompactPlan:
     """The plan of :func:`plan`, where of the tokens of all ranks only those are kept that have a row here.
 
@@ -153,6 +160,11 @@ def compact_plan(
             tokens of which a rank has an expert, in the order of their numbers, those past this many are dropped there,
             with all their rows, before rows past the capacity are; with ``raise_on_overflow`` that is an error. None:
             enough for all.
+        records: whether the plan is by records: ranks exchange how many rows each sends to each in place of their
+            indices, and dispatch and combine send each row once to the ranks that need it, in an all-to-all of uneven
+            parts. The other tensors, and all results, have the same bits; ``received`` and ``position`` are those of
+            :class:`CompactPlan` by records. The host reads the numbers of rows, so that on CUDA it waits for the stream,
+            and the call cannot be captured in a CUDA graph.
 
     The others are those of :func:`plan`.
 
@@ -164,7 +176,7 @@ def compact_plan(
         TypeError, ValueError, PeerTimeoutError: as :func:`plan`, and tokens that do not fit.
     """
     arguments = (topk_idx, num_experts, max_tokens, capacity, alignment, num_ranks, group_name)
-    options = (raise_on_overflow, timeout_ms, max_received_tokens)
+    options = (raise_on_overflow, timeout_ms, max_received_tokens, records)
     with peer_errors():
         return CompactPlan(*_ops.compact_plan.default(*arguments, *options))
 

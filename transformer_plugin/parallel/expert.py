@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Overflow = Literal["raise", "drop"]
+Transport = Literal["auto", "all_gather", "all_to_all"]
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,11 @@ class EpConfig:
     overflow: Overflow = "raise"
     #: tokens that one rank can receive in one call, its own included, each counted once. None: those of all ranks.
     max_received_tokens: int | None = None
+    #: how tokens move between the ranks, with the same bits. "all_gather": every rank receives all tokens. "all_to_all":
+    #: each rank receives exactly the tokens of its experts; the host reads how many, so that a GPU's stream is waited for
+    #: and the call cannot be captured in a CUDA graph. "auto": what
+    #: :func:`~transformer_plugin.ops.expert_parallel.select_transport` names.
+    transport: Transport = "auto"
 
 
 class EpPlan(NamedTuple):
@@ -75,9 +81,11 @@ class EpPlan(NamedTuple):
     num_tokens: int
     #: the index of this rank in the group.
     rank: int
-    #: int32 ``[N]``; None where the received rows are the tokens of all ranks, as are the next two.
+    #: int32 ``[N]``, or ``[4, R + 1]`` with the transport "all_to_all"; see
+    #: :class:`transformer_plugin.ops.expert_parallel.CompactPlan`. None where the received rows are the tokens of all
+    #: ranks, as are the next two.
     received: Tensor | None = None
-    #: int32 ``[R * max_tokens]``.
+    #: int32 ``[R * max_tokens]``, or ``[2, max_tokens, min(K, R)]``.
     position: Tensor | None = None
     #: int64 ``[R]``: tokens that each rank needs, before any is dropped.
     required_tokens: Tensor | None = None
@@ -97,7 +105,7 @@ class EpContext:
     Args:
         group: the c10d process group, Gloo for CPU tensors or NCCL for CUDA tensors; None for this process alone.
         num_experts, max_tokens_per_rank, hidden_dim, num_topk, capacity, alignment, overflow: see :class:`EpConfig`.
-        max_received_tokens: likewise.
+        max_received_tokens, transport: likewise.
         timeout: the longest wait for other ranks in seconds; None for ``config.settings.peer_timeout``. On a CPU a
             longer wait raises :class:`~transformer_plugin.errors.PeerTimeoutError`. On CUDA the process prints the
             text of that error and exits, because a stream that waits for a lost rank cannot be recovered. Choose a
@@ -125,6 +133,7 @@ class EpContext:
         alignment: int = 1,
         overflow: Overflow = "raise",
         max_received_tokens: int | None = None,
+        transport: Transport = "auto",
         timeout: float | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -139,6 +148,7 @@ class EpContext:
             alignment,
             overflow,
             max_received_tokens,
+            transport,
         )
         self.group = group
         self.num_ranks = 1 if group is None else group.size()
@@ -152,8 +162,10 @@ class EpContext:
         self.timeout_ms = int(timeout * 1000)
         self.num_local_experts = num_experts // self.num_ranks
         self.capacity = self.capacity_for(alignment)
-        #: how tokens move between the ranks, see :func:`transformer_plugin.ops.expert_parallel.select_transport`.
+        #: how tokens move between the ranks; "none": there is one.
         self.transport = ops.select_transport(self.num_ranks, self.device.type).transport
+        if transport != "auto" and self.num_ranks > 1:
+            self.transport = transport
         self._open = True
         self._compare()
         if self.num_ranks > 1:
@@ -201,7 +213,7 @@ class EpContext:
             alignment: alignment of this call, the same on every rank; None for the context's.
             compact: whether to keep of the tokens of all ranks only those that have a row here; the same on every rank.
                 It saves memory where the capacity is less than R * max_tokens_per_rank, and is done only there. With a
-                smaller ``max_received_tokens`` it is always done.
+                smaller ``max_received_tokens``, or the transport "all_to_all", it is always done.
 
         Raises:
             ValueError: an invalid argument; an index of any rank that is neither an expert nor -1; or rows do not fit
@@ -234,8 +246,9 @@ class EpContext:
         tokens, bound = self.num_ranks * self.config.max_tokens_per_rank, self.config.max_received_tokens
         here = (topk_idx.numel() // self.config.num_topk, self.rank)
         is_bounded = bound is not None and bound < tokens
-        if is_bounded or (compact and arguments[3] < tokens):
-            routing = ops.compact_plan(*arguments, bound if is_bounded else None)
+        records = self.transport == "all_to_all"
+        if is_bounded or records or (compact and arguments[3] < tokens):
+            routing = ops.compact_plan(*arguments, bound if is_bounded else None, records)
             return EpPlan(*routing[:5], *here, *routing[5:])
         return EpPlan(*ops.plan(*arguments), *here)
 

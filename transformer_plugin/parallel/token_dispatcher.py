@@ -17,7 +17,7 @@ from transformer_plugin.nn._autocast import as_float32
 from transformer_plugin.nn._slots import Slots
 from transformer_plugin.nn._tracing import assign_all, is_tracing
 from transformer_plugin.nn.grouped_mlp import takes_tokens
-from transformer_plugin.parallel.expert import EpContext, EpPlan
+from transformer_plugin.parallel.expert import EpContext, EpPlan, Transport
 from transformer_plugin.tensor._layout import message
 
 if TYPE_CHECKING:
@@ -53,6 +53,8 @@ class DispatchConfig:
     #: ranks and numbers, the rows here are dropped, before those past the ``capacity``. None: the tokens of all ranks.
     #: Unused without a group, and with a group of one rank, where no token is received.
     max_received_tokens: int | None = None
+    #: how tokens move between the ranks, with the same bits: see :class:`~transformer_plugin.parallel.EpConfig`.
+    transport: Transport = "auto"
 
     def __post_init__(self) -> None:
         check_fields(self, "transformer_plugin::DispatchConfig")
@@ -215,6 +217,7 @@ class TokenDispatcher:
             alignment=config.alignment or row_multiple,
             overflow="drop",
             max_received_tokens=config.max_received_tokens,
+            transport=config.transport,
             timeout=config.timeout,
             device=None if device is None or torch.device(device).type == "meta" else device,
         )
@@ -317,5 +320,7 @@ def _rows_in_use(plan: EpPlan) -> EpPlan:
     plan = plan._replace(source=plan.source[: int(plan.tokens_per_expert.sum())])
     if plan.received is None:
         return plan
+    if plan.received.dim() == 2:  # by records
+        return plan._replace(slot=plan.slot[: int(plan.received[0, -1])])
     rows = int(plan.received.ge(0).sum())
     return plan._replace(slot=plan.slot[:rows], received=plan.received[:rows])

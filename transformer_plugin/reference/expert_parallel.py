@@ -41,6 +41,35 @@ def compact_plan(
     return _plans(topk_idx, num_experts, max_tokens, capacity, alignment, bound, rows, compact=True)
 
 
+def by_records(plans: Sequence[CompactPlan], topk: int) -> list[CompactPlan]:
+    """The same plans with the maps of plans by records."""
+    ranks, tokens = len(plans), len(plans[0].position)
+    max_tokens, most = tokens // ranks, min(topk, ranks)
+    # Of each rank the (destination, token) of its records, in ascending order.
+    sent: list[list[tuple[int, int]]] = [[] for _ in plans]
+    for to, each in enumerate(plans):
+        for number in each.received.tolist():
+            if number >= 0:
+                sent[number // max_tokens].append((to, number % max_tokens))
+    counts = [[sum(to == r for to, _ in records) for r in range(ranks)] for records in sent]
+    results = []
+    for me, each in enumerate(plans):
+        rows = torch.zeros(4, ranks + 1, dtype=torch.int32)
+        for r in range(ranks):
+            rows[0, r + 1] = rows[0, r] + counts[r][me]
+            rows[1, r + 1] = rows[1, r] + counts[me][r]
+            rows[2, r] = sum(counts[before][r] for before in range(me))
+            rows[3, r] = sum(counts[r][:me])
+        records = torch.full((2, max_tokens, most), -1, dtype=torch.int32)
+        for t in range(max_tokens):
+            mine = [n for n, (_, token) in enumerate(sent[me]) if token == t]
+            records[0, t, : len(mine)] = torch.tensor(mine, dtype=torch.int32)
+        flat = torch.tensor([token for _, token in sent[me]], dtype=torch.int32)
+        records[1].view(-1)[: len(flat)] = flat
+        results.append(each._replace(received=rows, position=records))
+    return results
+
+
 def _plans(
     topk_idx: list[Tensor],
     num_experts: int,

@@ -11,7 +11,7 @@ inline constexpr Op<"plan", std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>(c
     int64_t timeout_ms)> plan;
 inline constexpr Op<"compact_plan", std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>(const Tensor& topk_idx,
     int64_t num_experts, SymInt max_tokens, SymInt capacity, int64_t alignment, int64_t num_ranks, std::string_view group_name,
-    bool raise_on_overflow, int64_t timeout_ms, std::optional<SymInt> max_received_tokens)> compact_plan;
+    bool raise_on_overflow, int64_t timeout_ms, std::optional<SymInt> max_received_tokens, bool records)> compact_plan;
 inline constexpr Op<"dispatch", std::tuple<Tensor, Tensor>(const Tensor& tokens, OptionalTensorArg topk_weights,
     const Tensor& slot, const Tensor& source, std::string_view group_name, int64_t timeout_ms, int64_t grads_needed, bool expand,
     OptionalTensorArg received, OptionalTensorArg position)> dispatch;

@@ -1,7 +1,7 @@
 // Helpers of plan, dispatch and combine, and the registration of their phases.
 #include "expert_parallel/ops/checks.h"
 
-#include <ATen/ops/zeros.h>
+#include <algorithm>
 
 #include "common/tensor.h"
 #include "routing/rows_args.h"
@@ -11,9 +11,9 @@ namespace {
 
 const distributed::PhaseRegistration registration(phases::kAll);
 
-void check_map(const Argument& map, const Argument& data) {
+void check_map(const Argument& map, const Argument& data, int64_t dim = 1) {
   check_dtype(map, {at::kInt});
-  check_dim(map, 1);
+  check_dim(map, dim);
   check_same_device(map, data);
 }
 
@@ -39,6 +39,15 @@ void check_received(const char* op, const ReceivedRows& rows, const Tensor& data
                  "Pass both as plan returned them, or None where they are empty");
   if (!rows.received) return;
   const Argument received{op, "received", *rows.received};
+  if (rows.is_by_records()) {
+    const Argument position{op, "position", *rows.position};
+    check_map(received, data_argument, 2);
+    check_size(received, 0, 4, "that of a plan by records");
+    check_contiguous(received);
+    check_map(position, data_argument, 3);
+    check_size(position, 0, 2, "that of a plan by records");
+    return check_contiguous(position);
+  }
   check_map(received, data_argument);
   check_size(received, 0, rows.slot.sym_size(0), "the rows of 'slot'");
   check_map({op, "position", *rows.position}, data_argument);
@@ -55,6 +64,13 @@ void check_count(const char* op, const char* argument, const c10::SymInt& count,
 }
 
 TokenLayout layout_of(const char* op, const RankGroup& group, const ReceivedRows& rows) {
+  if (rows.is_by_records()) {
+    TP_CHECK_VALUE(rows.received->size(1) == group.size() + 1 &&
+                       rows.position->size(2) == std::min(rows.slot.size(1), group.size()),
+                   op, "position", "a plan of this group of " << group.size() << " ranks",
+                   describe(*rows.position), "Pass the plan and the group name that belong together");
+    return {rows.position->size(1), rows.slot.size(0), rows.received, rows.position};
+  }
   const Tensor& of_tokens = rows.position ? *rows.position : rows.slot;
   TP_CHECK_VALUE(of_tokens.size(0) % group.size() == 0, op, (rows.position ? "position" : "slot"),
                  "a plan of this group of " << group.size() << " ranks", describe(of_tokens),
@@ -75,7 +91,8 @@ Call exchange_call(const ExpertParallelGroup& group, const Phase& phase, const T
   call.set(fields::kDtype, static_cast<int64_t>(dtype), argument)
       .set(fields::kWidth, width, argument)
       .set(fields::kTopk, slot.size(1), "slot")
-      .set(fields::kMaxTokens, layout.max_tokens, "slot");
+      .set(fields::kMaxTokens, layout.max_tokens, "slot")
+      .set(fields::kRecords, layout.is_by_records(), "received");
   if (const auto plan = group.find_plan(slot)) {
     TP_CHECK_VALUE(plan->position == memory_of(layout.position), phase.op, "position",
                    (plan->position ? "the maps of the compact plan that made 'slot'"
@@ -86,16 +103,12 @@ Call exchange_call(const ExpertParallelGroup& group, const Phase& phase, const T
   return call;
 }
 
-Tensor pad_rows(const Argument& rows, int64_t max_tokens) {
+Tensor token_rows(const Argument& rows, int64_t max_tokens) {
   const Tensor& tensor = rows.tensor;
-  const int64_t tokens = tensor.size(0);
-  TP_CHECK_VALUE(tokens <= max_tokens, rows.op, rows.name,
+  TP_CHECK_VALUE(tensor.size(0) <= max_tokens, rows.op, rows.name,
                  "at most " << max_tokens << " rows (max_tokens of the plan)", describe(tensor),
                  "Make the plan with a larger max_tokens on every rank");
-  if (tokens == max_tokens) return tensor.contiguous();
-  const Tensor padded = at::zeros({max_tokens, tensor.size(1)}, tensor.options());
-  padded.narrow(0, 0, tokens).copy_(tensor);
-  return padded;
+  return tensor.contiguous();
 }
 
 Tensor not_aliased(const Tensor& result, const Tensor& argument) {

@@ -24,11 +24,15 @@ at::ScalarType weight_type(at::ScalarType payload);
 // The tensors of a plan that say which rows a rank receives (TokenLayout), and which rows of its experts hold them.
 struct ReceivedRows {
   const at::Tensor& slot;          // int32 [N, K]
-  const OptionalTensor& received;  // int32 [N]
-  const OptionalTensor& position;  // int32 [R * max_tokens]
+  const OptionalTensor& received;  // int32 [N], or by records [4, R + 1]
+  const OptionalTensor& position;  // int32 [R * max_tokens], or by records [2, max_tokens, min(K, R)]
 
-  // R * max_tokens.
-  c10::SymInt tokens() const { return position ? position->sym_size(0) : slot.sym_size(0); }
+  bool is_by_records() const { return received && received->dim() == 2; }
+  // The tokens that one rank may have at most; a bound where R is not known.
+  c10::SymInt tokens() const {
+    if (is_by_records()) return position->sym_size(1);
+    return position ? position->sym_size(0) : slot.sym_size(0);
+  }
 };
 
 // Checks the tensors of a plan: dtypes, sizes, and that all are on the device of `data`.
@@ -50,8 +54,8 @@ void check_source(const char* op, const ExpertParallelGroup& group, const at::Te
 Call exchange_call(const ExpertParallelGroup& group, const Phase& phase, const TokenLayout& layout,
                    const at::Tensor& slot, const char* argument, at::ScalarType dtype, int64_t width);
 
-// [T, W] -> [max_tokens, W], padded with zero rows; ValueError if T is larger.
-at::Tensor pad_rows(const Argument& rows, int64_t max_tokens);
+// The rows as a transport takes them, contiguous; ValueError if they are more than max_tokens.
+at::Tensor token_rows(const Argument& rows, int64_t max_tokens);
 
 // For an op that returns what a transport gave it: with one rank that may be the op's own argument, which is then copied.
 at::Tensor not_aliased(const at::Tensor& result, const at::Tensor& argument);

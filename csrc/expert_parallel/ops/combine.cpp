@@ -53,7 +53,7 @@ Tensor combine(const Tensor& rows, const Tensor& slot, const Tensor& source, int
   const Call call =
       exchange_call(group, phases::kCombineRows, layout, slot, "rows", rows.scalar_type(), rows.size(1))
           .set(fields::kRowsGradient, grads_needed > 0, "rows");
-  return not_aliased(make_transport(group)->combine({layout, call, {sums}}, num_tokens)[0], rows);
+  return not_aliased(make_transport(group, layout)->combine({layout, call, {sums}}, num_tokens)[0], rows);
 }
 
 constexpr const char *kBackwardOp = "combine_backward", *kBackwardOutOp = "combine_backward_out";
@@ -74,7 +74,7 @@ TokenExchange exchange_of(const char* op, const ExpertParallelGroup& group, cons
                           const ReceivedRows& plan, const Tensor& source) {
   const TokenLayout layout = layout_of(op, group, plan);
   check_source(op, group, plan.slot, source);
-  const Payload of_tokens{pad_rows({op, "grad", grad}, layout.max_tokens), phases::kCombineBackwardRows};
+  const Payload of_tokens{token_rows({op, "grad", grad}, layout.max_tokens), phases::kCombineBackwardRows};
   const Call call = exchange_call(group, phases::kCombineBackwardRows, layout, plan.slot, "grad",
                                   grad.scalar_type(), grad.size(1));
   return {layout, call, {of_tokens}};
@@ -86,7 +86,8 @@ Tensor combine_backward(const Tensor& grad, const Tensor& slot, const Tensor& so
   const ReceivedRows plan{slot, received, position};
   combine_backward_output(kBackwardOp, grad, plan, source, timeout_ms, expand);
   ExpertParallelGroup group(kBackwardOp, group_name, timeout_ms, grad);
-  const Tensor rows = make_transport(group)->dispatch(exchange_of(kBackwardOp, group, grad, plan, source))[0];
+  const TokenExchange exchange = exchange_of(kBackwardOp, group, grad, plan, source);
+  const Tensor rows = make_transport(group, exchange.layout)->dispatch(exchange)[0];
   return expand ? routing::gather_rows(rows, source, slot) : not_aliased(rows, grad);
 }
 
@@ -107,8 +108,8 @@ void combine_backward_out(const Tensor& grad, const Tensor& slot, const Tensor& 
       kBackwardOutOp, {{"grad_rows", grad_rows}},
       {{"grad", grad}, {"slot", slot}, {"source", source}, {"received", received}, {"position", position}});
   ExpertParallelGroup group(kBackwardOutOp, group_name, timeout_ms, grad);
-  const Tensor rows =
-      make_transport(group)->dispatch(exchange_of(kBackwardOutOp, group, grad, plan, source))[0];
+  const TokenExchange exchange = exchange_of(kBackwardOutOp, group, grad, plan, source);
+  const Tensor rows = make_transport(group, exchange.layout)->dispatch(exchange)[0];
   routing::gather_rows_out(rows, source, slot, grad_rows);
   mark_written(grad_rows);
 }

@@ -56,10 +56,10 @@ TokenExchange exchange_of(const char* op, const ExpertParallelGroup& group, cons
                           int64_t grads_needed) {
   const TokenLayout layout = layout_of(op, group, plan);
   std::vector<Payload> payloads{
-      {pad_rows({op, "tokens", tokens}, layout.max_tokens), phases::kDispatchTokens}};
+      {token_rows({op, "tokens", tokens}, layout.max_tokens), phases::kDispatchTokens}};
   if (topk_weights) {
     payloads.push_back(
-        {pad_rows({op, "topk_weights", *topk_weights}, layout.max_tokens), phases::kDispatchWeights});
+        {token_rows({op, "topk_weights", *topk_weights}, layout.max_tokens), phases::kDispatchWeights});
   }
   grads_needed = std::max<int64_t>(0, grads_needed);
   check_source(op, group, plan.slot, source);
@@ -79,8 +79,8 @@ Pair dispatch(const Tensor& tokens, const OptionalTensor& topk_weights, const Te
   const ReceivedRows plan{slot, received, position};
   auto [recv, recv_weights] = dispatch_outputs(kOp, tokens, topk_weights, plan, source, timeout_ms, expand);
   ExpertParallelGroup group(kOp, group_name, timeout_ms, tokens);
-  const std::vector<Tensor> rows = make_transport(group)->dispatch(
-      exchange_of(kOp, group, tokens, topk_weights, plan, source, grads_needed));
+  const TokenExchange exchange = exchange_of(kOp, group, tokens, topk_weights, plan, source, grads_needed);
+  const std::vector<Tensor> rows = make_transport(group, exchange.layout)->dispatch(exchange);
   recv = expand ? routing::gather_rows(rows[0], source, slot) : not_aliased(rows[0], tokens);
   if (topk_weights) recv_weights = routing::weights_to_slots(rows[1], slot, source);
   return {recv, recv_weights};
@@ -115,8 +115,8 @@ void dispatch_out(const Tensor& tokens, const OptionalTensor& topk_weights, cons
                {"received", received},
                {"position", position}});
   ExpertParallelGroup group(kOutOp, group_name, timeout_ms, tokens);
-  const std::vector<Tensor> rows = make_transport(group)->dispatch(
-      exchange_of(kOutOp, group, tokens, topk_weights, plan, source, grads_needed));
+  const TokenExchange exchange = exchange_of(kOutOp, group, tokens, topk_weights, plan, source, grads_needed);
+  const std::vector<Tensor> rows = make_transport(group, exchange.layout)->dispatch(exchange);
   routing::gather_rows_out(rows[0], source, slot, recv);
   mark_written(recv);
   if (!recv_weights) return;
@@ -193,7 +193,8 @@ Pair dispatch_backward(const OptionalTensor& grad_recv, const OptionalTensor& gr
       exchange_call(group, phases::kDispatchBackwardRows, layout, slot, "grad_recv", dtype, hidden_size)
           .set(fields::kRowsGradient, for_tokens, "for_tokens")
           .set(fields::kWeightsGradient, for_weights, "for_weights");
-  const std::vector<Tensor> sums = make_transport(group)->combine({layout, call, payloads}, num_tokens);
+  const std::vector<Tensor> sums =
+      make_transport(group, layout)->combine({layout, call, payloads}, num_tokens);
   if (for_tokens) grad_tokens = grad_recv ? not_aliased(sums.front(), *grad_recv) : sums.front();
   if (for_weights) grad_weights = sums.back();
   return {grad_tokens, grad_weights};

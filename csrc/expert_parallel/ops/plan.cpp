@@ -1,7 +1,9 @@
 // plan: gathers the expert indices of all ranks and computes which tokens this rank receives, and the row of each (token, k) in
 // the layout of its experts. Counts and drops are the same on every rank. Token t of rank r has the number r * max_tokens + t.
-// compact_plan: the same, where of the tokens of all ranks only those are kept that have a row, and not more than a bound.
+// compact_plan: the same, where of the tokens of all ranks only those are kept that have a row, and not more than a bound; or a
+// plan by records, for which ranks exchange counts in place of indices (record_plan.h).
 
+#include <algorithm>
 #include <bit>
 #include <limits>
 
@@ -13,6 +15,7 @@
 #include "expert_parallel/ops/checks.h"
 #include "expert_parallel/plan_args.h"
 #include "expert_parallel/received_rows.h"
+#include "expert_parallel/record_plan.h"
 #include "routing/rows_args.h"
 #include "routing/slots.h"
 
@@ -37,8 +40,13 @@ struct Sizes {
   int64_t ranks;
   bool compact = false;
   std::optional<SymInt> max_received_tokens = std::nullopt;
+  bool records = false;
 
   SymInt tokens() const { return max_tokens * ranks; }
+  int64_t row_multiple() const { return std::max<int64_t>(1, alignment); }
+  std::optional<int64_t> bound() const {
+    return max_received_tokens ? std::optional(max_received_tokens->expect_int()) : std::nullopt;
+  }
   // Of a compact plan: not more tokens than may be received, nor than there are rows of the experts.
   SymInt received_rows() const {
     const SymInt rows = capacity < tokens() ? capacity : tokens();
@@ -77,8 +85,8 @@ void check_sizes(const Sizes& sizes) {
                  "Pass None for room for the tokens of all ranks");
 }
 
-// Checks the arguments and allocates the outputs, for all backends. `topk_idx` is [..., K].
-Plan plan_outputs(const Tensor& topk_idx, const Sizes& sizes, int64_t timeout_ms) {
+// `topk_idx` is [..., K].
+void check_arguments(const Tensor& topk_idx, const Sizes& sizes, int64_t timeout_ms) {
   check_timeout(sizes.op, timeout_ms);
   check_sizes(sizes);
   const Argument argument{sizes.op, "topk_idx", topk_idx};
@@ -96,6 +104,12 @@ Plan plan_outputs(const Tensor& topk_idx, const Sizes& sizes, int64_t timeout_ms
   const SymInt rows = sizes.tokens();
   TP_CHECK_VALUE(rows <= kLargest && rows * topk <= kLargest, sizes.op, "max_tokens",
                  "at most 2^31 - 1 (token, k) pairs in the group", rows << " tokens", "Split the call");
+}
+
+// Checks the arguments and allocates the outputs.
+Plan plan_outputs(const Tensor& topk_idx, const Sizes& sizes, int64_t timeout_ms) {
+  check_arguments(topk_idx, sizes, timeout_ms);
+  const SymInt topk = topk_idx.sym_size(-1), rows = sizes.tokens();
   return {empty(topk_idx, {sizes.compact ? sizes.received_rows() : rows, topk}, at::kInt),
           empty(topk_idx, {sizes.capacity}, at::kInt),
           empty(topk_idx, {sizes.experts / sizes.ranks}, at::kLong),
@@ -103,10 +117,16 @@ Plan plan_outputs(const Tensor& topk_idx, const Sizes& sizes, int64_t timeout_ms
 }
 
 CompactPlan compact_plan_outputs(const Tensor& topk_idx, const Sizes& sizes, int64_t timeout_ms) {
-  return std::tuple_cat(
-      plan_outputs(topk_idx, sizes, timeout_ms),
-      std::tuple(empty(topk_idx, {sizes.received_rows()}, at::kInt),
-                 empty(topk_idx, {sizes.tokens()}, at::kInt), empty(topk_idx, {sizes.ranks}, at::kLong)));
+  Plan plan = plan_outputs(topk_idx, sizes, timeout_ms);
+  const Tensor required_tokens = empty(topk_idx, {sizes.ranks}, at::kLong);
+  if (!sizes.records) {
+    return std::tuple_cat(plan, std::tuple(empty(topk_idx, {sizes.received_rows()}, at::kInt),
+                                           empty(topk_idx, {sizes.tokens()}, at::kInt), required_tokens));
+  }
+  const SymInt most = std::min(topk_idx.sym_size(-1), SymInt(sizes.ranks));
+  return std::tuple_cat(plan,
+                        std::tuple(empty(topk_idx, {4, sizes.ranks + 1}, at::kInt),
+                                   empty(topk_idx, {2, sizes.max_tokens, most}, at::kInt), required_tokens));
 }
 
 // This rank's indices in the form in which they are sent: [max_tokens, K] int32, padded with -1.
@@ -144,7 +164,7 @@ void count_rows(const Tensor& indices, const Sizes& sizes, int64_t capacity, int
                      sizes.experts,
                      sizes.ranks,
                      capacity,
-                     sizes.alignment,
+                     sizes.row_multiple(),
                      required.mutable_data_ptr<int64_t>(),
                      overflow.mutable_data_ptr<int32_t>(),
                      report,
@@ -180,29 +200,38 @@ void report_tokens(const Tensor& required_tokens, int64_t bound, const ExpertPar
 #endif
 }
 
-// What both ops do. `compact`: where there is one, also its last three tensors.
-Plan make_plan(const Tensor& topk_idx, Sizes sizes, std::string_view group_name, bool raise_on_overflow,
-               int64_t timeout_ms, CompactPlan* compact) {
-  check_sizes(sizes);
-  ExpertParallelGroup group(sizes.op, group_name, timeout_ms, topk_idx);
+// Checks the group and compares the calls of its ranks, of which `collectives` follow. Returns this rank's packed indices.
+Tensor begin_plan(const Tensor& topk_idx, const Sizes& sizes, ExpertParallelGroup& group,
+                  bool raise_on_overflow, int64_t timeout_ms, int64_t collectives) {
   TP_CHECK_VALUE(group.size() == sizes.ranks, sizes.op, "num_ranks",
-                 group.size() << ", the size of group '" << group_name << "'", sizes.ranks,
+                 group.size() << ", the size of group '" << group.state().name << "'", sizes.ranks,
                  "Pass group.size()");
-  auto [slot, source, tokens_per_expert, required, overflow] = plan_outputs(topk_idx, sizes, timeout_ms);
-  const int64_t max_tokens = sizes.max_tokens.expect_int(), capacity = sizes.capacity.expect_int();
-  const bool is_bounded = sizes.max_received_tokens.has_value();
-  const int64_t bound = is_bounded ? sizes.max_received_tokens->expect_int() : 0;
-  sizes.alignment = std::max<int64_t>(1, sizes.alignment);
-  const Tensor packed = pack_indices(topk_idx, sizes, max_tokens);
+  check_arguments(topk_idx, sizes, timeout_ms);
+  const int64_t max_tokens = sizes.max_tokens.expect_int();
+  Tensor packed = pack_indices(topk_idx, sizes, max_tokens);
   group.begin_call(make_call(sizes.compact ? phases::kCompactPlanIndices : phases::kPlanIndices)
                        .set(fields::kTopk, topk_idx.size(-1), "topk_idx")
                        .set(fields::kMaxTokens, max_tokens, "max_tokens")
                        .set(fields::kExperts, sizes.experts, "num_experts")
-                       .set(fields::kCapacity, capacity, "capacity")
-                       .set(fields::kAlignment, sizes.alignment, "alignment")
+                       .set(fields::kCapacity, sizes.capacity.expect_int(), "capacity")
+                       .set(fields::kAlignment, sizes.row_multiple(), "alignment")
                        .set(fields::kRaise, raise_on_overflow, "raise_on_overflow")
-                       .set(fields::kMaxReceived, bound, "max_received_tokens"),
-                   1);
+                       .set(fields::kMaxReceived, sizes.bound().value_or(0), "max_received_tokens")
+                       .set(fields::kRecords, sizes.records, "records"),
+                   collectives);
+  return packed;
+}
+
+// What both ops do. `compact`: where there is one, also its last three tensors.
+Plan make_plan(const Tensor& topk_idx, const Sizes& sizes, std::string_view group_name,
+               bool raise_on_overflow, int64_t timeout_ms, CompactPlan* compact) {
+  check_sizes(sizes);
+  ExpertParallelGroup group(sizes.op, group_name, timeout_ms, topk_idx);
+  const Tensor packed = begin_plan(topk_idx, sizes, group, raise_on_overflow, timeout_ms, 1);
+  const int64_t capacity = sizes.capacity.expect_int();
+  const std::optional<int64_t> bound = sizes.bound();
+  const Tensor required = empty(topk_idx, {sizes.ranks}, at::kLong),
+               overflow = empty(topk_idx, {1}, at::kInt);
   Tensor indices = group.collectives().all_gather(packed, phases::kPlanIndices).wait();
   int64_t* report = raise_on_overflow ? group.overflow_report() : nullptr;
   count_rows(indices, sizes, capacity, report, required, overflow);
@@ -210,17 +239,16 @@ Plan make_plan(const Tensor& topk_idx, Sizes sizes, std::string_view group_name,
   Tensor required_tokens;
   if (sizes.compact) {
     required_tokens = count_distinct_tokens(indices, sizes.experts, sizes.ranks);
-    if (is_bounded) {
-      overflow.bitwise_or_(required_tokens.gt(bound).any());
-      if (raise_on_overflow) report_tokens(required_tokens, bound, group);
-      indices = drop_tokens_past(indices, first, local, bound);
+    if (bound) {
+      overflow.bitwise_or_(required_tokens.gt(*bound).any());
+      if (raise_on_overflow) report_tokens(required_tokens, *bound, group);
+      indices = drop_tokens_past(indices, first, local, *bound);
     }
   }
   if (raise_on_overflow && topk_idx.is_cpu()) check_room(sizes.op, required, capacity, "capacity", "rows");
   const routing::Slots slots = routing::assign_slots({sizes.op, "topk_idx", indices}, first, local, capacity,
-                                                     sizes.alignment, false, std::nullopt);
-  slot = slots.slot;
-  source = slots.source;
+                                                     sizes.row_multiple(), false, std::nullopt);
+  Tensor slot = slots.slot, source = slots.source;
   OptionalTensor position;
   if (sizes.compact) {
     CompactRows rows = compact_rows(slot, source, sizes.received_rows().expect_int());
@@ -234,6 +262,26 @@ Plan make_plan(const Tensor& topk_idx, Sizes sizes, std::string_view group_name,
   return {slot, source, slots.group_sizes, required, overflow};
 }
 
+CompactPlan plan_by_records(const Tensor& topk_idx, const Sizes& sizes, std::string_view group_name,
+                            bool raise_on_overflow, int64_t timeout_ms) {
+  check_sizes(sizes);
+  ExpertParallelGroup group(sizes.op, group_name, timeout_ms, topk_idx);
+  const RecordPlanSizes record_sizes{sizes.op,
+                                     sizes.experts,
+                                     sizes.capacity.expect_int(),
+                                     sizes.row_multiple(),
+                                     sizes.bound(),
+                                     sizes.received_rows().expect_int(),
+                                     raise_on_overflow};
+  check_host_may_read(sizes.op, "topk_idx", topk_idx);
+  const Tensor packed =
+      begin_plan(topk_idx, sizes, group, raise_on_overflow, timeout_ms, record_sizes.collectives());
+  RecordPlan plan = make_record_plan(packed, record_sizes, group);
+  group.remember_plan(plan.slot, topk_idx.numel() / topk_idx.size(-1), plan.source, plan.records);
+  return {plan.slot,     plan.source,    plan.tokens_per_expert, plan.required,
+          plan.overflow, plan.peer_rows, plan.records,           plan.required_tokens};
+}
+
 Plan plan(const Tensor& topk_idx, int64_t num_experts, int64_t max_tokens, int64_t capacity,
           int64_t alignment, int64_t num_ranks, std::string_view group_name, bool raise_on_overflow,
           int64_t timeout_ms) {
@@ -244,9 +292,10 @@ Plan plan(const Tensor& topk_idx, int64_t num_experts, int64_t max_tokens, int64
 CompactPlan compact_plan(const Tensor& topk_idx, int64_t num_experts, int64_t max_tokens, int64_t capacity,
                          int64_t alignment, int64_t num_ranks, std::string_view group_name,
                          bool raise_on_overflow, int64_t timeout_ms,
-                         std::optional<int64_t> max_received_tokens) {
-  const Sizes sizes{kCompactOp, max_tokens, capacity, num_experts,
-                    alignment,  num_ranks,  true,     max_received_tokens};
+                         std::optional<int64_t> max_received_tokens, bool records) {
+  const Sizes sizes{kCompactOp, max_tokens,          capacity, num_experts, alignment, num_ranks,
+                    true,       max_received_tokens, records};
+  if (records) return plan_by_records(topk_idx, sizes, group_name, raise_on_overflow, timeout_ms);
   CompactPlan result;
   make_plan(topk_idx, sizes, group_name, raise_on_overflow, timeout_ms, &result);
   return result;
@@ -259,10 +308,10 @@ Plan plan_meta(const Tensor& topk_idx, int64_t num_experts, SymInt max_tokens, S
 
 CompactPlan compact_plan_meta(const Tensor& topk_idx, int64_t num_experts, SymInt max_tokens, SymInt capacity,
                               int64_t alignment, int64_t num_ranks, std::string_view, bool,
-                              int64_t timeout_ms, std::optional<SymInt> max_received_tokens) {
+                              int64_t timeout_ms, std::optional<SymInt> max_received_tokens, bool records) {
   return compact_plan_outputs(topk_idx,
                               {kCompactOp, max_tokens, capacity, num_experts, alignment, num_ranks, true,
-                               std::move(max_received_tokens)},
+                               std::move(max_received_tokens), records},
                               timeout_ms);
 }
 

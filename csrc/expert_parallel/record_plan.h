@@ -1,0 +1,57 @@
+// The plan of transports that send each row exactly once. A record is a row that one rank sends to one rank, itself included.
+//
+// Ranks exchange counts instead of indices: how many (token, k) each expert of the group has on each rank, and how many tokens
+// each rank sends to each rank. From these every rank computes alike which slots its rows have at their destinations; the slots
+// then travel, once, with the numbers of rows that are left after drops. Nothing grows with the number of ranks but the counts.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "expert_parallel/group.h"
+
+namespace transformer_plugin::expert_parallel {
+
+struct RecordPlanSizes {
+  const char* op;
+  int64_t experts, capacity, alignment;
+  std::optional<int64_t> bound;  // of received tokens
+  int64_t received_rows;         // N
+  bool raise_on_overflow;
+
+  // Of one call.
+  int64_t collectives() const { return bound ? 4 : 3; }
+};
+
+// All on the device of the indices; int32 but for counts of int64.
+struct RecordPlan {
+  at::Tensor slot;               // [N, K]
+  at::Tensor source;             // [capacity]
+  at::Tensor tokens_per_expert;  // int64 [E / R]
+  at::Tensor required;           // int64 [R]
+  at::Tensor overflow;           // [1]
+  at::Tensor peer_rows;          // [4, R + 1], see PeerRows
+  at::Tensor records;            // [2, max_tokens, min(K, R)], see records_of_tokens()
+  at::Tensor required_tokens;    // int64 [R]
+};
+
+// The rows of `peer_rows`.
+enum PeerRows : int64_t {
+  kReceived = 0,  // from rank r come the received rows [r], ..., [r + 1] - 1
+  kSent = 1,      // the records [r], ..., [r + 1] - 1 go to rank r; within a rank in the order of tokens
+  kPut = 2,       // record kSent[r] is row [r] of the rows that rank r receives
+  kReturned = 3,  // received row kReceived[r] is record [r] of rank r
+};
+
+// Raises a ValueError while a CUDA graph is captured from the stream of `tensor`, which the host is about to read.
+void check_host_may_read(const char* op, const char* argument, const at::Tensor& tensor);
+
+// `indices`: int32 [max_tokens, K] of this rank, past its tokens -1. The host reads it. After begin_call().
+RecordPlan make_record_plan(const at::Tensor& indices, const RecordPlanSizes& sizes,
+                            const ExpertParallelGroup& group);
+
+// int32 [max_tokens, min(K, R)]: the records of each token, in ascending order of ranks, then -1.
+at::Tensor records_of_tokens(const at::Tensor& records);
+// int32 [max_tokens * min(K, R)]: the token of each record, then -1.
+at::Tensor tokens_of_records(const at::Tensor& records);
+
+}  // namespace transformer_plugin::expert_parallel
