@@ -27,24 +27,42 @@ c10::intrusive_ptr<c10d::ProcessGroup> resolve(const char* op, const std::string
   }
 }
 
-// "<name>#rank=<r>": the group of the name, in which this process must have the rank r.
-constexpr std::string_view kRankMark = "#rank=";
+// "<name>#rank=<r>#channel=<c>", of which both marks may be absent.
+constexpr std::string_view kRankMark = "#rank=", kChannelMark = "#channel=";
 
-std::string without_rank(std::string_view given) {
-  return std::string(given.substr(0, given.rfind(kRankMark)));
+struct GivenName {
+  std::string name;
+  std::optional<int64_t> rank, channel;
+};
+
+// Takes a mark with its number off the end of the name.
+std::optional<int64_t> take_number(const char* op, std::string_view given, std::string_view mark,
+                                   std::string_view& name) {
+  const size_t place = name.rfind(mark);
+  if (place == std::string_view::npos) return std::nullopt;
+  const std::string_view digits = name.substr(place + mark.size());
+  int64_t number = -1;
+  const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), number);
+  TP_CHECK_VALUE(error == std::errc() && end == digits.data() + digits.size(), op, "group_name",
+                 "a name, or a name with '#rank=' and a number", "'" << given << "'",
+                 "Pass group.group_name");
+  name = name.substr(0, place);
+  return number;
+}
+
+GivenName parse_name(const char* op, std::string_view given) {
+  std::string_view name = given;
+  GivenName result;
+  result.channel = take_number(op, given, kChannelMark, name);
+  result.rank = take_number(op, given, kRankMark, name);
+  result.name = name;
+  return result;
 }
 
 // A world that is destroyed and created again has the same name, and may have the processes in another order.
-void check_rank(const char* op, std::string_view given, const ProcessGroupState& state) {
-  if (given.size() == state.name.size()) return;
-  const char* const first = given.data() + state.name.size() + kRankMark.size();
-  int64_t rank = -1;
-  const auto [end, error] = std::from_chars(first, given.data() + given.size(), rank);
-  TP_CHECK_VALUE(error == std::errc() && end == given.data() + given.size(), op, "group_name",
-                 "a name, or a name with '#rank=' and a number", "'" << given << "'",
-                 "Pass group.group_name");
-  TP_CHECK_VALUE(rank == state.rank, op, "group_name",
-                 "the group '" << state.name << "' in which this process is rank " << rank
+void check_rank(const char* op, const GivenName& given, const ProcessGroupState& state) {
+  TP_CHECK_VALUE(!given.rank || *given.rank == state.rank, op, "group_name",
+                 "the group '" << state.name << "' in which this process is rank " << *given.rank
                                << ", as when the layer was made",
                  "one in which it is rank " << state.rank,
                  "Make the layer again with the new group, and load its state_dict()");
@@ -81,12 +99,14 @@ void check_timeout(const char* op, int64_t timeout_ms) {
 RankGroup::RankGroup(const char* op, std::string_view given, int64_t timeout_ms, const Tensor& like)
     : timeout_(timeout_ms) {
   check_timeout(op, timeout_ms);
-  const std::string name = without_rank(given);
+  const GivenName parsed = parse_name(op, given);
+  const std::string& name = parsed.name;
+  channel_ = parsed.channel;
   c10::intrusive_ptr<c10d::ProcessGroup> group;
   if (!name.empty()) group = resolve(op, name);
   state_ = process_group_state(name, group);
   if (group && timeout_ms <= 0) timeout_ = group_timeout(*group, is_on_cuda(like) ? at::kCUDA : at::kCPU);
-  check_rank(op, given, *state_);
+  check_rank(op, parsed, *state_);
   collectives_ = make_collectives({state_, std::move(group), like, timeout_});
 }
 

@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "distributed/collectives.h"
@@ -14,7 +15,8 @@
 namespace transformer_plugin::distributed {
 
 // A c10d group, given by its name, as one call of an op uses it. "" is the group of this process alone. Layers pass
-// "<name>#rank=<r>" with the rank that this process had when they were made: another rank is an error.
+// "<name>#rank=<r>" with the rank that this process had when they were made: another rank is an error; and "#channel=<c>" after
+// that where they use a channel of the group (expert_parallel/one_sided/channel.h).
 class RankGroup {
  public:
   // `timeout_ms` <= 0: the timeout of the group. `like`: a tensor on the device of the payload; undefined: no
@@ -27,6 +29,9 @@ class RankGroup {
   ProcessGroupState& state() const { return *state_; }
   int64_t size() const { return state_->size; }
   int64_t rank() const { return state_->rank; }
+  // The number in the name that was given, or none.
+  std::optional<int64_t> channel() const { return channel_; }
+  Milliseconds timeout() const { return timeout_; }
 
   // Compares the ranks' headers; raises ValueError on every rank where they differ. To be called once, after
   // all checks that need no other rank and before the first of the call's `collectives` collectives.
@@ -42,6 +47,7 @@ class RankGroup {
  private:
   std::shared_ptr<ProcessGroupState> state_;
   Milliseconds timeout_;
+  std::optional<int64_t> channel_;
   std::shared_ptr<Collectives> collectives_;
 };
 

@@ -242,6 +242,7 @@ Tensor peer_rows(const Tensor& counts, int64_t own_rank) {
     out[kReceived * (ranks + 1) + r + 1] = out[kReceived * (ranks + 1) + r] + from_to(r, own_rank);
     out[kSent * (ranks + 1) + r + 1] = out[kSent * (ranks + 1) + r] + from_to(own_rank, r);
     for (int64_t before = 0; before < own_rank; ++before) {
+      if (before == r || r == own_rank) continue;  // a rank's own rows do not travel
       out[kPut * (ranks + 1) + r] += from_to(before, r);
       out[kReturned * (ranks + 1) + r] += from_to(r, before);
     }

@@ -38,8 +38,8 @@ struct RecordPlan {
 enum PeerRows : int64_t {
   kReceived = 0,  // from rank r come the received rows [r], ..., [r + 1] - 1
   kSent = 1,      // the records [r], ..., [r + 1] - 1 go to rank r; within a rank in the order of tokens
-  kPut = 2,       // record kSent[r] is row [r] of the rows that rank r receives
-  kReturned = 3,  // received row kReceived[r] is record [r] of rank r
+  kPut = 2,       // record kSent[r] is row [r] of those that rank r receives from other ranks; 0 of this rank
+  kReturned = 3,  // received row kReceived[r] is record [r] of those of rank r to other ranks; 0 of this rank
 };
 
 // Raises a ValueError while a CUDA graph is captured from the stream of `tensor`, which the host is about to read.

@@ -81,8 +81,8 @@ class CompactPlan(NamedTuple):
     #: int32 ``[N]``: the token of each received row, or -1 past the last one. By records int32 ``[4, R + 1]``, where a
     #: record is a row that this rank sends to a rank, numbered by (rank, token). ``received[0, r]`` and
     #: ``received[0, r + 1]``: the first and the last but one of the rows from rank r. ``received[1]``: likewise of the
-    #: records to rank r. ``received[2, r]``: the row of rank r that is the first record to it. ``received[3, r]``: the
-    #: record of rank r that is the first row from it.
+    #: records to rank r. ``received[2, r]``: which of the rows that rank r receives from other ranks is the first record
+    #: to it. ``received[3, r]``: which of the records of rank r to other ranks is the first row from it.
     received: Tensor
     #: int32 ``[R * max_tokens]``: the received row of each token, or -1. By records int32
     #: ``[2, max_tokens, min(K, R)]``: ``position[0]`` are the records of each token, in ascending order of ranks, then

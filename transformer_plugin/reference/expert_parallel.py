@@ -58,8 +58,9 @@ def by_records(plans: Sequence[CompactPlan], topk: int) -> list[CompactPlan]:
         for r in range(ranks):
             rows[0, r + 1] = rows[0, r] + counts[r][me]
             rows[1, r + 1] = rows[1, r] + counts[me][r]
-            rows[2, r] = sum(counts[before][r] for before in range(me))
-            rows[3, r] = sum(counts[r][:me])
+            if r != me:  # a rank's own rows do not travel
+                rows[2, r] = sum(counts[before][r] for before in range(me) if before != r)
+                rows[3, r] = sum(counts[r][before] for before in range(me) if before != r)
         records = torch.full((2, max_tokens, most), -1, dtype=torch.int32)
         for t in range(max_tokens):
             mine = [n for n, (_, token) in enumerate(sent[me]) if token == t]

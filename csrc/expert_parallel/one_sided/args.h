@@ -1,0 +1,147 @@
+// Arguments of the kernels of the one-sided exchange, without torch: each rank stores rows into the memory of the
+// others, sets flags there, and reads what arrived in its own memory.
+//
+// A record is one token row that one rank sends to one rank. peer_rows [4, ranks + 1], int32:
+//   [0] received: rows [0][r] .. [0][r + 1] - 1 of the received rows come from rank r
+//   [1] sent:     records [1][r] .. [1][r + 1] - 1 of this rank go to rank r
+//   [2] put:      the row of rank r's received rows at which this rank's rows begin there
+//   [3] returned: the number, of rank r's records, of the first that r sent to this rank
+// records [2, max_tokens, destinations], int32:
+//   [0][t][m] the record of token t to its m-th destination in ascending order of ranks, -1 after the last
+//   [1] read flat: the token of each record
+//
+// Exchanges of a channel are numbered 1, 2, ...: the epoch, which wraps. Two sets of regions take turns, so that a rank
+// may put rows of the next exchange while another still reads those of this one. Before it puts rows of exchange n, a
+// rank waits until the destination has written that it consumed exchange n - 2: the credit.
+#pragma once
+
+#include <cstdint>
+
+#include "common/dtype.h"
+#include "common/math.h"
+
+namespace transformer_plugin::expert_parallel::one_sided {
+
+inline constexpr int kMostPeers = 72;  // ranks that reach each other's memory in one machine of today
+// Rows that one flag announces: one for each warp of a block.
+inline constexpr int kChunkRows = 16;
+
+// Halves of an exchange. Ranks of one process on one GPU launch them apart: put of all ranks, then receive of all.
+inline constexpr int kPut = 1, kReceive = 2, kBoth = 3;
+
+// The symmetric memory of each rank, as this process addresses it. Its flags and credits are zero before the first exchange.
+struct PeerPointers {
+  int32_t rank;
+  int32_t ranks;
+  void* memory[kMostPeers];
+};
+
+TP_HOST_DEVICE constexpr int64_t round_up(int64_t bytes, int64_t unit) {
+  return (bytes + unit - 1) / unit * unit;
+}
+
+// Where the parts of a rank's symmetric memory begin, in bytes. A record of a dispatch lies at its received row, one of a
+// combine at its number on the rank that gets it back, whichever rank stores it. The places of a rank's own rows
+// stay unused: the other ranks do not know how many these are.
+struct ChannelLayout {
+  int64_t rows;          // of a region
+  int64_t record_bytes;  // most bytes of a record
+  int64_t data[2];       // rows * record_bytes each
+  int64_t flags[2];      // uint32 [flag_count] each: the epoch whose rows have arrived
+  int64_t flag_count;
+  int64_t credits;  // uint32 [ranks]: the last exchange that each rank has consumed
+  int64_t bytes;    // of all
+};
+
+// `received_rows`: most rows that a rank receives, `returned_rows`: most records that it sends, both with its own.
+// `record_bytes`: the largest record_stride of an exchange.
+constexpr ChannelLayout channel_layout(int64_t ranks, int64_t received_rows, int64_t returned_rows,
+                                       int64_t record_bytes) {
+  constexpr int64_t kLine = 128;
+  ChannelLayout layout{};
+  layout.rows = received_rows > returned_rows ? received_rows : returned_rows;
+  layout.record_bytes = round_up(record_bytes, 16);
+  // flag_index() of the last chunk of the last rank is less.
+  layout.flag_count = layout.rows / kChunkRows + ranks + 1;
+  const int64_t data = round_up(layout.rows * layout.record_bytes, kLine);
+  const int64_t flags = round_up(layout.flag_count * 4, kLine);
+  layout.data[1] = data;
+  layout.flags[0] = 2 * data;
+  layout.flags[1] = layout.flags[0] + flags;
+  layout.credits = layout.flags[1] + flags;
+  layout.bytes = layout.credits + round_up(ranks * 4, kLine);
+  return layout;
+}
+
+// Bytes from one record to the next in a region: its row, then its weights.
+TP_HOST_DEVICE int64_t record_stride(int64_t row_bytes, int64_t weight_bytes) {
+  return round_up(row_bytes, 16) + round_up(weight_bytes, 16);
+}
+
+// The flag of a chunk of rows of rank `source`, whose rows lie from place `begin` on. Chunks of different ranks have different
+// flags: a rank with n rows has at most n / kChunkRows + 2 chunks in whole units of kChunkRows places.
+TP_HOST_DEVICE int64_t flag_index(int64_t begin, int64_t source, int64_t chunk) {
+  return begin / kChunkRows + source + chunk;
+}
+
+// What a kernel waited for when its time was over.
+enum class ExchangeWait : int32_t { kNone, kDispatchCredit, kDispatchRows, kCombineCredit, kCombineRows };
+
+// In ordinary memory of the rank, zero at first. Once a wait has failed, ranks may differ in what they have finished: the
+// channel and the states of all ranks have to be made anew.
+struct LocalState {
+  uint32_t epoch;            // number of finished exchanges
+  uint32_t put_ticket;       // the next unit of work; 0 between kernels
+  uint32_t receive_ticket;   // the same of the other half
+  uint32_t finished_blocks;  // of the running kernel
+  int32_t failed;            // an ExchangeWait: kernels return at once unless it is kNone
+  int32_t failed_rank;       // the rank that did not come
+};
+
+// What dispatch and combine both take.
+struct Exchange {
+  const int32_t* peer_rows;
+  const int32_t* records;
+  int64_t max_tokens;    // of `records`
+  int64_t destinations;  // of `records`
+  ChannelLayout layout;
+  PeerPointers peers;
+  LocalState* state;
+  int64_t timeout_ns;  // of each wait
+  int32_t max_sms;     // 0: all
+};
+
+// output[j] = the row of the token of received row j, bit for bit; zeros past the last received row.
+struct DispatchedRows {
+  const void* input;  // [tokens, row_bytes]
+  void* output;       // [received_rows, row_bytes]
+  int64_t row_bytes;  // 0: there is no such payload
+};
+
+struct DispatchArgs {
+  Exchange exchange;
+  DispatchedRows rows;
+  DispatchedRows weights;
+  int64_t received_rows;  // of the outputs
+};
+
+// output[t] = sum over the records of token t, in ascending order of ranks, of their rows, from +0, rounded once.
+// Received row j is rows[j], or with `slot` the sum of rows[s] over its slots s in ascending order, rounded once. Sums are in
+// FP32, FP64 for float64.
+struct CombineArgs {
+  Exchange exchange;
+  const void* rows;     // [received_rows, width]; with `slot` [capacity, width]
+  const int32_t* slot;  // [received_rows, topk], or null
+  void* output;         // [tokens, width]
+  int64_t topk;
+  int64_t capacity;
+  int64_t width;
+  DType dtype;
+  // A second payload of float32, float64 with float64 rows, without slots. Width 0: there is none.
+  const void* weights;   // [received_rows, weights_width]
+  void* weights_output;  // [tokens, weights_width]
+  int64_t weights_width;
+  int64_t tokens;
+};
+
+}  // namespace transformer_plugin::expert_parallel::one_sided
