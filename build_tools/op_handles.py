@@ -24,6 +24,7 @@ ARGUMENTS = {
     "SymInt": "SymInt",
     "SymInt?": "std::optional<SymInt>",
     "bool": "bool",
+    "Device?": "std::optional<c10::Device>",
     "float": "double",
     "int": "int64_t",
     "int?": "std::optional<int64_t>",
@@ -34,6 +35,7 @@ ARGUMENTS = {
 RESULTS = {
     "Tensor": "Tensor",
     "Tensor[]": "std::vector<Tensor>",
+    "bool": "bool",
     "int": "int64_t",
     "int[]": "std::vector<int64_t>",
     "str": "std::string",

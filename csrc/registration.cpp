@@ -388,9 +388,11 @@ TORCH_LIBRARY(transformer_plugin, m) {
   m.def("leave_gather_region(Tensor output, str group_name) -> Tensor");
 
   // distributed: all_gather_text returns every rank's text, through the group's store, to compare configurations. compare_header raises if ranks
-  // announce different calls. release_group frees the state of groups that have been destroyed.
+  // announce different calls. release_group frees the state of groups that have been destroyed. peer_memory_support: whether ranks can share memory.
   m.def("all_gather_text(str group_name, str text, int timeout_ms=-1) -> str[]");
   m.def("compare_header(str group_name, ScalarType dtype, int width, int timeout_ms=-1) -> ()");
+  m.def(
+      "peer_memory_support(str group_name, int timeout_ms=-1, Device? device=None) -> (bool supported, str reason)");
   m.def("release_group(str group_name) -> ()");
 
   // Of all of the above.

@@ -31,6 +31,7 @@ class RankGroup {
   int64_t rank() const { return state_->rank; }
   // The number in the name that was given, or none.
   std::optional<int64_t> channel() const { return channel_; }
+  // Of each wait for other ranks.
   Milliseconds timeout() const { return timeout_; }
 
   // Compares the ranks' headers; raises ValueError on every rank where they differ. To be called once, after

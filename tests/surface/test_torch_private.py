@@ -176,7 +176,7 @@ HEADERS = (
         "torch/csrc/autograd/variable.h",
     ),
     *("torch/csrc/distributed/c10d/GroupRegistry.hpp", "torch/csrc/distributed/c10d/ProcessGroup.hpp"),
-    "torch/csrc/distributed/c10d/Store.hpp",
+    *("torch/csrc/distributed/c10d/Store.hpp", "torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp"),
 )
 
 #: Attributes that are not torch's.

@@ -10,6 +10,8 @@ inline constexpr Op<"all_gather_text", std::vector<std::string>(std::string_view
     int64_t timeout_ms)> all_gather_text;
 inline constexpr Op<"compare_header", void(std::string_view group_name, ScalarType dtype, int64_t width,
     int64_t timeout_ms)> compare_header;
+inline constexpr Op<"peer_memory_support", std::tuple<bool, std::string>(std::string_view group_name, int64_t timeout_ms,
+    std::optional<c10::Device> device)> peer_memory_support;
 inline constexpr Op<"release_group", void(std::string_view group_name)> release_group;
 
 }  // namespace transformer_plugin::ops
