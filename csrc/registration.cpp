@@ -122,11 +122,10 @@ TORCH_LIBRARY(transformer_plugin, m) {
   // gradient of the input. The forward writes no argument but the "out" of the forms of that name, which then is the
   // output with its gradient.
   m.def(
-      "linear(Tensor input, Tensor weight, Tensor? bias=None, str input_format=\"none\", "
-      "str weight_format=\"none\", str grad_format=\"none\", Tensor[]? quantized_weight=None, "
-      "Tensor? main_grad=None, bool accumulate=True, str weight_grad=\"none\", Tensor? wgrad_queue=None, "
-      "bool save_original_input=False, Tensor? dgrad_out=None, str weight_shard=\"\", int sequence_parallel_size=1, "
-      "str sequence_parallel_group=\"\") -> Tensor");
+      "linear(Tensor input, Tensor weight, Tensor? bias=None, str input_format=\"none\", str weight_format=\"none\", "
+      "str grad_format=\"none\", Tensor[]? quantized_weight=None, Tensor? main_grad=None, bool accumulate=True, "
+      "str weight_grad=\"none\", Tensor? wgrad_queue=None, bool save_original_input=False, Tensor? dgrad_out=None, "
+      "str weight_shard=\"\", int sequence_parallel_size=1, str sequence_parallel_group=\"\") -> Tensor");
   m.def(
       "linear_out(Tensor input, Tensor weight, Tensor(a!) out, Tensor? bias=None, str input_format=\"none\", "
       "str weight_format=\"none\", str grad_format=\"none\", Tensor[]? quantized_weight=None, "
@@ -136,23 +135,20 @@ TORCH_LIBRARY(transformer_plugin, m) {
   // return_normalized.
   m.def(
       "norm_linear(Tensor input, Tensor? norm_weight, Tensor? norm_bias, Tensor weight, Tensor? bias, float eps, "
-      "str normalization=\"rms_norm\", bool zero_centered=False, bool return_normalized=False, "
-      "str input_format=\"none\", str weight_format=\"none\", str grad_format=\"none\", "
-      "Tensor[]? quantized_weight=None, Tensor? main_grad=None, bool accumulate=True, "
-      "str weight_grad=\"none\", Tensor? wgrad_queue=None, str weight_shard=\"\") -> "
-      "(Tensor output, Tensor normalized)");
+      "str normalization=\"rms_norm\", bool zero_centered=False, bool return_normalized=False, str input_format=\"none\", "
+      "str weight_format=\"none\", str grad_format=\"none\", Tensor[]? quantized_weight=None, Tensor? main_grad=None, "
+      "bool accumulate=True, str weight_grad=\"none\", Tensor? wgrad_queue=None, str weight_shard=\"\") -> (Tensor output, "
+      "Tensor normalized)");
   m.def(
-      "grouped_linear(Tensor input, Tensor[] weight, Tensor group_sizes, Tensor? bias=None, "
-      "Tensor? bias_scale=None, str input_format=\"none\", str weight_format=\"none\", "
-      "str grad_format=\"none\", Tensor[]? quantized_weight=None, int max_sms=0, int expected_rows=-1, "
-      "Tensor[]? main_grad=None, bool accumulate=True, str weight_grad=\"none\", Tensor? wgrad_queue=None, "
-      "bool save_original_input=False, Tensor? dgrad_out=None, str weight_shard=\"\") -> Tensor");
+      "grouped_linear(Tensor input, Tensor[] weight, Tensor group_sizes, Tensor? bias=None, Tensor? bias_scale=None, "
+      "str input_format=\"none\", str weight_format=\"none\", str grad_format=\"none\", Tensor[]? quantized_weight=None, "
+      "int max_sms=0, int expected_rows=-1, Tensor[]? main_grad=None, bool accumulate=True, str weight_grad=\"none\", "
+      "Tensor? wgrad_queue=None, bool save_original_input=False, Tensor? dgrad_out=None, str weight_shard=\"\") -> Tensor");
   m.def(
       "grouped_linear_out(Tensor input, Tensor[] weight, Tensor group_sizes, Tensor(a!) out, Tensor? bias=None, "
-      "Tensor? bias_scale=None, str input_format=\"none\", str weight_format=\"none\", "
-      "str grad_format=\"none\", Tensor[]? quantized_weight=None, int max_sms=0, int expected_rows=-1, "
-      "Tensor[]? main_grad=None, bool accumulate=True, str weight_grad=\"none\", Tensor? wgrad_queue=None, "
-      "bool save_original_input=False, Tensor? dgrad_out=None) -> ()");
+      "Tensor? bias_scale=None, str input_format=\"none\", str weight_format=\"none\", str grad_format=\"none\", "
+      "Tensor[]? quantized_weight=None, int max_sms=0, int expected_rows=-1, Tensor[]? main_grad=None, bool accumulate=True, "
+      "str weight_grad=\"none\", Tensor? wgrad_queue=None, bool save_original_input=False, Tensor? dgrad_out=None) -> ()");
   // Two grouped_linears with an activation between them, `probs` scaling it and the second bias. With `slot` and `source` from
   // assign_slots the input is tokens, whose rows the groups are, and the output the sum of each token's rows.
   m.def(
@@ -164,13 +160,12 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "Tensor? fc1_wgrad_queue=None, Tensor? fc2_wgrad_queue=None, Tensor? dgrad_out=None, Tensor? slot=None, "
       "Tensor? source=None, str weight_shard=\"\") -> Tensor");
   m.def(
-      "grouped_mlp_out(Tensor input, Tensor[] fc1_weight, Tensor[] fc2_weight, Tensor group_sizes, Tensor probs, "
-      "Tensor(a!) out, Tensor? fc1_bias=None, Tensor? fc2_bias=None, str input_format=\"none\", "
-      "str weight_format=\"none\", str grad_format=\"none\", Tensor[]? quantized_fc1_weight=None, "
-      "Tensor[]? quantized_fc2_weight=None, str activation=\"swiglu\", int max_sms=0, int expected_rows=-1, "
-      "Tensor[]? fc1_main_grad=None, Tensor[]? fc2_main_grad=None, bool accumulate=True, "
-      "str weight_grad=\"none\", Tensor? fc1_wgrad_queue=None, Tensor? fc2_wgrad_queue=None, "
-      "Tensor? dgrad_out=None, Tensor? slot=None, Tensor? source=None) -> ()");
+      "grouped_mlp_out(Tensor input, Tensor[] fc1_weight, Tensor[] fc2_weight, Tensor group_sizes, Tensor probs, Tensor(a!) out, "
+      "Tensor? fc1_bias=None, Tensor? fc2_bias=None, str input_format=\"none\", str weight_format=\"none\", "
+      "str grad_format=\"none\", Tensor[]? quantized_fc1_weight=None, Tensor[]? quantized_fc2_weight=None, "
+      "str activation=\"swiglu\", int max_sms=0, int expected_rows=-1, Tensor[]? fc1_main_grad=None, "
+      "Tensor[]? fc2_main_grad=None, bool accumulate=True, str weight_grad=\"none\", Tensor? fc1_wgrad_queue=None, "
+      "Tensor? fc2_wgrad_queue=None, Tensor? dgrad_out=None, Tensor? slot=None, Tensor? source=None) -> ()");
   // Delayed weight gradients. "queue" is an id; the ops have it in an int64 scalar on the CPU, which they "write" so that
   // compiled code calls them, and in order. With a "wgrad_queue" the backward of a layer calls defer_wgrad, which keeps
   // the operands of the weight gradient, those of grouped_gemm_wgrad or gemm. With a "dtype" the gradient is rounded to
@@ -201,9 +196,8 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "str grad_format=\"fp8_tensor:e5m2\", str weight_shard=\"\") -> Tensor");
   m.def(
       "grouped_linear.scaled(Tensor input, Tensor weight, Tensor group_sizes, Tensor scale, Tensor(a!)? amax=None, "
-      "Tensor? bias=None, Tensor? bias_scale=None, str input_format=\"fp8_tensor:e4m3\", "
-      "str weight_format=\"fp8_tensor:e4m3\", str grad_format=\"fp8_tensor:e5m2\", int max_sms=0, "
-      "int expected_rows=-1, str weight_shard=\"\") -> Tensor");
+      "Tensor? bias=None, Tensor? bias_scale=None, str input_format=\"fp8_tensor:e4m3\", str weight_format=\"fp8_tensor:e4m3\", "
+      "str grad_format=\"fp8_tensor:e5m2\", int max_sms=0, int expected_rows=-1, str weight_shard=\"\") -> Tensor");
 
   // common: autograd passes the gradient of "value", a new tensor, on to "source", which stands for the same numbers.
   m.def("connect_gradient(Tensor value, Tensor source) -> ()");
@@ -324,6 +318,13 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "int timeout_ms=-1, Tensor? received=None, Tensor? position=None) -> ()");
   m.def(
       "select_transport(int num_ranks, str device_type) -> (str transport, str reason)");  // which moves tokens, and why
+  // The kernels of the one-sided exchange for ranks of one process on one GPU, which tests run.
+  m.def(
+      "virtual_channel_layout(int num_ranks, int received_rows, int returned_rows, int record_bytes) -> int[]");
+  m.def(
+      "virtual_exchange(Tensor(a!) channel, Tensor(b!) local_state, str direction, Tensor[] rows, Tensor[] weights, "
+      "Tensor[] slot, Tensor[] peer_rows, Tensor[] records, Tensor(c!)[] rows_out, Tensor(d!)[] weights_out, "
+      "int received_rows, int returned_rows, int record_bytes, int max_sms=0, int timeout_ms=10000) -> ()");
   // tensor_parallel: collectives along the first dimension, over c10d groups. num_ranks: the size of the group. needs_grad: 1 if
   // autograd will compute the gradient, which autograd fills in.
   m.def(

@@ -33,5 +33,11 @@ inline constexpr Op<"combine_backward_out", void(const Tensor& grad, const Tenso
     OptionalTensorArg position)> combine_backward_out;
 inline constexpr Op<"select_transport", std::tuple<std::string, std::string>(int64_t num_ranks,
     std::string_view device_type)> select_transport;
+inline constexpr Op<"virtual_channel_layout", std::vector<int64_t>(int64_t num_ranks, int64_t received_rows,
+    int64_t returned_rows, int64_t record_bytes)> virtual_channel_layout;
+inline constexpr Op<"virtual_exchange", void(const Tensor& channel, const Tensor& local_state, std::string_view direction,
+    TensorList rows, TensorList weights, TensorList slot, TensorList peer_rows, TensorList records, TensorList rows_out,
+    TensorList weights_out, int64_t received_rows, int64_t returned_rows, int64_t record_bytes, int64_t max_sms,
+    int64_t timeout_ms)> virtual_exchange;
 
 }  // namespace transformer_plugin::ops

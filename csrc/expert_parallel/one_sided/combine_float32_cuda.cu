@@ -1,0 +1,5 @@
+// combine of float32 rows.
+#include "expert_parallel/one_sided/combine_launch.cuh"
+
+template void transformer_plugin::expert_parallel::one_sided::launch_combine_of<float>(const CombineArgs&,
+                                                                                       int, void*);
