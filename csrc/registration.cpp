@@ -292,8 +292,8 @@ TORCH_LIBRARY(transformer_plugin, m) {
   m.def(
       "compact_plan(Tensor topk_idx, int num_experts, SymInt max_tokens, SymInt capacity, int alignment=1, "
       "int num_ranks=1, str group_name=\"\", bool raise_on_overflow=False, int timeout_ms=-1, "
-      "SymInt? max_received_tokens=None, bool records=False) -> (Tensor slot, Tensor source, Tensor tokens_per_expert, Tensor required, "
-      "Tensor overflow, Tensor received, Tensor position, Tensor required_tokens)");
+      "SymInt? max_received_tokens=None, bool records=False) -> (Tensor slot, Tensor source, Tensor tokens_per_expert, "
+      "Tensor required, Tensor overflow, Tensor received, Tensor position, Tensor required_tokens)");
   m.def(
       "dispatch(Tensor tokens, Tensor? topk_weights, Tensor slot, Tensor source, str group_name=\"\", "
       "int timeout_ms=-1, int grads_needed=-1, bool expand=True, Tensor? received=None, Tensor? position=None) -> "
@@ -318,13 +318,6 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "int timeout_ms=-1, Tensor? received=None, Tensor? position=None) -> ()");
   m.def(
       "select_transport(int num_ranks, str device_type) -> (str transport, str reason)");  // which moves tokens, and why
-  // The kernels of the one-sided exchange for ranks of one process on one GPU, which tests run.
-  m.def(
-      "virtual_channel_layout(int num_ranks, int received_rows, int returned_rows, int record_bytes) -> int[]");
-  m.def(
-      "virtual_exchange(Tensor(a!) channel, Tensor(b!) local_state, str direction, Tensor[] rows, Tensor[] weights, "
-      "Tensor[] slot, Tensor[] peer_rows, Tensor[] records, Tensor(c!)[] rows_out, Tensor(d!)[] weights_out, "
-      "int received_rows, int returned_rows, int record_bytes, int max_sms=0, int timeout_ms=10000) -> ()");
   // tensor_parallel: collectives along the first dimension, over c10d groups. num_ranks: the size of the group. needs_grad: 1 if
   // autograd will compute the gradient, which autograd fills in.
   m.def(

@@ -66,9 +66,13 @@ def plans_of(indices: list[Tensor], experts: int, capacity: int, spare_rows: int
     plans = []
     for me in range(count):
         rows = [slots[me][key] for key in received[me]] + [[-1] * topk] * spare_rows
-        # Where rows of this rank begin at rank r, and number of the first record of rank r to this one.
-        put = [sum(key < (me, 0) for key in received[r]) for r in range(count)]
-        returned = [sum(record < (me, 0) for record in sent[r]) for r in range(count)]
+        # Where rows of this rank begin among those that rank r gets from others, and which of the records of rank r to others
+        # is the first one to this rank.
+        others = [r for r in range(count) if r != me]
+        put, returned = [0] * count, [0] * count
+        for r in others:
+            put[r] = sum(key < (me, 0) and key[0] != r for key in received[r])
+            returned[r] = sum(record < (me, 0) and record[0] != r for record in sent[r])
         begins = starts([r for r, _ in received[me]], count), starts([r for r, _ in sent[me]], count)
         records = torch.full((2, MAX_TOKENS, destinations), -1, dtype=torch.int32)
         for t in range(len(indices[me])):
@@ -374,14 +378,19 @@ def test_plan_of_these_tests(ranks: int, number: int) -> None:
         received, sent, put, returned = plan.peer_rows.tolist()
         assert received[ranks] == len(known) and put[ranks] == returned[ranks] == 0
         for r, other in enumerate(plans):
+            # A rank's own rows do not travel, and have no place.
+            from_others = [row for row in other.received if row[0] != r]
+            to_others = [record for record in other.sent if record[0] != r]
             for n in range(sent[r], sent[r + 1]):
-                j = put[r] + n - sent[r]
                 token = int(plan.records[1].view(-1)[n])
-                assert other.received[j] == (me, token)
                 assert n in plan.records[0, token].tolist()
+                if r != me:
+                    assert from_others[put[r] + n - sent[r]] == (me, token)
             for j in range(received[r], received[r + 1]):
-                token = int(other.records[1].view(-1)[returned[r] + j - received[r]])
-                assert (r, token) == plan.received[j]
+                token = plan.received[j][1]
+                assert plan.received[j][0] == r
+                if r != me:
+                    assert to_others[returned[r] + j - received[r]] == (me, token)
         assert (plan.records[1].view(-1)[sent[ranks] :] == -1).all()
         for row in plan.records[0].tolist():
             used = [n for n in row if n >= 0]

@@ -4,8 +4,9 @@
 // A record is one token row that one rank sends to one rank. peer_rows [4, ranks + 1], int32:
 //   [0] received: rows [0][r] .. [0][r + 1] - 1 of the received rows come from rank r
 //   [1] sent:     records [1][r] .. [1][r + 1] - 1 of this rank go to rank r
-//   [2] put:      the row of rank r's received rows at which this rank's rows begin there
-//   [3] returned: the number, of rank r's records, of the first that r sent to this rank
+//   [2] put:      the row, of those that rank r receives from others, at which this rank's rows begin there
+//   [3] returned: the number, of rank r's records to others, of the first that r sent to this rank
+// A rank's own rows do not travel and have no place in its memory; put and returned of this rank itself are 0.
 // records [2, max_tokens, destinations], int32:
 //   [0][t][m] the record of token t to its m-th destination in ascending order of ranks, -1 after the last
 //   [1] read flat: the token of each record
@@ -40,9 +41,8 @@ TP_HOST_DEVICE constexpr int64_t round_up(int64_t bytes, int64_t unit) {
   return (bytes + unit - 1) / unit * unit;
 }
 
-// Where the parts of a rank's symmetric memory begin, in bytes. A record of a dispatch lies at its received row, one of a
-// combine at its number on the rank that gets it back, whichever rank stores it. The places of a rank's own rows
-// stay unused: the other ranks do not know how many these are.
+// Where the parts of a rank's symmetric memory begin, in bytes. A record of a dispatch lies at its row of those received from
+// others, one of a combine at its number of the records to others of the rank that gets it back.
 struct ChannelLayout {
   int64_t rows;          // of a region
   int64_t record_bytes;  // most bytes of a record
@@ -53,7 +53,7 @@ struct ChannelLayout {
   int64_t bytes;    // of all
 };
 
-// `received_rows`: most rows that a rank receives, `returned_rows`: most records that it sends, both with its own.
+// `received_rows`: most rows that a rank receives from others, `returned_rows`: most records that it sends to others.
 // `record_bytes`: the largest record_stride of an exchange.
 constexpr ChannelLayout channel_layout(int64_t ranks, int64_t received_rows, int64_t returned_rows,
                                        int64_t record_bytes) {

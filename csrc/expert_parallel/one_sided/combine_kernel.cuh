@@ -21,7 +21,7 @@ inline constexpr int kLoadsAtOnce = 4;
 struct CombineMemory {
   int32_t first[kMostPeers];  // of the unit's records to each rank
   int32_t last[kMostPeers];
-  int32_t records[kWarps][kMostPeers];  // of the token of each warp
+  int32_t records[kWarps][kMostPeers];  // places of those of the token of each warp
 };
 
 // The slots of a received row in ascending order.
@@ -146,7 +146,7 @@ __device__ __noinline__ void sum_slots_of_row(RowSlots own, Rows<T, N> rows) {
 
 // The records of one token, which a warp adds.
 struct TokenRecords {
-  const int32_t* records;
+  const int32_t* records;  // their places in the region
   int count;
   int own;              // which of them is to this rank itself, or -1
   int64_t own_row;      // the received row of that one
@@ -263,7 +263,10 @@ struct Combine {
       const int m = first + lane_of_thread();
       const int32_t record = m < destinations ? exchange.records[t * exchange.destinations + m] : -1;
       const int to = record >= 0 ? rank_of(record) : -1;
-      if (record >= 0) records[m] = record;
+      if (record >= 0) {
+        records[m] = record - block[PeerRows::kSent][to] +
+                     static_cast<int32_t>(block.place(PeerRows::kSent, to, rank));
+      }
       if (record >= 0 && to != rank) {
         atomicMin(&memory.first[to], record);
         atomicMax(&memory.last[to], record);
@@ -285,8 +288,9 @@ struct Combine {
     if (rank >= peers.ranks || memory.last[rank] < 0) return true;
     const int64_t begin = block[PeerRows::kSent][rank];
     const int64_t end = (memory.last[rank] - begin) / kChunkRows;
+    const int64_t place = block.place(PeerRows::kSent, rank, peers.rank);
     for (int64_t chunk = (memory.first[rank] - begin) / kChunkRows; chunk <= end; ++chunk) {
-      if (!wait_for_rows(regions, regions.flag(peers.rank, begin, rank, chunk), rank,
+      if (!wait_for_rows(regions, regions.flag(peers.rank, place, rank, chunk), rank,
                          ExchangeWait::kCombineRows))
         return false;
     }

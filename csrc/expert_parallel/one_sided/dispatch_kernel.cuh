@@ -48,11 +48,12 @@ struct DispatchReceiver {
     const int64_t begin = received[source], j = begin + chunk * kChunkRows + warp_of_thread();
     const int rank = args.exchange.peers.rank;
     if (begin + chunk * kChunkRows >= received[source + 1]) return true;
-    const bool is_late = threadIdx.x == 0 && !wait_for_rows(regions, regions.flag(rank, begin, source, chunk),
+    const int64_t place = block.place(PeerRows::kReceived, source, rank);
+    const bool is_late = threadIdx.x == 0 && !wait_for_rows(regions, regions.flag(rank, place, source, chunk),
                                                             source, ExchangeWait::kDispatchRows);
     if (__syncthreads_or(is_late)) return false;
     if (j >= received[source + 1]) return true;
-    const char* const record = regions.data(rank) + j * stride;
+    const char* const record = regions.data(rank) + (place + j - begin) * stride;
     copy_row(record, row(j), args.rows.row_bytes);
     if (args.weights.row_bytes != 0) copy_row(record + weights_offset, weights(j), args.weights.row_bytes);
     return true;

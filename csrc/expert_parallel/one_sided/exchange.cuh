@@ -32,6 +32,12 @@ struct BlockMemory {
   __device__ __forceinline__ const int32_t* operator[](PeerRows row) const {
     return peer_rows[static_cast<int>(row)];
   }
+  // Where the rows [r] of kReceived, or records of kSent, that are those of rank r begin in the region of rank `own`, which has
+  // no place for its own.
+  __device__ __forceinline__ int64_t place(PeerRows row, int rank, int own) const {
+    const int32_t* const begin = (*this)[row];
+    return rank > own ? begin[rank] - (begin[own + 1] - begin[own]) : begin[rank];
+  }
 };
 
 __device__ __forceinline__ int lane_of_thread() { return threadIdx.x % kWarpSize; }
