@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "common/tensor.h"
-#include "distributed/collective_label.h"
+#include "distributed/watched_work.h"
 
 namespace transformer_plugin::distributed {
 namespace {
@@ -24,21 +24,6 @@ Tensor as_payload(const Tensor& tensor) {
     default: return as_bytes(tensor);
   }
 }
-
-// Marks the collective as ended on the progress page and on the host, also when NCCL has raised an error.
-struct EndCollective {
-  ProcessGroupState& state;
-  const StreamProgress& progress;
-  void* stream;
-  ~EndCollective() {
-    state.host_begin_ms = 0;
-    if (state.first_call_end_ms == 0) state.first_call_end_ms = steady_now_ms();
-    try {
-      launch_end_collective(progress, stream);
-    } catch (const std::exception&) {  // the error of the collective itself is more useful
-    }
-  }
-};
 
 }  // namespace
 
@@ -63,22 +48,13 @@ template <typename Start>
 PendingCollective NcclCollectives::run_always(const Tensor& out, const Phase& phase, Start&& start) {
   ProcessGroupState& state = *to_.state;
   const CudaScope scope(out);
-  const StreamProgress& progress = group_progress(state);
-  state.timeout_ms = to_.timeout.count();
-  watch_group(to_.state);
-  void* stream = scope.stream();
-  const int32_t label = state.number_of_label(CollectiveLabel::current());
-  launch_begin_collective(progress, phase.id, label, stream);
-  const int64_t sequence = ++state.host_sequence;
-  state.host_phase_id = phase.id;
-  state.host_label = label;
-  state.host_begin_ms = steady_now_ms();
-  const EndCollective end{state, progress, stream};
+  const WatchedWork watched(to_.state, phase, to_.timeout, scope.stream());
   try {
     const c10::intrusive_ptr<c10d::Work> work = start();
     if (work) work->wait();  // orders streams; does not block
   } catch (const c10::DistError& error) {
-    raise_peer_error(state, state.heartbeat("host"), sequence, phase, to_.timeout, first_line(error));
+    raise_peer_error(state, state.heartbeat("host"), watched.sequence(), phase, to_.timeout,
+                     first_line(error));
   }
   return PendingCollective(out);
 }

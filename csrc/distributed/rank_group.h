@@ -27,6 +27,7 @@ class RankGroup {
   RankGroup& operator=(const RankGroup&) = delete;
 
   ProcessGroupState& state() const { return *state_; }
+  const std::shared_ptr<ProcessGroupState>& shared_state() const { return state_; }
   int64_t size() const { return state_->size; }
   int64_t rank() const { return state_->rank; }
   // The number in the name that was given, or none.

@@ -41,7 +41,8 @@ std::vector<Tensor> AllGatherTransport::combine(const TokenExchange& exchange, i
   const std::optional<Tensor>& position = exchange.layout.position;
   std::vector<Tensor> of_tokens;
   for (const Payload& payload : exchange.payloads)
-    of_tokens.push_back(position ? routing::gather_rows(payload.rows, *position) : payload.rows);
+    of_tokens.push_back(position ? routing::gather_rows(payload.received_rows(), *position)
+                                 : payload.received_rows());
   group_.begin_call(exchange.call, static_cast<int64_t>(exchange.payloads.size()));
   std::vector<PendingCollective> pending;
   for (size_t i = 0; i < of_tokens.size(); ++i)

@@ -64,7 +64,7 @@ std::vector<Tensor> AllToAllTransport::combine(const TokenExchange& exchange, in
   group_.begin_call(exchange.call, static_cast<int64_t>(exchange.payloads.size()));
   std::vector<PendingCollective> pending;
   for (const Payload& payload : exchange.payloads) {
-    pending.push_back(group_.collectives().all_to_all_rows(payload.rows.narrow(0, 0, received),
+    pending.push_back(group_.collectives().all_to_all_rows(payload.received_rows().narrow(0, 0, received),
                                                            counts.received, counts.sent, payload.phase));
   }
   // The records of a token are in ascending order of ranks, so this is the sum over ranks, from zero, rounded once.

@@ -9,6 +9,8 @@
 #include "common/register.h"
 #include "expert_parallel/all_gather_transport.h"
 #include "expert_parallel/all_to_all_transport.h"
+#include "expert_parallel/one_sided_transport.h"
+#include "routing/rows.h"
 
 namespace transformer_plugin::expert_parallel {
 
@@ -24,18 +26,22 @@ const char* transport_name(Transport transport) {
     case Transport::kNone: return "none";
     case Transport::kAllGather: return "all_gather";
     case Transport::kAllToAll: return "all_to_all";
+    case Transport::kOneSided: return "one_sided";
   }
   TORCH_INTERNAL_ASSERT(false);
 }
 
 std::unique_ptr<TokenTransport> make_transport(ExpertParallelGroup& group, const TokenLayout& layout) {
-  if (layout.is_by_records()) return std::make_unique<AllToAllTransport>(group);
-  switch (select_transport({group.size(), group.on_cuda()}).transport) {
-    case Transport::kNone:  // with one rank the collectives return their input
-    case Transport::kAllGather: return std::make_unique<AllGatherTransport>(group);
-    case Transport::kAllToAll: return std::make_unique<AllToAllTransport>(group);
-  }
-  TORCH_INTERNAL_ASSERT(false);
+  // With one rank the collectives return their input.
+  if (!layout.is_by_records()) return std::make_unique<AllGatherTransport>(group);
+#ifdef TRANSFORMER_PLUGIN_CUDA
+  if (group.channel() && group.on_cuda()) return std::make_unique<OneSidedTransport>(group);
+#endif
+  return std::make_unique<AllToAllTransport>(group);
+}
+
+at::Tensor Payload::received_rows() const {
+  return slot ? routing::sum_slots(rows, *slot, std::nullopt) : rows;
 }
 
 namespace {

@@ -32,6 +32,12 @@ struct TokenLayout {
 struct Payload {
   at::Tensor rows;
   Phase phase;
+  // Of a combine: the rows are [capacity, W], and a received row is the sum of those of its slots [N, K], in ascending order,
+  // rounded once.
+  std::optional<at::Tensor> slot = std::nullopt;
+
+  // [N, W].
+  at::Tensor received_rows() const;
 };
 
 // What one call sends, and its description, which the ranks compare before.

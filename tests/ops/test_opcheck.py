@@ -10,7 +10,13 @@ from transformer_plugin.testing.every_op import Call, registered
 
 #: These ops have no tensor arguments, and therefore no kernels and no Meta function to check.
 HOST_OPS = {"check_group_sizes", "compare_header", "grouped_gemm_plan", "select_transport"}
-HOST_OPS |= {"count_deferred_wgrads", "new_wgrad_queue", "peer_memory_support", "release_wgrad_queue"}
+HOST_OPS |= {
+    "count_deferred_wgrads",
+    "new_wgrad_queue",
+    "open_channel",
+    "peer_memory_support",
+    "release_wgrad_queue",
+}
 HOST_OPS |= {"clear_gathers", "configure_gathers", "count_gathers", "invalidate_prefetched"}
 FIRST = list({(call.op, call.name): call for call in CALLS if call.op not in HOST_OPS}.values())
 

@@ -66,8 +66,8 @@ def plans_of(indices: list[Tensor], experts: int, capacity: int, spare_rows: int
     plans = []
     for me in range(count):
         rows = [slots[me][key] for key in received[me]] + [[-1] * topk] * spare_rows
-        # Where rows of this rank begin among those that rank r gets from others, and which of the records of rank r to others
-        # is the first one to this rank.
+        # Where rows of this rank begin among those that rank r gets from others, and which of the records of rank r to
+        # others is the first one to this rank.
         others = [r for r in range(count) if r != me]
         put, returned = [0] * count, [0] * count
         for r in others:

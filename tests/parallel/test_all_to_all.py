@@ -1,4 +1,4 @@
-"""The transport "all_to_all", which sends each row once to the ranks that need it: the bits of "all_gather", and errors."""
+"""The transport "all_to_all", which sends each row once to the ranks that need it: bits of "all_gather", and errors."""
 
 from __future__ import annotations
 
@@ -77,13 +77,10 @@ def check_errors(rank: Rank) -> None:
         assert f"got -3 at [{rank.size - 1}, 2, 0] and 1 more that are neither" in text
         assert set(everyones(rank, text)) == {text}
         few = indices.masked_fill(torch.arange(8, device=rank.device).view(4, 2) >= 1, -1)
-        if rank.rank == 0:
-            plan = context.plan(few)
-        else:
-            plan = context.plan(few[:0])
+        plan = context.plan(few) if rank.rank == 0 else context.plan(few[:0])
         assert int(plan.tokens_per_expert.sum()) == (1 if rank.rank == 0 else 0)
     for wrong_transport in ("one_sided_", None):
-        expected = "argument 'transport': expected 'auto', 'all_gather' or 'all_to_all'"
+        expected = "argument 'transport': expected 'auto', 'all_gather', 'all_to_all' or 'one_sided'"
         with pytest.raises((ValueError, TypeError), match=expected):
             EpContext(rank.group, **sizes, transport=wrong_transport)
     if rank.size > 1:

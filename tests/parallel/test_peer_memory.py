@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tests.surface.surface import ROOT
 from transformer_plugin.errors import PeerTimeoutError
-from transformer_plugin.ops.expert_parallel import peer_memory_support
+from transformer_plugin.ops import peer_memory_support
 from transformer_plugin.testing.distributed import Rank, RankPool
 
 #: Renames the keys that follow "keys", of one rendezvous, or says why the ranks whose facts follow refuse.

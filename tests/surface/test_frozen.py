@@ -63,6 +63,7 @@ def test_host_ops_are_few() -> None:
         "grouped_gemm_plan",
         "new_wgrad_queue",
         "invalidate_prefetched",
+        "open_channel",
         "peer_memory_support",
         "release_group",
         "release_wgrad_queue",

@@ -202,7 +202,7 @@ class MoE(LayerContainer):
             self.dispatcher = LocalTokenDispatcher(num_experts, dispatch, alignment, multiple)
         else:
             ranks = _size_of(found, dtensor)
-            place = (dispatch, alignment, multiple, device)
+            place = (dispatch, alignment, multiple, device, dtype or torch.get_default_dtype())
             self.dispatcher = TokenDispatcher(found, num_experts, hidden, topk, *place)
         self.router = TopKRouter(hidden, num_experts, topk, router, device=device, dtype=dtype)
         self.router.tensor_parallel = parallel

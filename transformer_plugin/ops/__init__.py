@@ -17,6 +17,7 @@ from transformer_plugin.ops import (
     norm as _norm,
     norm_linear as _norm_linear,
     quantize as _quantize,
+    peer_memory as _peer_memory,
     quantize_out as _quantize_out,
     routing as _routing,
     sharded as _sharded,
@@ -38,6 +39,7 @@ from transformer_plugin.ops.layer_out import *
 from transformer_plugin.ops.linear import *
 from transformer_plugin.ops.norm import *
 from transformer_plugin.ops.norm_linear import *
+from transformer_plugin.ops.peer_memory import *
 from transformer_plugin.ops.quantize import *
 from transformer_plugin.ops.quantize_out import *
 from transformer_plugin.ops.routing import *
@@ -62,6 +64,7 @@ __all__ += _layer_out.__all__
 __all__ += _linear.__all__
 __all__ += _norm.__all__
 __all__ += _norm_linear.__all__
+__all__ += _peer_memory.__all__
 __all__ += _quantize.__all__
 __all__ += _quantize_out.__all__
 __all__ += _routing.__all__

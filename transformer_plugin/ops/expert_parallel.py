@@ -400,11 +400,3 @@ def compare_header(group_name: str, dtype: torch.dtype, width: int, timeout_ms: 
     """
     with peer_errors():
         _ops.compare_header.default(group_name, dtype, width, timeout_ms)
-
-
-def peer_memory_support(
-    group_name: str, timeout_ms: int = -1, device: torch.device | None = None
-) -> tuple[bool, str]:
-    """Return whether the GPUs of all ranks can access each other's memory, and why not. The first call tries it."""
-    with peer_errors():
-        return tuple(_ops.peer_memory_support.default(group_name, timeout_ms, device))

@@ -100,9 +100,10 @@ def check_config(config: EpConfig, ranks: int, timeout: float) -> None:
         )
     if config.overflow not in ("raise", "drop"):
         refuse("overflow", "'raise' or 'drop'", repr(config.overflow), op, "Choose one of them")
-    check_type(op, "transport", config.transport, str, "'auto', 'all_gather' or 'all_to_all'", "Choose one")
-    if config.transport not in ("auto", "all_gather", "all_to_all"):
-        expected = "'auto', 'all_gather' or 'all_to_all'"
+    expected = "'auto', 'all_gather', 'all_to_all' or 'one_sided'"
+    check_type(op, "transport", config.transport, str, expected, "Choose one of them")
+    if config.transport not in ("auto", "all_gather", "all_to_all", "one_sided"):
         refuse("transport", expected, repr(config.transport), op, "Choose one of them")
+    check_type(op, "max_token_dtype", config.max_token_dtype, torch.dtype, "a dtype")
     if not 0 < timeout < 1e9:
         refuse("timeout", "a positive number of seconds below 1e9", timeout, op, "Pass for example 60.0")

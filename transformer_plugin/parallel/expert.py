@@ -18,6 +18,7 @@ from torch import Tensor
 
 from transformer_plugin.config import settings
 from transformer_plugin.ops import expert_parallel as ops
+from transformer_plugin.ops.peer_memory import open_channel
 from transformer_plugin.parallel._ep_checks import (
     check_config,
     check_type,
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Overflow = Literal["raise", "drop"]
-Transport = Literal["auto", "all_gather", "all_to_all"]
+Transport = Literal["auto", "all_gather", "all_to_all", "one_sided"]
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,14 @@ class EpConfig:
     overflow: Overflow = "raise"
     #: tokens that one rank can receive in one call, its own included, each counted once. None: those of all ranks.
     max_received_tokens: int | None = None
-    #: how tokens move between the ranks, with the same bits. "all_gather": every rank receives all tokens. "all_to_all":
-    #: each rank receives exactly the tokens of its experts; the host reads how many, so that a GPU's stream is waited for
-    #: and the call cannot be captured in a CUDA graph. "auto": what
+    #: how tokens move between the ranks, with the same bits. "all_gather": every rank receives all tokens.
+    #: "all_to_all": each rank receives exactly the tokens of its experts; the host reads how many, so that a GPU's stream
+    #: is waited for and the call cannot be captured in a CUDA graph. "one_sided": ranks store exactly these rows into
+    #: each other's memory, for GPUs of one host that NVLink connects; the host reads nothing. "auto": what
     #: :func:`~transformer_plugin.ops.expert_parallel.select_transport` names.
     transport: Transport = "auto"
+    #: the widest dtype of tokens; the memory of "one_sided" is as large as they need.
+    max_token_dtype: torch.dtype = torch.float32
 
 
 class EpPlan(NamedTuple):
@@ -105,7 +109,10 @@ class EpContext:
     Args:
         group: the c10d process group, Gloo for CPU tensors or NCCL for CUDA tensors; None for this process alone.
         num_experts, max_tokens_per_rank, hidden_dim, num_topk, capacity, alignment, overflow: see :class:`EpConfig`.
-        max_received_tokens, transport: likewise.
+        max_received_tokens, transport, max_token_dtype: likewise.
+        channel: with the transport "one_sided", the number of the memory that the context uses. Contexts of a group with
+            one number use the same memory, one call after the other in the order of one stream; calls of contexts with
+            different numbers may be in flight at the same time.
         timeout: the longest wait for other ranks in seconds; None for ``config.settings.peer_timeout``. On a CPU a
             longer wait raises :class:`~transformer_plugin.errors.PeerTimeoutError`. On CUDA the process prints the
             text of that error and exits, because a stream that waits for a lost rank cannot be recovered. Choose a
@@ -134,6 +141,8 @@ class EpContext:
         overflow: Overflow = "raise",
         max_received_tokens: int | None = None,
         transport: Transport = "auto",
+        max_token_dtype: torch.dtype = torch.float32,
+        channel: int = 0,
         timeout: float | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -149,6 +158,7 @@ class EpContext:
             overflow,
             max_received_tokens,
             transport,
+            max_token_dtype,
         )
         self.group = group
         self.num_ranks = 1 if group is None else group.size()
@@ -168,13 +178,15 @@ class EpContext:
             self.transport = transport
         self._open = True
         self._compare()
+        if self.transport == "one_sided":
+            self._open_channel(channel)
         if self.num_ranks > 1:
             # The first call connects the ranks: NCCL creates its communicator, which cannot be captured in a graph.
             self.plan(torch.empty(0, num_topk, dtype=torch.int32, device=self.device))
 
     def _compare(self) -> None:
         mine = {**asdict(self.config), "ranks": self.num_ranks, "device": self.device.type}
-        mine["transport"] = self.transport
+        mine["transport"], mine["max_token_dtype"] = self.transport, str(self.config.max_token_dtype)
         texts = ops.all_gather_text(json.dumps(mine), self.group_name, self.timeout_ms)
         all_ranks = [configuration_of(text, rank) for rank, text in enumerate(texts)]
         names = dict.fromkeys(name for other in (mine, *all_ranks) for name in other)
@@ -191,6 +203,28 @@ class EpContext:
             f"{self.num_ranks} ranks of group '{self.group_name}', got different ones: {differences}. "
             "Pass the same arguments on every rank."
         )
+
+    def _open_channel(self, channel: int) -> None:
+        """Opens the memory in which ranks store rows: collective."""
+        config = self.config
+        tokens = self.num_ranks * config.max_tokens_per_rank
+        bound = tokens if config.max_received_tokens is None else min(tokens, config.max_received_tokens)
+        planned = min(self.capacity, bound)
+        item = config.max_token_dtype.itemsize
+        self._name_with_rank += f"#channel={channel}"
+        reason = open_channel(
+            self._name_with_rank,
+            received_rows=min(planned, tokens - config.max_tokens_per_rank),
+            returned_rows=config.max_tokens_per_rank * min(config.num_topk, self.num_ranks - 1),
+            record_bytes=_aligned(config.hidden_dim * item) + _aligned(config.num_topk * max(4, item)),
+            num_experts=config.num_experts,
+            planned_rows=planned,
+            topk=config.num_topk,
+            timeout_ms=self.timeout_ms,
+            device=self.device,
+        )
+        if reason:
+            refuse("transport", "ranks that reach each other's memory", reason, "EpContext", "Pass 'auto'")
 
     def capacity_for(self, alignment: int) -> int:
         """Returns the capacity of a call without its own: the context's, or enough rows for any routing."""
@@ -246,7 +280,7 @@ class EpContext:
         tokens, bound = self.num_ranks * self.config.max_tokens_per_rank, self.config.max_received_tokens
         here = (topk_idx.numel() // self.config.num_topk, self.rank)
         is_bounded = bound is not None and bound < tokens
-        records = self.transport == "all_to_all"
+        records = self.transport in ("all_to_all", "one_sided")
         if is_bounded or records or (compact and arguments[3] < tokens):
             routing = ops.compact_plan(*arguments, bound if is_bounded else None, records)
             return EpPlan(*routing[:5], *here, *routing[5:])
@@ -333,6 +367,11 @@ class EpContext:
                 tuple(tokens.shape),
                 op,
             )
+
+
+def _aligned(size: int) -> int:
+    """Rows, and their weights, begin at multiples of 16 bytes."""
+    return -(-size // 16) * 16
 
 
 def _group_exists(group: ProcessGroup) -> bool:

@@ -199,6 +199,7 @@ class TokenDispatcher:
         gpu_alignment: int,
         row_multiple: int,
         device: torch.device | str | None,
+        dtype: torch.dtype,
     ) -> None:
         config.check_multiple(row_multiple)
         if config.max_tokens is None:
@@ -218,6 +219,7 @@ class TokenDispatcher:
             overflow="drop",
             max_received_tokens=config.max_received_tokens,
             transport=config.transport,
+            max_token_dtype=dtype,
             timeout=config.timeout,
             device=None if device is None or torch.device(device).type == "meta" else device,
         )

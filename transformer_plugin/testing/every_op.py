@@ -346,6 +346,10 @@ def _collective_calls(draw: Draw, indices: Tensor, experts: int) -> Calls:
     yield "leave_gather_region", "", {"output": draw(tokens, K), "group_name": ""}
     yield "all_gather_text", "", {"group_name": "", "text": "one configuration", "timeout_ms": 1000}
     yield "compare_header", "", {"group_name": "", "dtype": FLOAT32, "width": 8, "timeout_ms": 1000}
+    sizes = dict.fromkeys(
+        ("received_rows", "returned_rows", "record_bytes", "num_experts", "planned_rows", "topk"), 8
+    )
+    yield "open_channel", "", {"group_name": "", **sizes, "timeout_ms": 1000, "device": None}
     yield "peer_memory_support", "", {"group_name": "", "timeout_ms": 1000, "device": None}
     yield "release_group", "", {"group_name": ""}
 

@@ -31,13 +31,10 @@ inline constexpr Op<"combine_backward", Tensor(const Tensor& grad, const Tensor&
 inline constexpr Op<"combine_backward_out", void(const Tensor& grad, const Tensor& slot, const Tensor& source,
     const Tensor& grad_rows, std::string_view group_name, int64_t timeout_ms, OptionalTensorArg received,
     OptionalTensorArg position)> combine_backward_out;
+inline constexpr Op<"open_channel", std::string(std::string_view group_name, int64_t received_rows, int64_t returned_rows,
+    int64_t record_bytes, int64_t num_experts, int64_t planned_rows, int64_t topk, int64_t timeout_ms,
+    std::optional<c10::Device> device)> open_channel;
 inline constexpr Op<"select_transport", std::tuple<std::string, std::string>(int64_t num_ranks,
     std::string_view device_type)> select_transport;
-inline constexpr Op<"virtual_channel_layout", std::vector<int64_t>(int64_t num_ranks, int64_t received_rows,
-    int64_t returned_rows, int64_t record_bytes)> virtual_channel_layout;
-inline constexpr Op<"virtual_exchange", void(const Tensor& channel, const Tensor& local_state, std::string_view direction,
-    TensorList rows, TensorList weights, TensorList slot, TensorList peer_rows, TensorList records, TensorList rows_out,
-    TensorList weights_out, int64_t received_rows, int64_t returned_rows, int64_t record_bytes, int64_t max_sms,
-    int64_t timeout_ms)> virtual_exchange;
 
 }  // namespace transformer_plugin::ops

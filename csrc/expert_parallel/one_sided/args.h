@@ -111,7 +111,7 @@ struct Exchange {
   int32_t max_sms;     // 0: all
 };
 
-// output[j] = the row of the token of received row j, bit for bit; zeros past the last received row.
+// output[j] = the row of the token of received row j, bit for bit; zeros past the last received row, and of tokens past the input.
 struct DispatchedRows {
   const void* input;  // [tokens, row_bytes]
   void* output;       // [received_rows, row_bytes]
@@ -123,6 +123,7 @@ struct DispatchArgs {
   DispatchedRows rows;
   DispatchedRows weights;
   int64_t received_rows;  // of the outputs
+  int64_t tokens;         // of the inputs
 };
 
 // output[t] = sum over the records of token t, in ascending order of ranks, of their rows, from +0, rounded once.

@@ -15,6 +15,11 @@ struct DispatchSource {
   __device__ __forceinline__ void copy(int64_t n, char* row, char* weights) const {
     const Exchange& exchange = args.exchange;
     const int64_t token = exchange.records[exchange.max_tokens * exchange.destinations + n];
+    if (token >= args.tokens) {
+      clear_row(row, args.rows.row_bytes);
+      if (args.weights.row_bytes != 0) clear_row(weights, args.weights.row_bytes);
+      return;
+    }
     copy_row(static_cast<const char*>(args.rows.input) + token * args.rows.row_bytes, row,
              args.rows.row_bytes);
     if (args.weights.row_bytes == 0) return;

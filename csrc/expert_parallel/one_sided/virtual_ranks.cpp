@@ -167,7 +167,8 @@ DispatchedRows dispatched_rows(TensorList inputs, TensorList outputs, int64_t ra
 void launch_half(const VirtualExchange& call, int64_t rank, int mode, void* stream) {
   if (call.is_dispatch) {
     const DispatchArgs args{exchange_of(call, rank), dispatched_rows(call.rows, call.rows_out, rank),
-                            dispatched_rows(call.weights, call.weights_out, rank), call.received_rows(rank)};
+                            dispatched_rows(call.weights, call.weights_out, rank), call.received_rows(rank),
+                            call.tokens(rank)};
     return launch_dispatch(args, mode, stream);
   }
   CombineArgs args{};

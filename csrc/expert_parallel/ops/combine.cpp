@@ -49,7 +49,7 @@ Tensor combine(const Tensor& rows, const Tensor& slot, const Tensor& source, int
                  "from 0 to " << layout.max_tokens << " (max_tokens of the plan)", num_tokens,
                  "Pass the number of tokens of this rank");
   check_source(op, group, slot, source);
-  const Payload sums{expand ? routing::sum_slots(rows, slot, std::nullopt) : rows, phases::kCombineRows};
+  const Payload sums{rows, phases::kCombineRows, expand ? OptionalTensor(slot) : std::nullopt};
   const Call call =
       exchange_call(group, phases::kCombineRows, layout, slot, "rows", rows.scalar_type(), rows.size(1))
           .set(fields::kRowsGradient, grads_needed > 0, "rows");

@@ -179,10 +179,8 @@ Pair dispatch_backward(const OptionalTensor& grad_recv, const OptionalTensor& gr
   };
   std::vector<Payload> payloads;
   if (for_tokens) {
-    const Tensor rows = !grad_recv ? zeros(hidden_size, dtype)
-                        : expand   ? routing::sum_slots(*grad_recv, slot, std::nullopt)
-                                   : *grad_recv;
-    payloads.push_back({rows, phases::kDispatchBackwardRows});
+    payloads.push_back({grad_recv ? *grad_recv : zeros(hidden_size, dtype), phases::kDispatchBackwardRows,
+                        grad_recv && expand ? OptionalTensor(slot) : std::nullopt});
   }
   if (for_weights) {
     const Tensor rows = grad_recv_weights ? routing::weights_from_slots(*grad_recv_weights, slot)

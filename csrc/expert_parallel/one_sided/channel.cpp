@@ -1,0 +1,143 @@
+// Channels of a group, and the op that opens them.
+#include "expert_parallel/one_sided/channel.h"
+
+#include <ATen/ops/zeros.h>
+#include <c10/core/Device.h>
+
+#include <algorithm>
+#include <map>
+#include <mutex>
+#include <vector>
+
+#include "common/check.h"
+#include "common/ops/expert_parallel.h"
+#include "common/register.h"
+#include "common/tensor.h"
+
+namespace transformer_plugin::expert_parallel::one_sided {
+
+#ifdef TRANSFORMER_PLUGIN_CUDA
+namespace {
+
+constexpr int64_t kStateBytes = 64;
+static_assert(sizeof(LocalState) <= kStateBytes && sizeof(PlanState) <= kStateBytes);
+
+// Of one process group. Channels that were replaced by larger ones stay, because CUDA graphs hold their addresses.
+struct GroupChannels {
+  std::mutex mutex;
+  std::map<int64_t, std::vector<std::shared_ptr<const Channel>>> channels;
+
+  std::shared_ptr<const Channel> find(int64_t number) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    const auto found = channels.find(number);
+    return found == channels.end() ? nullptr : found->second.back();
+  }
+  void add(int64_t number, std::shared_ptr<const Channel> channel) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    channels[number].push_back(std::move(channel));
+  }
+};
+
+ChannelLayout layout_of(const ChannelSizes& sizes, int64_t ranks) {
+  return channel_layout(ranks, sizes.received_rows, sizes.returned_rows, sizes.record_bytes);
+}
+
+PlanLayout plan_layout_of(const ChannelSizes& sizes, int64_t ranks) {
+  return plan_layout(layout_of(sizes, ranks).bytes, ranks, sizes.experts, sizes.planned_rows, sizes.topk);
+}
+
+}  // namespace
+
+bool ChannelSizes::cover(const ChannelSizes& other) const {
+  return received_rows >= other.received_rows && returned_rows >= other.returned_rows &&
+         record_bytes >= other.record_bytes && experts >= other.experts &&
+         planned_rows >= other.planned_rows && topk >= other.topk;
+}
+
+ChannelSizes ChannelSizes::with(const ChannelSizes& other) const {
+  return {std::max(received_rows, other.received_rows), std::max(returned_rows, other.returned_rows),
+          std::max(record_bytes, other.record_bytes),   std::max(experts, other.experts),
+          std::max(planned_rows, other.planned_rows),   std::max(topk, other.topk)};
+}
+
+Channel::Channel(const ChannelSizes& sizes, std::shared_ptr<distributed::PeerMemory> memory,
+                 const at::Device& device)
+    : sizes_(sizes),
+      layout_(layout_of(sizes, memory->ranks())),
+      plan_layout_(plan_layout_of(sizes, memory->ranks())),
+      memory_(std::move(memory)),
+      states_(at::zeros({2 * kStateBytes}, at::TensorOptions().dtype(at::kByte).device(device))) {}
+
+int64_t Channel::bytes(const ChannelSizes& sizes, int64_t ranks) {
+  return plan_layout_of(sizes, ranks).bytes;
+}
+
+PeerPointers Channel::peers() const {
+  PeerPointers peers{};
+  peers.rank = static_cast<int32_t>(memory_->rank());
+  peers.ranks = static_cast<int32_t>(memory_->ranks());
+  for (int64_t r = 0; r < memory_->ranks(); ++r) peers.memory[r] = memory_->pointer(r);
+  return peers;
+}
+
+LocalState* Channel::state() const { return static_cast<LocalState*>(states_.mutable_data_ptr()); }
+
+PlanState* Channel::plan_state() const {
+  return reinterpret_cast<PlanState*>(static_cast<char*>(states_.mutable_data_ptr()) + kStateBytes);
+}
+
+std::shared_ptr<const Channel> channel_of(const char* op, const ExpertParallelGroup& group) {
+  std::shared_ptr<const Channel> channel =
+      group.state().extension<GroupChannels>().find(group.channel().value_or(0));
+  TP_CHECK_VALUE(channel != nullptr, op, "group_name",
+                 "a group whose channel " << group.channel().value_or(0) << " is open", "one that is not",
+                 "Make an EpContext with transport=\"one_sided\" on every rank first");
+  return channel;
+}
+
+int64_t kernel_timeout_ns(const ExpertParallelGroup& group) {
+  constexpr int64_t kMoreMs = 60'000, kLongestMs = 1'000'000'000;
+  return std::min(group.timeout().count() + kMoreMs, kLongestMs) * 1'000'000;
+}
+#endif
+
+namespace {
+
+constexpr const char* kOp = "open_channel";
+
+// Returns why the ranks cannot exchange rows this way; "": the channel is open. Without a device it is the CPU's.
+std::string open_channel(std::string_view group_name, int64_t received_rows, int64_t returned_rows,
+                         int64_t record_bytes, int64_t num_experts, int64_t planned_rows, int64_t topk,
+                         int64_t timeout_ms, std::optional<at::Device> device) {
+  const std::pair<const char*, int64_t> sizes_by_name[] = {
+      {"received_rows", received_rows}, {"returned_rows", returned_rows}, {"record_bytes", record_bytes},
+      {"num_experts", num_experts},     {"planned_rows", planned_rows},   {"topk", topk}};
+  for (const auto& [name, size] : sizes_by_name)
+    TP_CHECK_VALUE(size >= 0, kOp, name, "0 or more", size, "Pass the same on every rank");
+  const RankGroup group(kOp, group_name, timeout_ms, at::Tensor());
+  if (group.size() == 1) return "the group has one rank";
+#ifdef TRANSFORMER_PLUGIN_CUDA
+  if (device && device->is_cuda()) {
+    if (group.size() > kMostPeers) return "more than " + std::to_string(kMostPeers) + " ranks";
+    if (num_experts > kMostExperts) return "more than " + std::to_string(kMostExperts) + " experts";
+    ChannelSizes sizes{received_rows, returned_rows, record_bytes, num_experts, planned_rows, topk};
+    auto& channels = group.state().extension<GroupChannels>();
+    const int64_t number = group.channel().value_or(0);
+    const std::shared_ptr<const Channel> open = channels.find(number);
+    if (open && open->sizes().cover(sizes)) return "";
+    if (open) sizes = sizes.with(open->sizes());
+    std::string reason;
+    auto memory = distributed::allocate_peer_memory(
+        group.state(), *device, Channel::bytes(sizes, group.size()), group.timeout(), &reason);
+    if (memory) channels.add(number, std::make_shared<const Channel>(sizes, std::move(memory), *device));
+    return reason;
+  }
+#endif
+  return "symmetric memory is of GPUs";
+}
+
+}  // namespace
+
+TP_IMPL_FOR(CompositeExplicitAutograd, open_channel, open_channel);
+
+}  // namespace transformer_plugin::expert_parallel::one_sided

@@ -1,0 +1,63 @@
+// A channel: the memory of all ranks through which a group exchanges rows one-sidedly. Contexts open it, collectively, before the
+// first exchange. All layers of a group use its channel 0, one exchange after the other; what is to be in flight at the same
+// time uses channels with other numbers.
+#pragma once
+
+#ifdef TRANSFORMER_PLUGIN_CUDA
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <string>
+
+#include "distributed/symmetric/peer_memory.h"
+#include "expert_parallel/group.h"
+#include "expert_parallel/one_sided/args.h"
+#include "expert_parallel/one_sided/plan_args.h"
+
+namespace transformer_plugin::expert_parallel::one_sided {
+
+// The most that one exchange, and one plan, may need; the same on every rank.
+struct ChannelSizes {
+  int64_t received_rows;  // that a rank gets from others in a dispatch
+  int64_t returned_rows;  // that a rank gets back from others in a combine
+  int64_t record_bytes;   // record_stride() of a row and its weights
+  int64_t experts;
+  int64_t planned_rows;  // N of a plan
+  int64_t topk;
+
+  bool cover(const ChannelSizes& other) const;
+  ChannelSizes with(const ChannelSizes& other) const;
+};
+
+class Channel {
+ public:
+  Channel(const ChannelSizes& sizes, std::shared_ptr<distributed::PeerMemory> memory,
+          const at::Device& device);
+
+  // Bytes of each rank's memory.
+  static int64_t bytes(const ChannelSizes& sizes, int64_t ranks);
+
+  const ChannelSizes& sizes() const { return sizes_; }
+  const ChannelLayout& layout() const { return layout_; }
+  const PlanLayout& plan_layout() const { return plan_layout_; }
+  PeerPointers peers() const;
+  LocalState* state() const;
+  PlanState* plan_state() const;
+
+ private:
+  const ChannelSizes sizes_;
+  const ChannelLayout layout_;
+  const PlanLayout plan_layout_;
+  const std::shared_ptr<distributed::PeerMemory> memory_;
+  at::Tensor states_;  // of exchanges, then of plans
+};
+
+// The open channel of the number in the group's name. ValueError if it is not open.
+std::shared_ptr<const Channel> channel_of(const char* op, const ExpertParallelGroup& group);
+
+// How long a kernel waits for another rank. The watchdog ends the process after the timeout of the call; kernels wait longer, so
+// that it finds the missing ranks first.
+int64_t kernel_timeout_ns(const ExpertParallelGroup& group);
+
+}  // namespace transformer_plugin::expert_parallel::one_sided
+#endif

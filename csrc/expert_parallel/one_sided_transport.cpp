@@ -1,0 +1,100 @@
+#ifdef TRANSFORMER_PLUGIN_CUDA
+#include "expert_parallel/one_sided_transport.h"
+
+#include "common/check.h"
+#include "common/tensor.h"
+#include "distributed/watched_work.h"
+#include "expert_parallel/one_sided/kernels.h"
+
+namespace transformer_plugin::expert_parallel {
+namespace {
+
+using at::Tensor;
+using distributed::WatchedWork;
+using one_sided::Channel;
+using one_sided::Exchange;
+
+int64_t row_bytes(const Tensor& rows) { return rows.size(1) * rows.element_size(); }
+
+}  // namespace
+
+// Checks that the exchange fits into the channel.
+Exchange OneSidedTransport::begin(const TokenExchange& exchange, const Channel& channel) const {
+  const TokenLayout& layout = exchange.layout;
+  const char* const op = exchange.call.phase().op;
+  int64_t bytes = 0;
+  for (const Payload& payload : exchange.payloads)
+    bytes += one_sided::record_stride(row_bytes(payload.rows), 0);
+  TP_CHECK_VALUE(bytes <= channel.sizes().record_bytes, op, "group_name",
+                 "a channel for records of " << bytes << " bytes", channel.sizes().record_bytes,
+                 "Make the EpContext with the largest hidden_dim, num_topk and dtype of its calls");
+  const int64_t returned = layout.max_tokens * std::min(layout.position->size(2), group_.size() - 1);
+  TP_CHECK_VALUE(returned <= channel.sizes().returned_rows, op, "group_name",
+                 "a channel for " << returned << " records", channel.sizes().returned_rows,
+                 "Make the EpContext with the largest max_tokens_per_rank and num_topk of its calls");
+  group_.begin_call(exchange.call, 1);
+  return {.peer_rows = layout.received->const_data_ptr<int32_t>(),
+          .records = layout.position->const_data_ptr<int32_t>(),
+          .max_tokens = layout.max_tokens,
+          .destinations = layout.position->size(2),
+          .layout = channel.layout(),
+          .peers = channel.peers(),
+          .state = channel.state(),
+          .timeout_ns = one_sided::kernel_timeout_ns(group_),
+          .max_sms = 0};
+}
+
+std::vector<Tensor> OneSidedTransport::dispatch(const TokenExchange& exchange) const {
+  const auto channel = one_sided::channel_of(exchange.call.phase().op, group_);
+  const CudaScope scope(exchange.payloads[0].rows);
+  one_sided::DispatchArgs args{};
+  args.exchange = begin(exchange, *channel);
+  args.received_rows = exchange.layout.received_rows;
+  args.tokens = exchange.payloads[0].rows.size(0);
+  std::vector<Tensor> inputs, outputs;
+  for (const Payload& payload : exchange.payloads) {
+    inputs.push_back(payload.rows.contiguous());
+    outputs.push_back(distributed::empty_rows(payload.rows, args.received_rows));
+    (outputs.size() == 1 ? args.rows : args.weights) = {
+        inputs.back().const_data_ptr(), outputs.back().mutable_data_ptr(), row_bytes(payload.rows)};
+  }
+  const WatchedWork watched(group_.shared_state(), exchange.payloads[0].phase, group_.timeout(),
+                            scope.stream());
+  one_sided::launch_dispatch(args, one_sided::kBoth, scope.stream());
+  return outputs;
+}
+
+std::vector<Tensor> OneSidedTransport::combine(const TokenExchange& exchange, int64_t tokens) const {
+  const auto channel = one_sided::channel_of(exchange.call.phase().op, group_);
+  const Payload& first = exchange.payloads[0];
+  const CudaScope scope(first.rows);
+  one_sided::CombineArgs args{};
+  args.exchange = begin(exchange, *channel);
+  const Tensor rows = first.rows.contiguous();
+  const Tensor slot = first.slot ? first.slot->contiguous() : Tensor();
+  std::vector<Tensor> outputs{distributed::empty_rows(rows, tokens)};
+  args.rows = rows.const_data_ptr();
+  args.output = outputs[0].mutable_data_ptr();
+  args.width = rows.size(1);
+  args.dtype = to_dtype(rows.scalar_type());
+  args.tokens = tokens;
+  if (slot.defined()) {
+    args.slot = slot.const_data_ptr<int32_t>();
+    args.topk = slot.size(1);
+    args.capacity = rows.size(0);
+  }
+  Tensor weights;
+  if (exchange.payloads.size() > 1) {
+    weights = exchange.payloads[1].rows.contiguous();
+    outputs.push_back(distributed::empty_rows(weights, tokens));
+    args.weights = weights.const_data_ptr();
+    args.weights_output = outputs[1].mutable_data_ptr();
+    args.weights_width = weights.size(1);
+  }
+  const WatchedWork watched(group_.shared_state(), first.phase, group_.timeout(), scope.stream());
+  one_sided::launch_combine(args, one_sided::kBoth, scope.stream());
+  return outputs;
+}
+
+}  // namespace transformer_plugin::expert_parallel
+#endif
