@@ -79,10 +79,10 @@ class CompactPlan(NamedTuple):
     #: int32 ``[1]``: 1 if any rank needs more than the capacity or ``max_received_tokens``; the same on every rank.
     overflow: Tensor
     #: int32 ``[N]``: the token of each received row, or -1 past the last one. By records int32 ``[4, R + 1]``, where a
-    #: record is a row that this rank sends to a rank, numbered by (rank, token). ``received[0, r]`` and
-    #: ``received[0, r + 1]``: the first and the last but one of the rows from rank r. ``received[1]``: likewise of the
-    #: records to rank r. ``received[2, r]``: which of the rows that rank r receives from other ranks is the first record
-    #: to it. ``received[3, r]``: which of the records of rank r to other ranks is the first row from it.
+    #: record is a row that this rank sends to a rank, numbered by (rank, token). From rank r come the rows
+    #: ``received[0, r]`` to ``received[0, r + 1] - 1``; to it go the records ``received[1, r]`` to
+    #: ``received[1, r + 1] - 1``. ``received[2, r]``: which of the rows that rank r receives from other ranks is the
+    #: first record to it. ``received[3, r]``: which of the records of rank r to other ranks is the first row from it.
     received: Tensor
     #: int32 ``[R * max_tokens]``: the received row of each token, or -1. By records int32
     #: ``[2, max_tokens, min(K, R)]``: ``position[0]`` are the records of each token, in ascending order of ranks, then
@@ -161,10 +161,10 @@ def compact_plan(
             with all their rows, before rows past the capacity are; with ``raise_on_overflow`` that is an error. None:
             enough for all.
         records: whether the plan is by records: ranks exchange how many rows each sends to each in place of their
-            indices, and dispatch and combine send each row once to the ranks that need it, in an all-to-all of uneven
-            parts. The other tensors, and all results, have the same bits; ``received`` and ``position`` are those of
-            :class:`CompactPlan` by records. The host reads the numbers of rows, so that on CUDA it waits for the stream,
-            and the call cannot be captured in a CUDA graph.
+            indices, and dispatch and combine send each row once to the ranks that need it. The other tensors, and all
+            results, have the same bits; ``received`` and ``position`` are those of :class:`CompactPlan` by records.
+            Where the group's name has no channel, the rows travel in an all-to-all of uneven parts, for which the host
+            reads the numbers of rows: on CUDA it waits for the stream, and the call cannot be captured in a CUDA graph.
 
     The others are those of :func:`plan`.
 

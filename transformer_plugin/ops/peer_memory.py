@@ -1,6 +1,7 @@
 """Memory that the GPUs of a group read and write by pointers, and the channels of one-sided exchanges in it.
 
-``group_name`` and ``timeout_ms`` are those of :mod:`transformer_plugin.ops.expert_parallel`. Both functions are collective.
+``group_name`` and ``timeout_ms`` are those of :mod:`transformer_plugin.ops.expert_parallel`. Both functions are
+collective.
 """
 
 from __future__ import annotations

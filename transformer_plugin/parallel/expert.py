@@ -58,9 +58,9 @@ class EpConfig:
     #: tokens that one rank can receive in one call, its own included, each counted once. None: those of all ranks.
     max_received_tokens: int | None = None
     #: how tokens move between the ranks, with the same bits. "all_gather": every rank receives all tokens.
-    #: "all_to_all": each rank receives exactly the tokens of its experts; the host reads how many, so that a GPU's stream
-    #: is waited for and the call cannot be captured in a CUDA graph. "one_sided": ranks store exactly these rows into
-    #: each other's memory, for GPUs of one host that NVLink connects; the host reads nothing. "auto": what
+    #: "all_to_all": each rank receives exactly the tokens of its experts; the host reads how many, so that a GPU's
+    #: stream is waited for and the call cannot be captured in a CUDA graph. "one_sided": ranks store exactly these rows
+    #: into each other's memory, for GPUs of one host that NVLink connects; the host reads nothing. "auto": what
     #: :func:`~transformer_plugin.ops.expert_parallel.select_transport` names.
     transport: Transport = "auto"
     #: the widest dtype of tokens; the memory of "one_sided" is as large as they need.
@@ -110,9 +110,9 @@ class EpContext:
         group: the c10d process group, Gloo for CPU tensors or NCCL for CUDA tensors; None for this process alone.
         num_experts, max_tokens_per_rank, hidden_dim, num_topk, capacity, alignment, overflow: see :class:`EpConfig`.
         max_received_tokens, transport, max_token_dtype: likewise.
-        channel: with the transport "one_sided", the number of the memory that the context uses. Contexts of a group with
-            one number use the same memory, one call after the other in the order of one stream; calls of contexts with
-            different numbers may be in flight at the same time.
+        channel: with the transport "one_sided", the number of the memory that the context uses. Contexts of a group
+            with one number use the same memory, one call after the other in the order of one stream; calls of contexts
+            with different numbers may be in flight at the same time.
         timeout: the longest wait for other ranks in seconds; None for ``config.settings.peer_timeout``. On a CPU a
             longer wait raises :class:`~transformer_plugin.errors.PeerTimeoutError`. On CUDA the process prints the
             text of that error and exits, because a stream that waits for a lost rank cannot be recovered. Choose a

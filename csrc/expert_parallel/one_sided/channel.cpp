@@ -13,6 +13,7 @@
 #include "common/ops/expert_parallel.h"
 #include "common/register.h"
 #include "common/tensor.h"
+#include "expert_parallel/group.h"
 
 namespace transformer_plugin::expert_parallel::one_sided {
 
