@@ -13,7 +13,7 @@ from transformer_plugin.reference.expert_parallel import compact_plan
 from transformer_plugin.testing.numerics import assert_same_bits
 
 gpu = pytest.mark.gpu
-tp = torch.ops.transformer_plugin
+tp = torch.ops.transformer_plugin_testing
 DEVICE = torch.device("cuda")
 
 RANKS = [2, 3, 8, 64]

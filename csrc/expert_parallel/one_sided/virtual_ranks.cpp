@@ -1,13 +1,16 @@
-// virtual_exchange: the one-sided exchange of R ranks that are tensors of one process on one GPU, for tests of the kernels. It
-// launches the putting half of every rank, then the receiving half of every rank, on one stream, so that no kernel waits.
+// Ops for tests of the one-sided kernels, in a library of their own, so that they are not among the public ops: R ranks are tensors
+// of one process on one GPU.
+//
+// virtual_exchange launches the putting half of every rank, then the receiving half of every rank, on one stream, so that no kernel
+// waits. virtual_plan launches each step of a plan for every rank before the next.
 //
 // channel [R * bytes] uint8 is the symmetric memory of all ranks; virtual_channel_layout says how many bytes, and where the
 // parts of a rank's memory are. local_state [R, 16] int32 is the LocalState of each rank. Both stay as they are
 // from one exchange to the next.
+#include <torch/library.h>
+
 #include "common/buffers.h"
 #include "common/check.h"
-#include "common/ops/expert_parallel.h"
-#include "common/register.h"
 #include "common/tensor.h"
 #include "expert_parallel/one_sided/kernels.h"
 
@@ -233,8 +236,20 @@ void virtual_exchange(const Tensor& channel, const Tensor& local_state, std::str
 
 }  // namespace
 
-TP_IMPL_FOR(CompositeExplicitAutograd, virtual_channel_layout, virtual_channel_layout);
-TP_IMPL_CPU_CUDA(virtual_exchange, virtual_exchange);
-TP_FALL_THROUGH(Autograd, virtual_exchange);
+TORCH_LIBRARY(transformer_plugin_testing, m) {
+  m.def(
+      "virtual_channel_layout(int num_ranks, int received_rows, int returned_rows, int record_bytes) -> int[]",
+      &virtual_channel_layout);
+  m.def(
+      "virtual_exchange(Tensor(a!) channel, Tensor(b!) local_state, str direction, Tensor[] rows, Tensor[] weights, "
+      "Tensor[] slot, Tensor[] peer_rows, Tensor[] records, Tensor(c!)[] rows_out, Tensor(d!)[] weights_out, "
+      "int received_rows, int returned_rows, int record_bytes, int max_sms=0, int timeout_ms=10000) -> ()");
+}
+
+TORCH_LIBRARY_IMPL(transformer_plugin_testing, CPU, m) { m.impl("virtual_exchange", &virtual_exchange); }
+
+#ifdef TRANSFORMER_PLUGIN_CUDA
+TORCH_LIBRARY_IMPL(transformer_plugin_testing, CUDA, m) { m.impl("virtual_exchange", &virtual_exchange); }
+#endif
 
 }  // namespace transformer_plugin::expert_parallel::one_sided
