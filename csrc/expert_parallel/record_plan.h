@@ -8,6 +8,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "expert_parallel/group.h"
+#include "expert_parallel/peer_rows.h"
 
 namespace transformer_plugin::expert_parallel {
 
@@ -32,14 +33,6 @@ struct RecordPlan {
   at::Tensor peer_rows;          // [4, R + 1], see PeerRows
   at::Tensor records;            // [2, max_tokens, min(K, R)], see records_of_tokens()
   at::Tensor required_tokens;    // int64 [R]
-};
-
-// The rows of `peer_rows`.
-enum PeerRows : int64_t {
-  kReceived = 0,  // from rank r come the received rows [r], ..., [r + 1] - 1
-  kSent = 1,      // the records [r], ..., [r + 1] - 1 go to rank r; within a rank in the order of tokens
-  kPut = 2,       // record kSent[r] is row [r] of those that rank r receives from other ranks; 0 of this rank
-  kReturned = 3,  // received row kReceived[r] is record [r] of those of rank r to other ranks; 0 of this rank
 };
 
 // Raises a ValueError while a CUDA graph is captured from the stream of `tensor`, which the host is about to read.

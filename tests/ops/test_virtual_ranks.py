@@ -66,11 +66,9 @@ def plans_of(indices: list[Tensor], experts: int, capacity: int, spare_rows: int
     plans = []
     for me in range(count):
         rows = [slots[me][key] for key in received[me]] + [[-1] * topk] * spare_rows
-        # Where rows of this rank begin among those that rank r gets from others, and which of the records of rank r to
-        # others is the first one to this rank.
-        others = [r for r in range(count) if r != me]
+        # Of the rows that rank r gets from others, and its records to others, the first of this rank.
         put, returned = [0] * count, [0] * count
-        for r in others:
+        for r in set(range(count)) - {me}:
             put[r] = sum(key < (me, 0) and key[0] != r for key in received[r])
             returned[r] = sum(record < (me, 0) and record[0] != r for record in sent[r])
         begins = starts([r for r, _ in received[me]], count), starts([r for r, _ in sent[me]], count)

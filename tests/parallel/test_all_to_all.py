@@ -154,3 +154,14 @@ def check_graph(rank: Rank) -> None:
 @pytest.mark.gpus(2)
 def test_a_capture_is_an_error(make_pool: Any) -> None:
     make_pool(2, "nccl").run(check_graph)
+
+
+def test_select_transport() -> None:
+    assert ep.select_transport(1, "cuda").transport == "none"
+    for device in ("cpu", "cuda"):
+        for ranks_of_group in (2, 8, 64):
+            transport, reason = ep.select_transport(ranks_of_group, device)
+            assert transport == "all_gather" and ("NCCL" if device == "cuda" else "Gloo") in reason
+    for wrong, argument in (((0, "cpu"), "num_ranks"), ((2, "meta"), "device_type")):
+        with pytest.raises(ValueError, match=f"select_transport: argument '{argument}': expected"):
+            ep.select_transport(*wrong)

@@ -51,18 +51,17 @@ def check_case(rank: Rank, case: EpCase, options: dict[str, Any] | None, expand:
     indices, tokens, weights = (list(each) for each in zip(*drawn, strict=True))
     counts = [len(each) for each in tokens]
     sizes = (case.experts(rank.size), case.max_tokens, case.capacity, case.alignment)
-    plans: all_ranks.Plans
     plan: ep.Plan | ep.CompactPlan
     if options is None:
-        expected_plan = (plans := all_ranks.plan(indices, *sizes))[me]
+        plans = same = all_ranks.plan(indices, *sizes)
         plan = ep.plan(indices[me].to(device), *sizes, rank.size, name)
     else:
         bound = options.get("max_received_tokens")
-        plans = compact = all_ranks.compact_plan(indices, *sizes, max_received_tokens=bound)
-        by_records = options.get("records", False)
-        expected_plan = (all_ranks.by_records(compact, indices[me].shape[-1]) if by_records else compact)[me]
+        plans = same = all_ranks.compact_plan(indices, *sizes, max_received_tokens=bound)
+        if options.get("records"):
+            same = all_ranks.by_records(plans, indices[me].shape[-1])
         plan = ep.compact_plan(indices[me].to(device), *sizes, rank.size, name, **options)
-    for field, got, expected in zip(plan._fields, plan, expected_plan, strict=True):
+    for field, got, expected in zip(plan._fields, plan, same[me], strict=True):
         assert_same_bits(got, expected, field)
 
     last = (name, 60_000, -1, expand, *maps(plan))
@@ -394,14 +393,3 @@ def check_random(rank: Rank, numbers: range) -> None:
 def test_random_cases(pool: RankPool) -> None:
     for start in range(0, 400, 50):
         pool.run(check_random, range(start, start + 50), timeout=250)
-
-
-def test_select_transport() -> None:
-    assert ops.expert_parallel.select_transport(1, "cuda").transport == "none"
-    for device in ("cpu", "cuda"):
-        for ranks_of_group in (2, 8, 64):
-            transport, reason = ops.expert_parallel.select_transport(ranks_of_group, device)
-            assert transport == "all_gather" and ("NCCL" if device == "cuda" else "Gloo") in reason
-    for wrong, argument in (((0, "cpu"), "num_ranks"), ((2, "meta"), "device_type")):
-        with pytest.raises(ValueError, match=f"select_transport: argument '{argument}': expected"):
-            ops.expert_parallel.select_transport(*wrong)

@@ -381,8 +381,6 @@ def select_transport(num_ranks: int, device_type: str) -> TransportSelection:
 def all_gather_text(text: str, group_name: str, timeout_ms: int = -1) -> list[str]:
     """Return every rank's ``text`` in ascending order of ranks, through the store of the group.
 
-    For example to compare configurations.
-
     Raises:
         PeerTimeoutError: a rank did not take part in time.
     """

@@ -8,6 +8,7 @@
 #include "common/launch.cuh"
 #include "expert_parallel/one_sided/args.h"
 #include "expert_parallel/one_sided/system_memory.cuh"
+#include "expert_parallel/peer_rows.h"
 
 namespace transformer_plugin::expert_parallel::one_sided {
 
@@ -17,9 +18,6 @@ inline constexpr int kBlocksPerSm = 2;
 inline constexpr unsigned kAllLanes = 0xffffffffu;
 static_assert(kWarps == kChunkRows, "a warp has a row of a chunk");
 static_assert(kMostPeers <= kThreads, "a thread has a rank");
-
-// Rows of peer_rows.
-enum class PeerRows { kReceived, kSent, kPut, kReturned };
 
 // Shared memory of a block.
 struct BlockMemory {
