@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from transformer_plugin import ops
 from transformer_plugin.nn import DispatchConfig, GroupedMLP, MoE
 from transformer_plugin.ops import expert_parallel as ep
 from transformer_plugin.parallel import EpContext
