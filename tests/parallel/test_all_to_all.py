@@ -25,10 +25,16 @@ CONFIGS: list[dict[str, Any]] = [
 SIZES: dict[str, Any] = {"max_tokens_per_rank": 4, "hidden_dim": 8, "num_topk": 2}
 
 
-def check_layers(rank: Rank, recipe: str, sizes: dict[str, Any], copies: bool) -> None:
+def check_layers(
+    rank: Rank,
+    recipe: str,
+    sizes: dict[str, Any],
+    copies: bool,
+    transports: tuple[str, ...] = ("all_to_all", "all_gather"),
+) -> None:
     multiple = 16 if recipe == "nvfp4" else 1
     by_transport = []
-    for transport in ("all_to_all", "all_gather"):
+    for transport in transports:
         config = DispatchConfig(**sizes, alignment=multiple, transport=transport)
         moe = layer(rank, recipe, config)
         if copies:
