@@ -19,7 +19,8 @@ namespace transformer_plugin::expert_parallel::one_sided {
 // Experts of a group, whose counters are in the shared memory of a block.
 inline constexpr int64_t kMostExperts = 4096;
 
-// Where the parts of a plan are in the memory of a rank, in bytes.
+// Where the parts of a plan are in the memory of a rank, in bytes. All plans of a channel have the same layout, because a rank may put
+// its counts while another still receives the slots of the plan before.
 struct PlanLayout {
   int64_t counts[2];  // int32 [ranks, experts + ranks] from each rank; [1]: without the tokens past the bound
   int64_t sent;       // int32 [ranks, ranks]: rows from each rank to each rank
@@ -73,12 +74,14 @@ struct PlanArgs {
   int64_t timeout_ns;  // of each wait
 
   // Memory of the call.
-  int32_t* chunk_counts
-      [2];  // [chunks, experts + ranks]: before each chunk; [1]: without the tokens past the bound
+  // [chunks, chunk_stride()]: before each chunk, aligned to 16 bytes; [1]: without the tokens past the bound.
+  int32_t* chunk_counts[2];
   // [experts + 1]: the first slot of each expert at its rank, at most the capacity; then whether the capacity drops any slot.
   int32_t* first_slots;
-  int32_t* own_slots;  // [tokens, topk], where a capacity drops slots
-  int32_t* kept_rows;  // [chunks, ranks], likewise
+  // Where a capacity may drop slots:
+  int32_t* own_slots;        // [tokens, topk]
+  int32_t* kept_rows;        // [chunks, ranks]
+  int32_t* received_places;  // [ranks]: where the slots from each rank begin in this rank's memory
 
   // The plan (RecordPlan).
   int32_t* slot;               // [received_rows, topk]
@@ -93,8 +96,10 @@ struct PlanArgs {
   TP_HOST_DEVICE int64_t local_experts() const { return experts / peers.ranks; }
   TP_HOST_DEVICE int64_t columns() const { return experts + peers.ranks; }
   TP_HOST_DEVICE int64_t destinations() const { return topk < peers.ranks ? topk : peers.ranks; }
-  // A chunk is the work of a block: whole tokens with about 512 indices.
-  TP_HOST_DEVICE int64_t chunk_tokens() const { return topk < 512 ? 512 / topk : 1; }
+  // Columns of a chunk's counts: whole units of 16 bytes.
+  TP_HOST_DEVICE int64_t chunk_stride() const { return round_up(columns(), 4); }
+  // A chunk is the work of a block: at most 512 tokens, with about 1024 indices.
+  TP_HOST_DEVICE int64_t chunk_tokens() const { return topk <= 2 ? 512 : topk < 1024 ? 1024 / topk : 1; }
   TP_HOST_DEVICE int64_t chunks() const {
     return tokens > 0 ? (tokens + chunk_tokens() - 1) / chunk_tokens() : 1;
   }

@@ -4,15 +4,18 @@
 // virtual_exchange launches the putting half of every rank, then the receiving half of every rank, on one stream, so that no kernel
 // waits. virtual_plan launches each step of a plan for every rank before the next.
 //
-// channel [R * bytes] uint8 is the symmetric memory of all ranks; virtual_channel_layout says how many bytes, and where the
-// parts of a rank's memory are. local_state [R, 16] int32 is the LocalState of each rank. Both stay as they are
-// from one exchange to the next.
+// channel [R * bytes] uint8 is the symmetric memory of all ranks; virtual_channel_layout and virtual_plan_layout say how many bytes,
+// and where the parts of a rank's memory are. local_state [R, 16] int32 is the LocalState or PlanState of each rank. Both stay as
+// they are from one exchange or plan to the next.
 #include <torch/library.h>
+
+#include <algorithm>
 
 #include "common/buffers.h"
 #include "common/check.h"
 #include "common/tensor.h"
 #include "expert_parallel/one_sided/kernels.h"
+#include "expert_parallel/one_sided/plan.h"
 
 namespace transformer_plugin::expert_parallel::one_sided {
 namespace {
@@ -22,7 +25,8 @@ using at::TensorList;
 
 constexpr const char* kOp = "virtual_exchange";
 constexpr int64_t kStateWords = 16;
-static_assert(sizeof(LocalState) <= kStateWords * sizeof(int32_t));
+static_assert(sizeof(LocalState) <= kStateWords * sizeof(int32_t) &&
+              sizeof(PlanState) <= kStateWords * sizeof(int32_t));
 
 // The arguments, of which each list has an entry for each rank. `weights` and weights_out are empty where there are none,
 // and `slot` where rows are the received rows themselves.
@@ -143,6 +147,14 @@ void check_sizes(const VirtualExchange& call) {
 }
 
 #ifdef TRANSFORMER_PLUGIN_CUDA
+PeerPointers peers_of(const Tensor& channel, int64_t rank, int64_t ranks, int64_t bytes) {
+  PeerPointers peers{};
+  peers.rank = static_cast<int32_t>(rank);
+  peers.ranks = static_cast<int32_t>(ranks);
+  for (int64_t r = 0; r < ranks; ++r) peers.memory[r] = channel.mutable_data_ptr<uint8_t>() + r * bytes;
+  return peers;
+}
+
 Exchange exchange_of(const VirtualExchange& call, int64_t rank) {
   Exchange exchange{};
   exchange.peer_rows = call.peer_rows[rank].const_data_ptr<int32_t>();
@@ -150,10 +162,7 @@ Exchange exchange_of(const VirtualExchange& call, int64_t rank) {
   exchange.max_tokens = call.records[rank].size(1);
   exchange.destinations = call.records[rank].size(2);
   exchange.layout = call.layout;
-  exchange.peers.rank = static_cast<int32_t>(rank);
-  exchange.peers.ranks = static_cast<int32_t>(call.ranks());
-  for (int64_t r = 0; r < call.ranks(); ++r)
-    exchange.peers.memory[r] = call.channel.mutable_data_ptr<uint8_t>() + r * call.layout.bytes;
+  exchange.peers = peers_of(call.channel, rank, call.ranks(), call.layout.bytes);
   exchange.state =
       reinterpret_cast<LocalState*>(call.local_state.mutable_data_ptr<int32_t>() + rank * kStateWords);
   exchange.timeout_ns = call.timeout_ms * 1000000;
@@ -195,13 +204,17 @@ void launch_half(const VirtualExchange& call, int64_t rank, int mode, void* stre
 }
 #endif
 
+void check_on_cuda(const char* op, const Tensor& channel) {
+  TORCH_CHECK_NOT_IMPLEMENTED(channel.is_cuda(),
+                              TP_FOUR_PARTS(op, "channel", "a tensor on CUDA", describe(channel),
+                                            "The one-sided exchange is for GPUs"));
+}
+
 void virtual_exchange(const Tensor& channel, const Tensor& local_state, std::string_view direction,
                       TensorList rows, TensorList weights, TensorList slot, TensorList peer_rows,
                       TensorList records, TensorList rows_out, TensorList weights_out, int64_t received_rows,
                       int64_t returned_rows, int64_t record_bytes, int64_t max_sms, int64_t timeout_ms) {
-  TORCH_CHECK_NOT_IMPLEMENTED(channel.is_cuda(),
-                              TP_FOUR_PARTS(kOp, "channel", "a tensor on CUDA", describe(channel),
-                                            "The one-sided exchange is for GPUs"));
+  check_on_cuda(kOp, channel);
   TP_CHECK_VALUE(direction == "dispatch" || direction == "combine", kOp, "direction",
                  "\"dispatch\" or \"combine\"", '"' << direction << '"', "Name one of them");
   check_dim({kOp, "local_state", local_state}, 2);
@@ -234,6 +247,83 @@ void virtual_exchange(const Tensor& channel, const Tensor& local_state, std::str
   for (const Tensor& each : weights_out) mark_written(each);
 }
 
+constexpr const char* kPlanOp = "virtual_plan";
+
+std::vector<int64_t> virtual_plan_layout(int64_t num_ranks, int64_t num_experts, int64_t received_rows,
+                                         int64_t topk) {
+  const PlanLayout layout = plan_layout(0, num_ranks, num_experts, received_rows, topk);
+  return {layout.bytes, layout.flags[0], layout.flags[1], layout.flags[2]};
+}
+
+// Not the checks of compact_plan, which calls the same host code for one rank.
+void check_plan(TensorList topk_idx, const Tensor& channel, const Tensor& state, int64_t max_tokens,
+                const RecordPlanSizes& sizes) {
+  const auto ranks = static_cast<int64_t>(topk_idx.size());
+  TP_CHECK_VALUE(ranks >= 1 && ranks <= kMostPeers, kPlanOp, "topk_idx",
+                 "from 1 to " << kMostPeers << " ranks", ranks, "Use fewer ranks");
+  TP_CHECK_VALUE(sizes.experts >= ranks && sizes.experts % ranks == 0, kPlanOp, "num_experts",
+                 "a multiple of the " << ranks << " ranks", sizes.experts,
+                 "Give every rank the same number of experts");
+  for (int64_t r = 0; r < ranks; ++r) {
+    const std::string name_of_rank = entry("topk_idx", r);
+    const Argument argument{kPlanOp, name_of_rank.c_str(), topk_idx[r]};
+    check_dtype(argument, {at::kInt, at::kLong});
+    check_dim(argument, 2);
+    check_contiguous(argument);
+    check_same_device(argument, {kPlanOp, "channel", channel});
+    check_size(argument, 1, topk_idx[0].sym_size(1), "the columns of the first rank");
+    TP_CHECK_VALUE(topk_idx[r].size(0) <= max_tokens, kPlanOp, "topk_idx", "at most max_tokens tokens",
+                   describe(topk_idx[r]), "Pass a larger max_tokens");
+  }
+  const PlanLayout layout = plan_layout(0, ranks, sizes.experts, sizes.received_rows, topk_idx[0].size(1));
+  const Argument of_channel{kPlanOp, "channel", channel}, of_state{kPlanOp, "state", state};
+  check_dtype(of_channel, {at::kByte});
+  check_contiguous(of_channel);
+  check_size(of_channel, 0, ranks * layout.bytes, "the bytes of virtual_plan_layout for each rank");
+  check_dtype(of_state, {at::kInt});
+  check_dim(of_state, 2);
+  check_size(of_state, 0, ranks, "the ranks");
+  check_size(of_state, 1, kStateWords, "the words of the state of a rank");
+  check_contiguous(of_state);
+  check_same_device(of_state, of_channel);
+}
+
+// The plans of all ranks, eight tensors of each, in the order of CompactPlan.
+std::vector<Tensor> virtual_plan(TensorList topk_idx, const Tensor& channel, const Tensor& state,
+                                 int64_t num_experts, int64_t max_tokens, int64_t capacity, int64_t alignment,
+                                 std::optional<int64_t> max_received_tokens, int64_t timeout_ms) {
+  check_on_cuda(kPlanOp, channel);
+  const auto ranks = static_cast<int64_t>(topk_idx.size());
+  const int64_t tokens = ranks * max_tokens;
+  const RecordPlanSizes sizes{
+      kPlanOp,   num_experts,         capacity,
+      alignment, max_received_tokens, std::min({tokens, capacity, max_received_tokens.value_or(tokens)}),
+      false};
+  check_plan(topk_idx, channel, state, max_tokens, sizes);
+  std::vector<Tensor> plans;
+#ifdef TRANSFORMER_PLUGIN_CUDA
+  const CudaScope scope(channel);
+  const PlanLayout layout = plan_layout(0, ranks, num_experts, sizes.received_rows, topk_idx[0].size(1));
+  std::vector<PlanCall> calls;
+  for (int64_t r = 0; r < ranks; ++r) {
+    const PeerPointers peers = peers_of(channel, r, ranks, layout.bytes);
+    auto* const of_rank = reinterpret_cast<PlanState*>(state.mutable_data_ptr<int32_t>() + r * kStateWords);
+    calls.push_back(make_plan_call(topk_idx[r], max_tokens, sizes,
+                                   {layout, peers, of_rank, timeout_ms * 1000000}, nullptr));
+    const RecordPlan& plan = calls.back().plan;
+    for (const Tensor& each : {plan.slot, plan.source, plan.tokens_per_expert, plan.required, plan.overflow,
+                               plan.peer_rows, plan.records, plan.required_tokens})
+      plans.push_back(each);
+  }
+  for (const PlanStep step : kPlanSteps) {
+    for (const PlanCall& call : calls) launch_plan(call.args, step, scope.stream());
+  }
+#endif
+  mark_written(channel);
+  mark_written(state);
+  return plans;
+}
+
 }  // namespace
 
 TORCH_LIBRARY(transformer_plugin_testing, m) {
@@ -244,12 +334,23 @@ TORCH_LIBRARY(transformer_plugin_testing, m) {
       "virtual_exchange(Tensor(a!) channel, Tensor(b!) local_state, str direction, Tensor[] rows, Tensor[] weights, "
       "Tensor[] slot, Tensor[] peer_rows, Tensor[] records, Tensor(c!)[] rows_out, Tensor(d!)[] weights_out, "
       "int received_rows, int returned_rows, int record_bytes, int max_sms=0, int timeout_ms=10000) -> ()");
+  m.def("virtual_plan_layout(int num_ranks, int num_experts, int received_rows, int topk) -> int[]",
+        &virtual_plan_layout);
+  m.def(
+      "virtual_plan(Tensor[] topk_idx, Tensor(a!) channel, Tensor(b!) state, int num_experts, int max_tokens, int capacity, "
+      "int alignment, int? max_received_tokens, int timeout_ms=10000) -> Tensor[]");
 }
 
-TORCH_LIBRARY_IMPL(transformer_plugin_testing, CPU, m) { m.impl("virtual_exchange", &virtual_exchange); }
+TORCH_LIBRARY_IMPL(transformer_plugin_testing, CPU, m) {
+  m.impl("virtual_exchange", &virtual_exchange);
+  m.impl("virtual_plan", &virtual_plan);
+}
 
 #ifdef TRANSFORMER_PLUGIN_CUDA
-TORCH_LIBRARY_IMPL(transformer_plugin_testing, CUDA, m) { m.impl("virtual_exchange", &virtual_exchange); }
+TORCH_LIBRARY_IMPL(transformer_plugin_testing, CUDA, m) {
+  m.impl("virtual_exchange", &virtual_exchange);
+  m.impl("virtual_plan", &virtual_plan);
+}
 #endif
 
 }  // namespace transformer_plugin::expert_parallel::one_sided
