@@ -16,10 +16,12 @@ gpu = pytest.mark.gpu
 tp = torch.ops.transformer_plugin_testing
 DEVICE = torch.device("cuda")
 
-RANKS = [2, 3, 8, 64]
+RANKS = [2, 3, 8]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 WIDTHS = [1, 17, 64, 1000, 2880]
 EXCHANGES = 20
+#: of 64 ranks, whose plans take seconds here: one of each kind of routing
+FEW_EXCHANGES = 7
 #: The state before the first exchange, so that the epoch wraps among them.
 FIRST_EPOCH = 2**32 - 7
 STATE_WORDS = 16
@@ -294,13 +296,15 @@ def channel_for(ranks: int, dtype: torch.dtype, width: int = WIDTHS[-1], epoch: 
 
 
 @gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize(
+    ("ranks", "dtype"), [(64, torch.bfloat16), *((r, d) for r in RANKS for d in DTYPES)], ids=str
+)
 def test_many_exchanges_on_one_channel(ranks: int, dtype: torch.dtype) -> None:
     """Routings, widths, directions and numbers of blocks change from one exchange to the next; the epoch wraps."""
     generator = torch.Generator().manual_seed(ranks)
     channel = channel_for(ranks, dtype, epoch=FIRST_EPOCH)
-    for number in range(EXCHANGES):
+    count = EXCHANGES if ranks < 64 else FEW_EXCHANGES
+    for number in range(count):
         routing = draw_routing(ranks, number, generator)
         plans = plans_of(routing.indices, routing.experts, routing.capacity, routing.spare_rows)
         width = WIDTHS[number % len(WIDTHS)]
@@ -310,7 +314,7 @@ def test_many_exchanges_on_one_channel(ranks: int, dtype: torch.dtype) -> None:
             check_dispatch(*arguments, **options)
         else:
             check_combine(*arguments, slot=number % 3 == 1, **options)
-    assert channel.state[:, 0].tolist() == [EXCHANGES - 7] * ranks
+    assert channel.state[:, 0].tolist() == [count - 7] * ranks
     assert channel.state[:, 1:].count_nonzero() == 0
 
 

@@ -64,6 +64,8 @@ def everyones(rank: Rank, text: str) -> list[str]:
 
 
 def check_errors(rank: Rank) -> None:
+    if rank.size == 1 and rank.device.type == "cuda":
+        return  # of one rank, which has no transport, errors are raised by a later call
     sizes = {**SIZES, "num_experts": 2 * rank.size}
     indices = torch.zeros(4, 2, dtype=torch.int64, device=rank.device)
     indices[:, 1] = rank.size  # every token needs the first rank

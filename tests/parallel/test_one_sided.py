@@ -1,5 +1,5 @@
-"""The transport "one_sided" on GPUs: the bits of "all_gather" in layers, in many exchanges of one channel with late ranks and
-streams, and in replays of a CUDA graph with other routing."""
+"""The transport "one_sided" on GPUs: the bits of "all_gather" in layers, in many exchanges of one channel with late ranks
+and streams, and in replays of a CUDA graph with other routing."""
 
 from __future__ import annotations
 
@@ -102,16 +102,18 @@ def test_many_exchanges(two: RankPool, dtype: torch.dtype, options: dict[str, An
 
 
 def check_graph(rank: Rank) -> None:
-    """dispatch and combine of one captured graph, replayed with the plans of other routings."""
+    """Plan, dispatch and combine of one captured graph, replayed with other routings and numbers of tokens."""
     ours, peer = contexts(rank)
-    drawn = list(draw(rank, 1, torch.bfloat16, ours.capacity))
-    static = [torch.zeros(200, each.shape[1], dtype=each.dtype, device=rank.device) for each in drawn[1:3]]
-    plan = ours.plan(drawn[0])._replace(num_tokens=200)
-    rows = drawn[3]
+    indices, tokens, weights, rows, _ = draw(rank, 1, torch.bfloat16, ours.capacity)
+    static = [
+        torch.zeros(200, each.shape[1], dtype=each.dtype, device=rank.device)
+        for each in (indices, tokens, weights)
+    ]
 
-    def call() -> tuple[Tensor, Tensor, Tensor]:
-        recv, recv_weights = ours.dispatch(plan, static[0], static[1])
-        return recv, recv_weights, ours.combine(plan, rows)
+    def call() -> tuple[EpPlan, Tensor, Tensor, Tensor]:
+        plan = ours.plan(static[0])
+        recv, recv_weights = ours.dispatch(plan, static[1], static[2])
+        return plan, recv, recv_weights, ours.combine(plan, rows)
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -119,24 +121,27 @@ def check_graph(rank: Rank) -> None:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        outputs = call()
-    for seed in range(2, 8):
+        plan, *outputs = call()
+    for seed in range(2, 14):
         indices, tokens, weights, grad_rows, _ = draw(rank, seed, torch.bfloat16, ours.capacity)
-        fresh = ours.plan(indices)
-        for name in ("slot", "source", "received", "position"):
-            getattr(plan, name).copy_(getattr(fresh, name))
-        for buffer, values in zip(static, (tokens, weights), strict=True):
-            buffer.zero_()[: len(values)] = values
+        for buffer, values in zip(static, (indices, tokens, weights), strict=True):
+            buffer.fill_(-1)[: len(values)] = values
         rows.copy_(grad_rows)
         if rank.rank == seed % 2:
             torch.cuda._sleep(2_000_000)
         graph.replay()
         same = peer.plan(indices)
+        for name in ("source", "tokens_per_expert", "required", "overflow"):
+            got, expected = getattr(plan, name), getattr(same, name)
+            if name == "source":  # other numbers of the same rows
+                got, expected = got >= 0, expected >= 0
+            assert_same_bits(got, expected, name)
         recv, recv_weights = peer.dispatch(same, tokens, weights)
         used = same.source >= 0
         assert_same_bits(outputs[0][used], recv[used])
         assert_same_bits(outputs[1], recv_weights)
         assert_same_bits(outputs[2][: len(tokens)], peer.combine(same, grad_rows))
+        assert not outputs[2][len(tokens) :].any()
 
 
 @pytest.mark.gpus(2)

@@ -3,6 +3,8 @@
 // compact_plan: the same, where of the tokens of all ranks only those are kept that have a row, and not more than a bound; or a
 // plan by records, for which ranks exchange counts in place of indices (record_plan.h).
 
+#include "expert_parallel/one_sided/plan.h"
+
 #include <algorithm>
 #include <bit>
 #include <limits>
@@ -12,6 +14,8 @@
 #include "common/ops/expert_parallel.h"
 #include "common/register.h"
 #include "common/tensor.h"
+#include "distributed/watched_work.h"
+#include "expert_parallel/one_sided/channel.h"
 #include "expert_parallel/ops/checks.h"
 #include "expert_parallel/plan_args.h"
 #include "expert_parallel/received_rows.h"
@@ -200,18 +204,20 @@ void report_tokens(const Tensor& required_tokens, int64_t bound, const ExpertPar
 #endif
 }
 
-// Checks the group and compares the calls of its ranks, of which `collectives` follow. Returns this rank's packed indices.
-Tensor begin_plan(const Tensor& topk_idx, const Sizes& sizes, ExpertParallelGroup& group,
-                  bool raise_on_overflow, int64_t timeout_ms, int64_t collectives) {
+void check_group(const Tensor& topk_idx, const Sizes& sizes, const ExpertParallelGroup& group,
+                 int64_t timeout_ms) {
   TP_CHECK_VALUE(group.size() == sizes.ranks, sizes.op, "num_ranks",
                  group.size() << ", the size of group '" << group.state().name << "'", sizes.ranks,
                  "Pass group.size()");
   check_arguments(topk_idx, sizes, timeout_ms);
-  const int64_t max_tokens = sizes.max_tokens.expect_int();
-  Tensor packed = pack_indices(topk_idx, sizes, max_tokens);
+}
+
+// Compares the calls of the ranks, of which `collectives` follow.
+void begin_plan(const Tensor& topk_idx, const Sizes& sizes, ExpertParallelGroup& group,
+                bool raise_on_overflow, int64_t collectives) {
   group.begin_call(make_call(sizes.compact ? phases::kCompactPlanIndices : phases::kPlanIndices)
                        .set(fields::kTopk, topk_idx.size(-1), "topk_idx")
-                       .set(fields::kMaxTokens, max_tokens, "max_tokens")
+                       .set(fields::kMaxTokens, sizes.max_tokens.expect_int(), "max_tokens")
                        .set(fields::kExperts, sizes.experts, "num_experts")
                        .set(fields::kCapacity, sizes.capacity.expect_int(), "capacity")
                        .set(fields::kAlignment, sizes.row_multiple(), "alignment")
@@ -219,7 +225,6 @@ Tensor begin_plan(const Tensor& topk_idx, const Sizes& sizes, ExpertParallelGrou
                        .set(fields::kMaxReceived, sizes.bound().value_or(0), "max_received_tokens")
                        .set(fields::kRecords, sizes.records, "records"),
                    collectives);
-  return packed;
 }
 
 // What both ops do. `compact`: where there is one, also its last three tensors.
@@ -227,7 +232,9 @@ Plan make_plan(const Tensor& topk_idx, const Sizes& sizes, std::string_view grou
                bool raise_on_overflow, int64_t timeout_ms, CompactPlan* compact) {
   check_sizes(sizes);
   ExpertParallelGroup group(sizes.op, group_name, timeout_ms, topk_idx);
-  const Tensor packed = begin_plan(topk_idx, sizes, group, raise_on_overflow, timeout_ms, 1);
+  check_group(topk_idx, sizes, group, timeout_ms);
+  const Tensor packed = pack_indices(topk_idx, sizes, sizes.max_tokens.expect_int());
+  begin_plan(topk_idx, sizes, group, raise_on_overflow, 1);
   const int64_t capacity = sizes.capacity.expect_int();
   const std::optional<int64_t> bound = sizes.bound();
   const Tensor required = empty(topk_idx, {sizes.ranks}, at::kLong),
@@ -262,6 +269,33 @@ Plan make_plan(const Tensor& topk_idx, const Sizes& sizes, std::string_view grou
   return {slot, source, slots.group_sizes, required, overflow};
 }
 
+#ifdef TRANSFORMER_PLUGIN_CUDA
+// By puts into the memory of the other ranks, in the channel of the group.
+RecordPlan plan_in_channel(const Tensor& topk_idx, const Sizes& sizes, const RecordPlanSizes& record_sizes,
+                           ExpertParallelGroup& group) {
+  const auto channel = one_sided::channel_of(sizes.op, group);
+  const int64_t topk = topk_idx.size(-1);
+  TP_CHECK_VALUE(
+      sizes.experts <= channel->sizes().experts &&
+          record_sizes.received_rows * topk <= channel->sizes().planned_rows * channel->sizes().topk,
+      sizes.op, "group_name",
+      "a channel for " << sizes.experts << " experts and " << record_sizes.received_rows << " rows",
+      channel->sizes().experts << " experts and " << channel->sizes().planned_rows << " rows",
+      "Make the EpContext with the largest sizes of its calls");
+  const CudaScope scope(topk_idx);
+  int64_t* const report = record_sizes.raise_on_overflow ? group.overflow_report() : nullptr;
+  one_sided::PlanCall call = one_sided::make_plan_call(
+      topk_idx, sizes.max_tokens.expect_int(), record_sizes,
+      {channel->plan_layout(), channel->peers(), channel->plan_state(), one_sided::kernel_timeout_ns(group)},
+      report);
+  const distributed::WatchedWork watched(group.shared_state(), phases::kCompactPlanCounts, group.timeout(),
+                                         scope.stream());
+  for (const one_sided::PlanStep step : one_sided::kPlanSteps)
+    one_sided::launch_plan(call.args, step, scope.stream());
+  return std::move(call.plan);
+}
+#endif
+
 CompactPlan plan_by_records(const Tensor& topk_idx, const Sizes& sizes, std::string_view group_name,
                             bool raise_on_overflow, int64_t timeout_ms) {
   check_sizes(sizes);
@@ -273,10 +307,20 @@ CompactPlan plan_by_records(const Tensor& topk_idx, const Sizes& sizes, std::str
                                      sizes.bound(),
                                      sizes.received_rows().expect_int(),
                                      raise_on_overflow};
-  check_host_may_read(sizes.op, "topk_idx", topk_idx);
-  const Tensor packed =
-      begin_plan(topk_idx, sizes, group, raise_on_overflow, timeout_ms, record_sizes.collectives());
-  RecordPlan plan = make_record_plan(packed, record_sizes, group);
+  check_group(topk_idx, sizes, group, timeout_ms);
+  const auto make = [&] {
+#ifdef TRANSFORMER_PLUGIN_CUDA
+    if (topk_idx.is_cuda() && group.channel()) {
+      begin_plan(topk_idx, sizes, group, raise_on_overflow, 1);
+      return plan_in_channel(topk_idx, sizes, record_sizes, group);
+    }
+#endif
+    check_host_may_read(sizes.op, "topk_idx", topk_idx);
+    const Tensor packed = pack_indices(topk_idx, sizes, sizes.max_tokens.expect_int());
+    begin_plan(topk_idx, sizes, group, raise_on_overflow, record_sizes.collectives());
+    return make_record_plan(packed, record_sizes, group);
+  };
+  RecordPlan plan = make();
   group.remember_plan(plan.slot, topk_idx.numel() / topk_idx.size(-1), plan.source, plan.records);
   return {plan.slot,     plan.source,    plan.tokens_per_expert, plan.required,
           plan.overflow, plan.peer_rows, plan.records,           plan.required_tokens};
