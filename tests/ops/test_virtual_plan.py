@@ -337,3 +337,9 @@ def test_cpu_has_no_plan_by_puts() -> None:
     channel, state = torch.zeros(0, dtype=torch.uint8), torch.zeros(1, STATE_WORDS, dtype=torch.int32)
     with pytest.raises(NotImplementedError, match=r"The one-sided exchange is for GPUs\.$"):
         tp.virtual_plan([torch.zeros(1, 1, dtype=torch.int32)], channel, state, 1, 1, 1, 1, None)
+
+
+def test_cpu_has_no_one_sided_exchange() -> None:
+    channel, state = torch.zeros(0, dtype=torch.uint8), torch.zeros(1, STATE_WORDS, dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match=r"The one-sided exchange is for GPUs\.$"):
+        tp.virtual_exchange(channel, state, "dispatch", [], [], [], [], [], [], [], 0, 0, 0)

@@ -398,9 +398,3 @@ def test_plan_of_these_tests(ranks: int, number: int) -> None:
             used = [n for n in row if n >= 0]
             assert row == sorted(used) + [-1] * (len(row) - len(used))
         assert (plan.records[0] >= 0).sum() == sent[ranks]
-
-
-def test_cpu_has_no_one_sided_exchange() -> None:
-    channel, state = torch.zeros(0, dtype=torch.uint8), torch.zeros(1, STATE_WORDS, dtype=torch.int32)
-    with pytest.raises(NotImplementedError, match=r"The one-sided exchange is for GPUs\.$"):
-        tp.virtual_exchange(channel, state, "dispatch", [], [], [], [], [], [], [], 0, 0, 0)

@@ -1,5 +1,5 @@
-"""The transport "one_sided" on GPUs: the bits of "all_gather" in layers, in many exchanges of one channel with late ranks
-and streams, and in replays of a CUDA graph with other routing."""
+"""The transport "one_sided" on GPUs: the bits of "all_gather" in layers, in many exchanges of one channel with late
+ranks and streams, and in replays of a CUDA graph with other routing."""
 
 from __future__ import annotations
 
