@@ -288,11 +288,11 @@ def test_missing_rank_ends_the_plan() -> None:
     channel = PlanChannel(2, problem)
     channel.state[0, 0] = 5
     channel.plan(problem, timeout_ms=50)
-    assert channel.state[:, 0].tolist() == [5, 0]
+    assert channel.state[:, 0].tolist() == [6, 1]
     assert channel.state[:, 2:4].tolist() == [[1, 1], [1, 0]]
     before = channel.memory.clone()
     channel.plan(problem)
-    assert channel.state[:, 0].tolist() == [5, 0]
+    assert channel.state[:, 0].tolist() == [6, 1]
     assert torch.equal(channel.memory, before)
 
 

@@ -53,7 +53,7 @@ enum class PlanWait : int32_t { kNone, kCounts, kKeptCounts, kSlots };
 
 // In ordinary memory of the rank, zero at first.
 struct PlanState {
-  uint32_t epoch;            // number of finished plans
+  uint32_t epoch;            // the number of the last plan, which its first kernel advances
   uint32_t finished_blocks;  // of the running kernel
   int32_t failed;            // a PlanWait: kernels return at once unless it is kNone
   int32_t failed_rank;       // the rank that did not come

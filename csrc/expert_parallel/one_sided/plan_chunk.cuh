@@ -115,14 +115,14 @@ __device__ __forceinline__ bool is_last_block(PlanState* state, Chunk& chunk, bo
   return chunk.is_last != 0;
 }
 
-// False if an earlier plan has failed. `load(chunk)` reads what the kernel needs of its chunk while the state is read. Called by
+// False if an earlier plan or step has failed. `is_first`: of the plan. `load(chunk)` reads what the kernel needs of its chunk while the state is read. Called by
 // all threads, before anything that earlier kernels write.
 template <typename Load>
-__device__ __forceinline__ bool begin_plan(const PlanArgs& args, Chunk& chunk, Load load) {
+__device__ __forceinline__ bool begin_step(const PlanArgs& args, Chunk& chunk, bool is_first, Load load) {
   pdl_wait();
   pdl_launch_dependents();
   const volatile PlanState* const state = args.state;
-  const uint32_t epoch = state->epoch + 1;
+  const uint32_t epoch = state->epoch + (is_first ? 1 : 0);
   const int32_t failed = state->failed;
   if (threadIdx.x == 0) {
     chunk.begin = blockIdx.x * args.chunk_tokens();
@@ -176,6 +176,7 @@ __device__ __forceinline__ int visit_tokens(const Chunk& chunk, int rank, Visit 
 
 // The tokens that each rank gets.
 struct TokenCounts {
+  int32_t own[kMostPeers];     // from this rank
   int32_t before[kMostPeers];  // from the ranks before this one
   int32_t all[kMostPeers];
 };
@@ -188,6 +189,7 @@ __device__ __forceinline__ void load_tokens(const PlanArgs& args, const Counts& 
       const auto count = static_cast<uint32_t>(counts.tokens(from, to));
       all += count;
       before += from < args.peers.rank ? count : 0;
+      if (from == args.peers.rank) tokens.own[to] = static_cast<int32_t>(count);
     }
     before = __reduce_add_sync(kWholeWarp, before);
     all = __reduce_add_sync(kWholeWarp, all);

@@ -19,11 +19,11 @@ __device__ __forceinline__ void add_to(int4& sum, const int4& value) {
 }
 
 // Four columns of the chunks first .. last - 1, from `before` on: returns their sum, and with `stores` replaces each by the sum of
-// those before it. Eight loads are in flight.
+// those before it. All loads of a dozen chunks are in flight.
 template <bool stores>
 __device__ __forceinline__ int4 sum_chunks(int4* of_column, int64_t stride, int first, int last,
                                            int4 before) {
-  constexpr int kAtOnce = 8;
+  constexpr int kAtOnce = 12;
   for (int c = first; c < last; c += kAtOnce) {
     int4 values[kAtOnce];
 #pragma unroll
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kPlanThreads) count_kernel(const __grid_consta
   __shared__ int4 sums[kPlanThreads];
   int32_t* const counts = dynamic_words();
   const int stride = static_cast<int>(args.chunk_stride());
-  const bool begins = begin_plan(args, chunk, [&](Chunk& loaded) {
+  const bool begins = begin_step(args, chunk, !kept, [&](Chunk& loaded) {
     load_experts<Index>(args, loaded, !kept);
     for (int i = threadIdx.x; i < stride; i += kPlanThreads) counts[i] = 0;
   });
@@ -101,6 +101,7 @@ __global__ void __launch_bounds__(kPlanThreads) count_kernel(const __grid_consta
   int32_t* const of_chunk = args.chunk_counts[kept] + blockIdx.x * args.chunk_stride();
   for (int i = threadIdx.x; i < stride; i += kPlanThreads) __stcg(of_chunk + i, counts[i]);
   if (!is_last_block(args.state, chunk, false)) return;
+  if (!kept && threadIdx.x == 0) args.state->epoch = chunk.epoch;  // all blocks have read it
   scan_chunks(args, kept, sums);
   announce(args, kept ? PlanWait::kKeptCounts : PlanWait::kCounts, chunk.epoch);
 }

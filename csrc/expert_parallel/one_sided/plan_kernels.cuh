@@ -17,14 +17,21 @@
 
 namespace transformer_plugin::expert_parallel::one_sided {
 
-// Sets next[e] to the first slot of the chunk's indices of each expert; a slot past the capacity is the capacity or more. The first
-// block writes what the plan says about experts. Returns whether a rank needs more than the capacity.
-__device__ __forceinline__ bool find_first_slots(const PlanArgs& args, const Counts& counts,
-                                                 const int32_t* before_chunk, uint32_t* next,
+// Reads how many indices of each expert, and tokens to each rank, are before the chunk on this rank.
+__device__ __forceinline__ void load_before_chunk(const PlanArgs& args, int which, uint32_t* before) {
+  const int32_t* const of_chunk = args.chunk_counts[which] + blockIdx.x * args.chunk_stride();
+  for (int i = threadIdx.x; i < args.columns(); i += kPlanThreads)
+    before[i] = static_cast<uint32_t>(of_chunk[i]);
+}
+
+// Turns next[e], the indices of each expert before the chunk on this rank, into the first slot of those of the chunk; one past the
+// capacity becomes the capacity. The first block writes what the plan says about experts. Returns whether a rank needs more than
+// the capacity.
+__device__ __forceinline__ bool find_first_slots(const PlanArgs& args, const Counts& counts, uint32_t* next,
                                                  ExpertScan& shared) {
   const auto at_most = [&](int64_t slot) { return slot < args.capacity ? slot : args.capacity; };
   scan_experts(args, counts, shared, [&](int e, int rank, int64_t start, int64_t end, int64_t before) {
-    next[e] = static_cast<uint32_t>(at_most(start + before + before_chunk[e]));
+    next[e] = static_cast<uint32_t>(at_most(start + before + next[e]));
     if (blockIdx.x != 0) return;
     args.first_slots[e] = static_cast<int32_t>(at_most(start));
     if (rank == args.peers.rank)
@@ -67,7 +74,7 @@ __device__ __forceinline__ void assign_slots(const PlanArgs& args, Chunk& chunk,
 
 // Numbers the rows of the chunk, from before_chunk[r] on for rank r, writes the records, and puts the slots. chunk.sent_rows and
 // first_place are known. Called by all threads.
-__device__ __forceinline__ void put_slots(const PlanArgs& args, Chunk& chunk, const int32_t* before_chunk) {
+__device__ __forceinline__ void put_slots(const PlanArgs& args, Chunk& chunk, const uint32_t* before_chunk) {
   const int ranks = args.peers.ranks, topk = static_cast<int>(args.topk);
   const int local = static_cast<int>(args.local_experts()),
             destinations = static_cast<int>(args.destinations());
@@ -79,7 +86,7 @@ __device__ __forceinline__ void put_slots(const PlanArgs& args, Chunk& chunk, co
   }
   __syncthreads();
   for (int rank = warp_in_block(); rank < ranks; rank += kPlanWarps) {
-    const int32_t first = chunk.first_record[rank] + before_chunk[rank];
+    const int32_t first = chunk.first_record[rank] + static_cast<int32_t>(before_chunk[rank]);
     visit_tokens(chunk, rank, [&](int t, int n) {
       const int i = t * destinations + chunk.ranks[t].before(rank);
       chunk.records[i] = first + n;
@@ -141,8 +148,12 @@ __global__ void __launch_bounds__(kPlanThreads) assign_kernel(const __grid_const
   __shared__ Chunk chunk;
   __shared__ TokenCounts tokens;
   __shared__ ExpertScan scan;
-  uint32_t* const next = reinterpret_cast<uint32_t*>(dynamic_words());
-  if (!begin_plan(args, chunk, [&](Chunk& loaded) { load_experts<Index>(args, loaded, false); })) return;
+  uint32_t* const next = reinterpret_cast<uint32_t*>(dynamic_words());  // of each expert; then of each rank
+  const bool begins = begin_step(args, chunk, false, [&](Chunk& loaded) {
+    load_experts<Index>(args, loaded, false);
+    load_before_chunk(args, 0, next);
+  });
+  if (!begins) return;
   if (!wait_for_ranks(args, PlanWait::kCounts, chunk.epoch)) return;
   load_tokens(args, counts_of(args, 0), tokens);
   const bool drops_tokens = is_past_bound(args, tokens), writes = blockIdx.x == 0;
@@ -153,22 +164,22 @@ __global__ void __launch_bounds__(kPlanThreads) assign_kernel(const __grid_const
     }
     drop_past_bound(args, chunk, tokens);
     if (!wait_for_ranks(args, PlanWait::kKeptCounts, chunk.epoch)) return;
+    load_before_chunk(args, 1, next);
     load_tokens(args, counts_of(args, 1), tokens);
   }
   const Counts counts = counts_of(args, drops_tokens);
-  const int32_t* const before_chunk = args.chunk_counts[drops_tokens] + blockIdx.x * args.chunk_stride();
-  const bool drops_slots = find_first_slots(args, counts, before_chunk, next, scan);
+  const bool drops_slots = find_first_slots(args, counts, next, scan);
   if (writes && !drops_tokens) write_required(args, scan, tokens);
   assign_slots(args, chunk, next);
   find_ranks(args, chunk, [&](int i) { return chunk.slots[i] >= 0; });
   const int rank = threadIdx.x, ranks = args.peers.ranks;
   if (!drops_slots) {
     if (rank < ranks) {
-      chunk.sent_rows[rank] = counts.tokens(args.peers.rank, rank);
+      chunk.sent_rows[rank] = tokens.own[rank];
       chunk.first_place[rank] = tokens.before[rank];
     }
     __syncthreads();
-    put_slots(args, chunk, before_chunk + args.experts);
+    put_slots(args, chunk, next + args.experts);
     return finish_slots(args, chunk);
   }
   for (int i = threadIdx.x; i < chunk.tokens * static_cast<int>(args.topk); i += kPlanThreads)
@@ -238,11 +249,13 @@ template <typename Index>
 __global__ void __launch_bounds__(kPlanThreads) number_kernel(const __grid_constant__ PlanArgs args) {
   __shared__ Chunk chunk;
   __shared__ TokenCounts tokens;
-  __shared__ int32_t before_chunk[kMostPeers];
+  __shared__ uint32_t before_chunk[kMostPeers];
   const int rank = threadIdx.x, ranks = args.peers.ranks;
-  const bool begins = begin_plan(args, chunk, [&](Chunk& loaded) {
+  const bool begins = begin_step(args, chunk, false, [&](Chunk& loaded) {
     load_experts<Index>(args, loaded, false);
-    if (rank < ranks) loaded.sent_rows[rank] = before_chunk[rank] = 0;
+    if (rank >= ranks) return;
+    loaded.sent_rows[rank] = 0;
+    before_chunk[rank] = 0;
   });
   if (!begins || !drops_slots(args)) return;
   for (int i = threadIdx.x; i < chunk.tokens * static_cast<int>(args.topk); i += kPlanThreads)
@@ -250,7 +263,8 @@ __global__ void __launch_bounds__(kPlanThreads) number_kernel(const __grid_const
   for (int i = threadIdx.x; i < static_cast<int>(gridDim.x) * ranks; i += kPlanThreads) {
     const int32_t rows = args.kept_rows[i];
     atomicAdd(&chunk.sent_rows[i % ranks], rows);
-    if (i / ranks < static_cast<int>(blockIdx.x)) atomicAdd(&before_chunk[i % ranks], rows);
+    if (i / ranks < static_cast<int>(blockIdx.x))
+      atomicAdd(&before_chunk[i % ranks], static_cast<uint32_t>(rows));
   }
   load_tokens(args, counts_of(args, 0), tokens);
   find_bounded_places(args, counts_of(args, is_past_bound(args, tokens)), chunk);
@@ -288,9 +302,13 @@ static __global__ void __launch_bounds__(kPlanThreads) receive_kernel(const __gr
   __shared__ Chunk chunk;
   __shared__ int32_t rows[kMostPeers], records[kMostPeers];  // from and to each rank
   __shared__ int32_t first_row[kMostPeers + 1], first_record[kMostPeers + 1], first_place[kMostPeers];
-  if (!begin_plan(args, chunk, [](Chunk&) {})) return;
-  if (!wait_for_ranks(args, PlanWait::kSlots, chunk.epoch)) return;
+  __shared__ bool is_bounded;  // then first_place is known
   const int me = args.peers.rank, ranks = args.peers.ranks, r = threadIdx.x;
+  const bool begins = begin_step(args, chunk, false, [&](Chunk&) {
+    if (r == 0) is_bounded = drops_slots(args);
+    if (r < ranks && args.capacity_may_overflow) first_place[r] = args.received_places[r];
+  });
+  if (!begins || !wait_for_ranks(args, PlanWait::kSlots, chunk.epoch)) return;
   const int32_t* const sent = words_of(args, me, args.layout.sent);
   const auto from_to = [&](int from, int to) { return __ldcg(sent + from * ranks + to); };
   if (r < ranks) {
@@ -306,7 +324,7 @@ static __global__ void __launch_bounds__(kPlanThreads) receive_kernel(const __gr
     }
     first_row[r] = row;
     first_record[r] = record;
-    if (r < ranks) first_place[r] = drops_slots(args) ? args.received_places[r] : row;
+    if (r < ranks && !is_bounded) first_place[r] = row;
   }
   __syncthreads();
   if (blockIdx.x == 0) write_peer_rows(args, first_row, first_record, from_to);
@@ -328,7 +346,6 @@ static __global__ void __launch_bounds__(kPlanThreads) receive_kernel(const __gr
     args.slot[i] = slot;
     if (slot >= 0 && slot < args.capacity) args.source[slot] = row;
   }
-  if (is_last_block(args.state, chunk, false) && threadIdx.x == 0) args.state->epoch = chunk.epoch;
 }
 
 }  // namespace transformer_plugin::expert_parallel::one_sided
