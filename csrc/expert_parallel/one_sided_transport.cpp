@@ -58,6 +58,7 @@ std::vector<Tensor> OneSidedTransport::dispatch(const TokenExchange& exchange) c
     (outputs.size() == 1 ? args.rows : args.weights) = {
         inputs.back().const_data_ptr(), outputs.back().mutable_data_ptr(), row_bytes(payload.rows)};
   }
+  const one_sided::ChannelTurn turn(*channel, exchange.payloads[0].rows.device());
   const WatchedWork watched(group_.shared_state(), exchange.payloads[0].phase, group_.timeout(),
                             scope.stream());
   one_sided::launch_dispatch(args, one_sided::kBoth, scope.stream());
@@ -91,6 +92,7 @@ std::vector<Tensor> OneSidedTransport::combine(const TokenExchange& exchange, in
     args.weights_output = outputs[1].mutable_data_ptr();
     args.weights_width = weights.size(1);
   }
+  const one_sided::ChannelTurn turn(*channel, rows.device());
   const WatchedWork watched(group_.shared_state(), first.phase, group_.timeout(), scope.stream());
   one_sided::launch_combine(args, one_sided::kBoth, scope.stream());
   return outputs;

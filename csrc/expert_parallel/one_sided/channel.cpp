@@ -87,6 +87,24 @@ PlanState* Channel::plan_state() const {
   return reinterpret_cast<PlanState*>(static_cast<char*>(states_.mutable_data_ptr()) + kStateBytes);
 }
 
+ChannelTurn::ChannelTurn(const Channel& channel, c10::Device device)
+    : order_(channel.order()),
+      lock_(order_.mutex),
+      device_(device),
+      here_(distributed::current_stream_context(device)) {
+  const bool can_wait = order_.end && order_.context.capture == here_.capture;
+  if (can_wait && order_.context.stream != here_.stream) order_.end->wait();
+}
+
+ChannelTurn::~ChannelTurn() {
+  try {
+    order_.end = order_.streams.record(device_);
+    order_.context = here_;
+  } catch (const std::exception&) {  // the error of the call itself is more useful
+    order_.end.reset();
+  }
+}
+
 std::shared_ptr<const Channel> channel_of(const char* op, const ExpertParallelGroup& group) {
   std::shared_ptr<const Channel> channel =
       group.state().extension<GroupChannels>().find(group.channel().value_or(0));

@@ -7,8 +7,11 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <string>
 
+#include "distributed/side_stream.h"
 #include "distributed/symmetric/peer_memory.h"
 #include "expert_parallel/group.h"
 #include "expert_parallel/one_sided/args.h"
@@ -29,6 +32,14 @@ struct ChannelSizes {
   ChannelSizes with(const ChannelSizes& other) const;
 };
 
+// Where the last call of a channel is.
+struct ChannelOrder {
+  std::mutex mutex;  // held while a call is enqueued
+  distributed::SideStream streams;
+  std::optional<distributed::StreamEvent> end;
+  distributed::StreamContext context;  // of it
+};
+
 class Channel {
  public:
   Channel(const ChannelSizes& sizes, std::shared_ptr<distributed::PeerMemory> memory,
@@ -43,6 +54,7 @@ class Channel {
   PeerPointers peers() const;
   LocalState* state() const;
   PlanState* plan_state() const;
+  ChannelOrder& order() const { return order_; }
 
  private:
   const ChannelSizes sizes_;
@@ -50,6 +62,24 @@ class Channel {
   const PlanLayout plan_layout_;
   const std::shared_ptr<distributed::PeerMemory> memory_;
   at::Tensor states_;  // of exchanges, then of plans
+  mutable ChannelOrder order_;
+};
+
+// A call's turn, from the construction to the destruction. Calls of a channel run one after the other in the order in which the host
+// makes them, whatever their streams: the current stream waits for the end of the call before. What replayed graphs hold is not
+// ordered here.
+class ChannelTurn {
+ public:
+  ChannelTurn(const Channel& channel, c10::Device device);
+  ~ChannelTurn();
+  ChannelTurn(const ChannelTurn&) = delete;
+  ChannelTurn& operator=(const ChannelTurn&) = delete;
+
+ private:
+  ChannelOrder& order_;
+  const std::lock_guard<std::mutex> lock_;
+  const c10::Device device_;
+  const distributed::StreamContext here_;
 };
 
 // The open channel of the number in the group's name. ValueError if it is not open.

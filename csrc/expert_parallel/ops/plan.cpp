@@ -288,6 +288,7 @@ RecordPlan plan_in_channel(const Tensor& topk_idx, const Sizes& sizes, const Rec
       topk_idx, sizes.max_tokens.expect_int(), record_sizes,
       {channel->plan_layout(), channel->peers(), channel->plan_state(), one_sided::kernel_timeout_ns(group)},
       report);
+  const one_sided::ChannelTurn turn(*channel, topk_idx.device());
   const distributed::WatchedWork watched(group.shared_state(), phases::kCompactPlanCounts, group.timeout(),
                                          scope.stream());
   for (const one_sided::PlanStep step : one_sided::kPlanSteps)
