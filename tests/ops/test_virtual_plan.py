@@ -243,7 +243,7 @@ LARGE = [
     *(Case(3, topk, 1300, 40, "any", shares=(0.8, None)) for topk in (1, 2, 3)),
     *(Case(3, 40, 90, 50, "any", shares=shares) for shares in (NONE, (0.8, 0.8))),
     *(Case(3, 8, 600, 4, "one expert", 128, shares) for shares in (NONE, (0.5, None), (None, 0.5))),
-    Case(2, 600, 5, 300, "any", shares=(0.9, 0.9)),
+    *(Case(2, 600, 40, local, "any", shares=(0.9, 0.9)) for local in (300, 600, 1024)),
     Case(2, 1024, 3, 2, "any", shares=(0.9, None)),
     *(Case(64, 8, 40, 4, "any", 16, shares) for shares in (NONE, (0.8, None), (None, 0.8), (0.7, 0.8))),
     Case(72, 8, 10, 2, "any", shares=(0.8, 0.8)),

@@ -243,7 +243,7 @@ __device__ __forceinline__ void scan_experts(const PlanArgs& args, const Counts&
     const int e = first + threadIdx.x, rank = e / local;
     int64_t count = 0, before = 0;
     if (e < experts) {
-#pragma unroll 4
+#pragma unroll 8
       for (int q = 0; q < args.peers.ranks; ++q) {
         const int32_t of_rank = counts.of(q, e);
         count += of_rank;

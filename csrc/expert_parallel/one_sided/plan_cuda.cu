@@ -7,6 +7,12 @@
 namespace transformer_plugin::expert_parallel::one_sided {
 namespace {
 
+// count_kernel has the most; more would have to be asked for.
+static_assert(sizeof(Chunk) + sizeof(TokenCounts) + kPlanThreads * sizeof(int4) +
+                      (kMostExperts + kMostPeers + 3) * sizeof(int32_t) <=
+                  48 * 1024,
+              "the shared memory that every block may have");
+
 template <typename Index>
 void launch(const PlanArgs& args, PlanStep step, cudaStream_t stream) {
   const dim3 chunks(static_cast<unsigned>(args.chunks()));

@@ -203,7 +203,7 @@ __device__ __forceinline__ void bounded_rows(const PlanArgs& args, const Counts&
     const bool is_expert = first + lane < local;
     const int e = to * local + first + lane;
     int64_t begin = is_expert ? args.first_slots[e] : 0;
-#pragma unroll 4
+#pragma unroll 8
     for (int q = 0; q < ranks; ++q) {
       const int64_t end = begin + (is_expert ? counts.of(q, e) : 0);
       const auto slots = static_cast<uint32_t>(at_most(end) - at_most(begin));
