@@ -282,6 +282,29 @@ def test_many_plans_on_one_channel(ranks: int, shares: tuple[float | None, float
 
 
 @gpu
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_wrong_indices_are_none(dtype: torch.dtype) -> None:
+    """They have no expert in the plan, and the next call raises."""
+    problem = draw_problem(Case(2, 8, 300, kind="any", dtype=dtype))
+    wrong = [
+        problem.experts,
+        -2,
+        torch.iinfo(torch.int32).max,
+        torch.iinfo(dtype).min,
+        torch.iinfo(dtype).max,
+    ]
+    for i, index in enumerate(wrong):
+        problem.indices[1][3 * i :: 50, i] = index
+    channel = PlanChannel(2, problem)
+    plans = channel.plan(problem)
+    indices = [torch.where((i >= 0) & (i < problem.experts), i, -1) for i in problem.indices]
+    assert_same_plans(plans, expected_plans(replace(problem, indices=indices)))
+    with pytest.raises(ValueError, match="that are neither"):
+        channel.plan(problem)
+    assert channel.state[:, 0].tolist() == [1, 1]
+
+
+@gpu
 def test_missing_rank_ends_the_plan() -> None:
     """Ranks that are at different plans give up, and later plans do nothing."""
     problem = draw_problem(Case(2, 4, 9))
