@@ -149,6 +149,36 @@ def test_graph(two: RankPool) -> None:
     two.run(check_graph)
 
 
+def check_streams(rank: Rank) -> None:
+    """Calls on one stream and then another, which nothing else orders."""
+    ours, peer = contexts(rank)
+    streams = [torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.current_stream()]
+    made = []
+    for seed in range(12):
+        drawn = draw(rank, seed, torch.bfloat16, ours.capacity)
+        torch.cuda.synchronize()
+        for each in streams[seed % 2 :: 2]:
+            with torch.cuda.stream(each):
+                torch.cuda._sleep(500_000 * (1 + seed % 3))
+        with torch.cuda.stream(streams[seed % 3]):
+            plan = ours.plan(drawn[0])
+        with torch.cuda.stream(streams[(seed + 1) % 3]):
+            ours.plan(drawn[0])  # of which nothing is used
+        streams[(seed + 2) % 3].wait_stream(streams[seed % 3])
+        with torch.cuda.stream(streams[(seed + 2) % 3]):
+            made.append((drawn, step(ours, plan, drawn, True)))
+    torch.cuda.synchronize()
+    for drawn, got in made:
+        expected = step(peer, peer.plan(drawn[0]), drawn, True)
+        for name in expected:
+            assert_same_bits(got[name], expected[name], name)
+
+
+@pytest.mark.gpus(2)
+def test_streams_take_turns(two: RankPool) -> None:
+    two.run(check_streams)
+
+
 def check_refusals(rank: Rank) -> None:
     sizes = {**SIZES, "num_experts": 2 * rank.size}
     text = error_of(lambda: EpContext(rank.group, **sizes, transport="one_sided", device="cpu"))
