@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.opcheck import opcheck
 from tests.parallel.test_received_tokens import Copying, layer, maps, results
 from transformer_plugin.nn import DispatchConfig, MoE
 from transformer_plugin.ops import expert_parallel as ep
@@ -22,6 +23,7 @@ CONFIGS: list[dict[str, Any]] = [
     {"max_tokens": 48, "max_received_tokens": 30},
     {"max_tokens": 48, "max_received_tokens": 30, "capacity": 64},
 ]
+_ops = torch.ops.transformer_plugin
 SIZES: dict[str, Any] = {"max_tokens_per_rank": 4, "hidden_dim": 8, "num_topk": 2}
 
 
@@ -117,6 +119,25 @@ def check_different_calls(rank: Rank) -> None:
 
 def test_different_calls_are_errors(make_pool: Any) -> None:
     make_pool(2, "gloo").run(check_different_calls)
+
+
+def check_ops(rank: Rank) -> None:
+    """Schemas, fake tensors and gradients of the ops with a plan by records."""
+    indices = torch.tensor([[0, 3], [2, 1], [3, -1], [0, 2]][: 4 - rank.rank])
+    sizes, tail = (4, 4, 9, 1, rank.size), (rank.group_name, 60_000)
+    opcheck(_ops.compact_plan.default, (indices, *sizes, rank.group_name, False, 60_000, None, True))
+    plan = ep.compact_plan(indices, *sizes, rank.group_name, records=True)
+    for needs_grad in (False, True):
+        x = torch.randn(len(indices), 5, requires_grad=needs_grad)
+        w = torch.rand(indices.shape, requires_grad=needs_grad)
+        rows = torch.randn(9, 5, requires_grad=needs_grad)
+        last = (*tail, -1, True, *maps(plan))
+        opcheck(_ops.dispatch.default, (x, w, plan.slot, plan.source, *last))
+        opcheck(_ops.combine.default, (rows, plan.slot, plan.source, len(indices), *last))
+
+
+def test_opcheck(make_pool: Any) -> None:
+    make_pool(2, "gloo").run(check_ops)
 
 
 def check_compiled(rank: Rank) -> None:
