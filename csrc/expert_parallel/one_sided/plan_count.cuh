@@ -38,34 +38,54 @@ __device__ __forceinline__ int4 sum_chunks(int4* of_column, int64_t stride, int 
   return before;
 }
 
-// By the last block: replaces the counts of each chunk by those of the chunks before it, and puts the totals to all ranks. A thread
-// has four columns of a segment of the chunks. `sums`: shared memory.
-__device__ __forceinline__ void scan_chunks(const PlanArgs& args, int which, int4 (&sums)[kPlanThreads]) {
-  const int units = static_cast<int>(args.chunk_stride() / 4), chunks = static_cast<int>(gridDim.x);
-  const int segments = units < kPlanThreads ? kPlanThreads / units : 1;
-  const int at_once = units < kPlanThreads ? units : kPlanThreads;
-  const int of_segment = (chunks + segments - 1) / segments, columns = static_cast<int>(args.columns());
-  const int segment = threadIdx.x / at_once;
-  const int begin = segment * of_segment, end = begin + of_segment;
-  const int first = begin < chunks ? begin : chunks, last = end < chunks ? end : chunks;
-  int4* const table = reinterpret_cast<int4*>(args.chunk_counts[which]);
-  for (int unit = threadIdx.x % at_once; unit < units || segments > 1; unit += kPlanThreads) {
-    int4 before{0, 0, 0, 0};
-    if (segments > 1) {  // all threads come here once
-      if (segment < segments) sums[threadIdx.x] = sum_chunks<false>(table + unit, units, first, last, before);
-      __syncthreads();
-      for (int s = 0; s < segment && segment < segments; ++s) add_to(before, sums[s * at_once + unit]);
+// How the threads of the last block divide the counts of the chunks: four columns, a unit, of a segment of the chunks for each.
+struct ChunkSegments {
+  int units, segments, chunks, of_segment;
+
+  __device__ __forceinline__ explicit ChunkSegments(const PlanArgs& args)
+      : units(static_cast<int>(args.chunk_stride() / 4)),
+        segments(units < kPlanThreads ? kPlanThreads / units : 1),
+        chunks(static_cast<int>(gridDim.x)),
+        of_segment((chunks + segments - 1) / segments) {}
+
+  // Calls visit(i, unit, segment, first, last); i numbers the sums, by segment and unit. Called by all threads.
+  template <typename Visit>
+  __device__ __forceinline__ void visit(Visit visit_sum) const {
+    for (int i = threadIdx.x; i < segments * units; i += kPlanThreads) {
+      const int segment = i / units, begin = segment * of_segment, end = begin + of_segment;
+      visit_sum(i, i % units, segment, begin < chunks ? begin : chunks, end < chunks ? end : chunks);
     }
-    if (segment < segments) {
-      const int4 all = sum_chunks<true>(table + unit, units, first, last, before);
-      const int32_t words[4] = {all.x, all.y, all.z, all.w};
-      for (int r = 0; segment == segments - 1 && r < args.peers.ranks; ++r) {
-        int32_t* const to = words_of(args, r, args.layout.counts[which]) + args.peers.rank * args.columns();
-        for (int w = 0; w < 4 && unit * 4 + w < columns; ++w) to[unit * 4 + w] = words[w];
-      }
-    }
-    if (segments > 1) break;
   }
+};
+
+// By the last block: puts the counts of all chunks to all ranks, which the others wait for, and then replaces those of each chunk by
+// those of the chunks before it. `sums`: shared memory.
+__device__ __forceinline__ void put_counts(const PlanArgs& args, int which, uint32_t epoch, int4* sums) {
+  const ChunkSegments all(args);
+  int4* const table = reinterpret_cast<int4*>(args.chunk_counts[which]);
+  all.visit([&](int i, int unit, int, int first, int last) {
+    sums[i] = sum_chunks<false>(table + unit, all.units, first, last, int4{0, 0, 0, 0});
+  });
+  __syncthreads();
+  const int32_t* const words = reinterpret_cast<const int32_t*>(sums);
+  for (int column = threadIdx.x; column < args.columns(); column += kPlanThreads) {
+    int32_t total = 0;
+    for (int s = 0; s < all.segments; ++s) total += words[s * all.units * 4 + column];
+    for (int r = 0; r < args.peers.ranks; ++r)
+      words_of(args, r, args.layout.counts[which])[args.peers.rank * args.columns() + column] = total;
+  }
+  announce(args, which == 0 ? PlanWait::kCounts : PlanWait::kKeptCounts, epoch);
+  all.visit([&](int, int unit, int segment, int first, int last) {
+    int4 before{0, 0, 0, 0};
+    for (int s = 0; s < segment; ++s) add_to(before, sums[s * all.units + unit]);
+    sum_chunks<true>(table + unit, all.units, first, last, before);
+  });
+}
+
+// Bytes of dynamic shared memory: a counter for each expert and rank, and then the sums of put_counts().
+inline size_t count_kernel_bytes(const PlanArgs& args) {
+  const int64_t counters = args.chunk_stride() * 4, sums = kPlanThreads * 16;
+  return static_cast<size_t>(counters > sums ? counters : sums);
 }
 
 // `kept`: once more, without the tokens past the bound.
@@ -73,7 +93,6 @@ template <typename Index, bool kept>
 __global__ void __launch_bounds__(kPlanThreads) count_kernel(const __grid_constant__ PlanArgs args) {
   __shared__ Chunk chunk;
   __shared__ TokenCounts tokens;
-  __shared__ int4 sums[kPlanThreads];
   int32_t* const counts = dynamic_words();
   const int stride = static_cast<int>(args.chunk_stride());
   const bool begins = begin_step(args, chunk, !kept, [&](Chunk& loaded) {
@@ -102,8 +121,7 @@ __global__ void __launch_bounds__(kPlanThreads) count_kernel(const __grid_consta
   for (int i = threadIdx.x; i < stride; i += kPlanThreads) __stcg(of_chunk + i, counts[i]);
   if (!is_last_block(args.state, chunk, false)) return;
   if (!kept && threadIdx.x == 0) args.state->epoch = chunk.epoch;  // all blocks have read it
-  scan_chunks(args, kept, sums);
-  announce(args, kept ? PlanWait::kKeptCounts : PlanWait::kCounts, chunk.epoch);
+  put_counts(args, kept, chunk.epoch, reinterpret_cast<int4*>(counts));
 }
 
 }  // namespace transformer_plugin::expert_parallel::one_sided

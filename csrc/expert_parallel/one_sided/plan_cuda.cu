@@ -7,8 +7,8 @@
 namespace transformer_plugin::expert_parallel::one_sided {
 namespace {
 
-// count_kernel has the most; more would have to be asked for.
-static_assert(sizeof(Chunk) + sizeof(TokenCounts) + kPlanThreads * sizeof(int4) +
+// count_kernel and assign_kernel have the most; more would have to be asked for.
+static_assert(sizeof(Chunk) + sizeof(TokenCounts) + sizeof(ExpertScan) +
                       (kMostExperts + kMostPeers + 3) * sizeof(int32_t) <=
                   48 * 1024,
               "the shared memory that every block may have");
@@ -19,11 +19,11 @@ void launch(const PlanArgs& args, PlanStep step, cudaStream_t stream) {
   const size_t counters = static_cast<size_t>(args.chunk_stride()) * sizeof(int32_t);
   switch (step) {
     case PlanStep::kCount:
-      launch_pdl(count_kernel<Index, false>, chunks, kPlanThreads, counters, stream, args);
+      launch_pdl(count_kernel<Index, false>, chunks, kPlanThreads, count_kernel_bytes(args), stream, args);
       break;
     case PlanStep::kCountKept:
       if (args.bound >= 0)
-        launch_pdl(count_kernel<Index, true>, chunks, kPlanThreads, counters, stream, args);
+        launch_pdl(count_kernel<Index, true>, chunks, kPlanThreads, count_kernel_bytes(args), stream, args);
       break;
     case PlanStep::kAssign:
       launch_pdl(assign_kernel<Index>, chunks, kPlanThreads, counters, stream, args);

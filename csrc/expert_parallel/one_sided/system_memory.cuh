@@ -25,7 +25,7 @@ __device__ __forceinline__ uint64_t nanoseconds() {
 }
 
 __device__ __forceinline__ int32_t* dynamic_words() {
-  extern __shared__ int32_t words[];
+  extern __shared__ __align__(16) int32_t words[];
   return words;
 }
 
