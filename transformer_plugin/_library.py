@@ -59,6 +59,7 @@ _TYPES = {
     "SymInt": "an integer of 64 bits",
     "float": "a number",
     "ScalarType": "a torch.dtype",
+    "Device": "a torch.device",
     "List[Tensor]": "a list of tensors",
     "List[int]": "a list of integers",
     "List[str]": "a list of strings",
@@ -95,8 +96,19 @@ def _non_strided_error(schema: Any, values: dict[str, Any]) -> str | None:
 
 
 def _is_unreadable(argument: torch.Argument, value: object) -> bool:
-    """Whether a sparse or nested tensor stands for a number, which torch looks for in its memory."""
+    """Whether a sparse or nested tensor stands for a number, which torch looks for in its memory; or what names no
+    device for one, in which torch looks for a name."""
+    if "Device" in str(argument.type) and value is not None:
+        return not _names_device(value)
     return isinstance(value, torch.Tensor) and "Tensor" not in str(argument.type) and not is_strided(value)
+
+
+def _names_device(value: Any) -> bool:
+    try:
+        torch.device(value)
+    except (RuntimeError, TypeError):
+        return False
+    return True
 
 
 def _got(value: object) -> str:
