@@ -3,7 +3,6 @@
 #include <ATen/ops/full.h>
 
 #include <algorithm>
-#include <numeric>
 #include <vector>
 
 #include "common/check.h"
@@ -117,17 +116,6 @@ Tensor required_tokens(const Counts& counts) {
   for (int64_t rank = 0; rank < counts.layout.ranks; ++rank)
     required.mutable_data_ptr<int64_t>()[rank] = counts.sum(counts.layout.tokens_to(rank));
   return required;
-}
-
-void check_room(const RecordPlanSizes& sizes, const Tensor& needed, int64_t bound, const char* argument,
-                const char* what, const ExpertParallelGroup& group) {
-  const int64_t* counts = needed.const_data_ptr<int64_t>();
-  const int64_t rank = std::max_element(counts, counts + needed.size(0)) - counts;
-  if (counts[rank] <= bound) return;
-  group.collectives().cancel_call();
-  TP_CHECK_VALUE(false, sizes.op, argument,
-                 "room for " << counts[rank] << ' ' << what << ", which rank " << rank << " needs", bound,
-                 "Raise the " << argument << " on every rank, or use the overflow policy \"drop\"");
 }
 
 // Drops the experts of each rank in those of this rank's tokens that are past the bound there.
@@ -259,6 +247,14 @@ std::vector<int64_t> column(const Tensor& counts, int64_t rank) {
 
 }  // namespace
 
+void check_room(const char* op, const Tensor& needed, int64_t bound, const char* argument, const char* what) {
+  const int64_t* counts = needed.const_data_ptr<int64_t>();
+  const int64_t rank = std::max_element(counts, counts + needed.size(0)) - counts;
+  TP_CHECK_VALUE(counts[rank] <= bound, op, argument,
+                 "room for " << counts[rank] << ' ' << what << ", which rank " << rank << " needs", bound,
+                 "Raise the " << argument << " on every rank, or use the overflow policy \"drop\"");
+}
+
 void check_host_may_read(const char* op, const char* argument, const Tensor& tensor) {
 #ifdef TRANSFORMER_PLUGIN_CUDA
   if (!tensor.is_cuda()) return;
@@ -292,10 +288,10 @@ RecordPlan make_record_plan(const Tensor& given, const RecordPlanSizes& sizes,
   const bool past_bound = sizes.bound && exceeds(plan.required_tokens, *sizes.bound);
   const bool overflow = exceeds(plan.required, sizes.capacity) || past_bound;
   plan.overflow = at::full({1}, overflow, at::kInt);
-  if (sizes.raise_on_overflow) {
-    if (past_bound)
-      check_room(sizes, plan.required_tokens, *sizes.bound, "max_received_tokens", "tokens", group);
-    check_room(sizes, plan.required, sizes.capacity, "capacity", "rows", group);
+  if (sizes.raise_on_overflow && overflow) {
+    group.collectives().cancel_call();
+    if (past_bound) check_room(sizes.op, plan.required_tokens, *sizes.bound, "max_received_tokens", "tokens");
+    check_room(sizes.op, plan.required, sizes.capacity, "capacity", "rows");
   }
   if (sizes.bound) {
     drop_tokens_past(indices, counts, *sizes.bound, own_rank);

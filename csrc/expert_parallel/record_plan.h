@@ -35,6 +35,10 @@ struct RecordPlan {
   at::Tensor required_tokens;    // int64 [R]
 };
 
+// Raises the ValueError of a bound that a rank exceeds; `needed` [R] is on a CPU, the same on every rank.
+void check_room(const char* op, const at::Tensor& needed, int64_t bound, const char* argument,
+                const char* what);
+
 // Raises a ValueError while a CUDA graph is captured from the stream of `tensor`, which the host is about to read.
 void check_host_may_read(const char* op, const char* argument, const at::Tensor& tensor);
 

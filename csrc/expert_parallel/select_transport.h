@@ -9,8 +9,6 @@ namespace transformer_plugin::expert_parallel {
 enum class Transport : int32_t {
   kNone,       // one rank: nothing moves
   kAllGather,  // all-gather of all tokens, all-to-all of sums (all_gather_transport.h)
-  kAllToAll,   // all-to-all of exactly the rows that ranks need (all_to_all_transport.h)
-  kOneSided,   // stores into the memory of the ranks that need a row (one_sided_transport.h)
 };
 
 struct TransportDesc {

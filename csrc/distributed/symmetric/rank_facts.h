@@ -1,5 +1,5 @@
-// What each rank tells the others before memory is shared, and the refusals that follow from it. They are found from the same facts
-// on every rank, so all ranks refuse alike, and before anything of torch or CUDA waits for a peer.
+// What ranks exchange before they share memory, and the reasons to refuse it. Every rank finds them from the same values, so that all
+// ranks refuse alike, before torch or CUDA waits for a peer.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // The store that torch's symmetric memory exchanges handles through: the group's store, with keys that agree between ranks
-// (rendezvous_key.h), with waits that end, and with a key by which a rank tells the others that it has failed.
+// (rendezvous_key.h), with waits that end, and with a key that a rank sets when it has failed.
 #pragma once
 
 #include <atomic>

@@ -209,8 +209,8 @@ __device__ __forceinline__ bool put_rows(const Regions& regions, BlockMemory& bl
   });
 }
 
-// The last block to come here ends the kernel: it zeroes the tickets and, where this was the receiving half, tells all
-// ranks that the exchange is consumed.
+// The last block to come here ends the kernel: it zeroes the tickets and, where this was the receiving half, sets the
+// credit of this exchange on all ranks.
 __device__ __forceinline__ void end_exchange(const Regions& regions, BlockMemory& block, bool is_received) {
   LocalState* const state = regions.exchange.state;
   const PeerPointers& peers = regions.exchange.peers;

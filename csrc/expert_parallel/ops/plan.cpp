@@ -183,15 +183,6 @@ void count_rows(const Tensor& indices, const Sizes& sizes, int64_t capacity, int
 #endif
 }
 
-// The error of a bound that a rank exceeds, of `needed` [R] on a CPU.
-void check_room(const char* op, const Tensor& needed, int64_t bound, const char* argument, const char* what) {
-  const int64_t* counts = needed.const_data_ptr<int64_t>();
-  const int64_t rank = std::max_element(counts, counts + needed.size(0)) - counts;
-  TP_CHECK_VALUE(counts[rank] <= bound, op, argument,
-                 "room for " << counts[rank] << ' ' << what << ", which rank " << rank << " needs", bound,
-                 "Raise the " << argument << " on every rank, or use the overflow policy \"drop\"");
-}
-
 // Raises the error of too many received tokens: on a CPU here, on CUDA in a later call of the group.
 void report_tokens(const Tensor& required_tokens, int64_t bound, const ExpertParallelGroup& group) {
   if (required_tokens.is_cpu())
