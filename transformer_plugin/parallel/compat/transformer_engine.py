@@ -47,7 +47,7 @@ def ep_bootstrap(
         recv_capacity_per_rank: rows of the receive layout. None: as many as are in use, which an eager call reads from
             the GPU; the worst case where nothing can be read.
         max_num_sms: 0; no transport here reserves multiprocessors.
-        zero_copy: False; there is no symmetric-memory transport yet.
+        zero_copy: False; tensors of the caller in symmetric memory are not used in place.
         drop_on_overflow: drop rows past the capacity instead of raising.
         max_token_dtype: accepted and unused; every payload dtype works.
         timeout: the longest wait for other ranks in seconds; None for ``config.settings.peer_timeout``.
@@ -66,7 +66,7 @@ def ep_bootstrap(
     check_type("ep_bootstrap", "max_num_sms", max_num_sms, int, "0")
     check_type("ep_bootstrap", "drop_on_overflow", drop_on_overflow, bool, "True or False")
     if zero_copy:
-        advice = "The symmetric-memory transport is not implemented"
+        advice = "Pass False: symmetric memory of the caller is not used in place"
         refuse("zero_copy", "False", zero_copy, "ep_bootstrap", advice)
     if max_num_sms:
         advice = "The transport here reserves no multiprocessors"
