@@ -1,7 +1,7 @@
 // How far the collectives on a CUDA stream have come, in host memory. This header has no torch, for the CUDA
 // file.
 //
-// A kernel before each collective and one after it write to the group's progress page. The watchdog thread
+// A kernel before each collective and one after it, or the kernels themselves, write to the group's progress page. The watchdog thread
 // reads the page as plain memory, so it sees progress inside a replayed CUDA graph too, and when a CUDA call
 // would block.
 #pragma once
@@ -23,12 +23,19 @@ struct StreamProgress {
   int64_t* counters;  // device memory: begun, ended
 };
 
+// For work whose kernels mark its begin and its end themselves, where they wait for long (progress.cuh).
+struct WorkMarks {
+  StreamProgress progress;
+  int32_t phase_id;
+  int32_t label;
+};
+
 // Can be called while a graph is captured. The memory is never freed, because a captured graph may write to
 // it at any time.
 StreamProgress allocate_progress();
 // Enqueue the kernel that belongs before a collective, and the one that belongs after it.
-void launch_begin_collective(const StreamProgress& progress, int32_t phase_id, int32_t label, void* stream);
-void launch_end_collective(const StreamProgress& progress, void* stream);
+void launch_begin_collective(const WorkMarks& marks, void* stream);
+void launch_end_collective(const WorkMarks& marks, void* stream);
 // Occupies the stream for a time.
 void launch_hold(void* stream, int64_t nanoseconds);
 // Whether a graph is being captured from the stream, and a number that differs between captures; 0: none.

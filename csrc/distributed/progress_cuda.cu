@@ -2,40 +2,25 @@
 // (progress.h).
 //
 // begin_collective_kernel: begun += 1, phase_id and label are the collective's. end_collective_kernel: ended += 1.
-// Grid and block: one thread. The counts are kept in device memory, because a thread reads host memory
-// slowly; the host page gets copies. A system-wide fence after each write makes the host see the writes in
-// order. Collectives of a group may be on several streams, so counts are added atomically, and a copy is written again until
-// it is that of the present count: otherwise a kernel that is late would leave an older one.
+// Grid and block: one thread.
 #include <new>
 #include <stdexcept>
 #include <string>
 
 #include "common/launch.cuh"
-#include "distributed/progress.h"
+#include "distributed/progress.cuh"
 
 namespace transformer_plugin::distributed {
 namespace {
 
-__device__ void count(int64_t* counter, volatile int64_t* copy) {
-  atomicAdd(reinterpret_cast<unsigned long long*>(counter), 1ull);
-  const volatile int64_t* const current = counter;
-  int64_t written = 0;
-  do {
-    written = *current;
-    *copy = written;
-    __threadfence_system();
-  } while (*current != written);
+__global__ void begin_collective_kernel(WorkMarks marks) {
+  count_work(&marks.progress.counters[0]);
+  publish_begin(marks);
 }
 
-__global__ void begin_collective_kernel(StreamProgress progress, int32_t phase_id, int32_t label) {
-  progress.page->phase_id = phase_id;
-  progress.page->label = label;
-  __threadfence_system();
-  count(&progress.counters[0], &progress.page->begun);
-}
-
-__global__ void end_collective_kernel(StreamProgress progress) {
-  count(&progress.counters[1], &progress.page->ended);
+__global__ void end_collective_kernel(WorkMarks marks) {
+  count_work(&marks.progress.counters[1]);
+  publish_end(marks);
 }
 
 __global__ void hold_kernel(int64_t nanoseconds) {
@@ -85,13 +70,13 @@ StreamProgress allocate_progress() {
   return progress;
 }
 
-void launch_begin_collective(const StreamProgress& progress, int32_t phase_id, int32_t label, void* stream) {
-  begin_collective_kernel<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(progress, phase_id, label);
+void launch_begin_collective(const WorkMarks& marks, void* stream) {
+  begin_collective_kernel<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(marks);
   check_launch("begin_collective_kernel");
 }
 
-void launch_end_collective(const StreamProgress& progress, void* stream) {
-  end_collective_kernel<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(progress);
+void launch_end_collective(const WorkMarks& marks, void* stream) {
+  end_collective_kernel<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(marks);
   check_launch("end_collective_kernel");
 }
 
