@@ -27,12 +27,12 @@ c10::intrusive_ptr<c10d::ProcessGroup> resolve(const char* op, const std::string
   }
 }
 
-// "<name>#rank=<r>#channel=<c>", of which both marks may be absent.
-constexpr std::string_view kRankMark = "#rank=", kChannelMark = "#channel=";
+// "<name>#rank=<r>#channel=<c>#max_sms=<n>", of which each mark may be absent.
+constexpr std::string_view kRankMark = "#rank=", kChannelMark = "#channel=", kMaxSmsMark = "#max_sms=";
 
 struct GivenName {
   std::string name;
-  std::optional<int64_t> rank, channel;
+  std::optional<int64_t> rank, channel, max_sms;
 };
 
 // Takes a mark with its number off the end of the name.
@@ -53,6 +53,7 @@ std::optional<int64_t> take_number(const char* op, std::string_view given, std::
 GivenName parse_name(const char* op, std::string_view given) {
   std::string_view name = given;
   GivenName result;
+  result.max_sms = take_number(op, given, kMaxSmsMark, name);
   result.channel = take_number(op, given, kChannelMark, name);
   result.rank = take_number(op, given, kRankMark, name);
   result.name = name;
@@ -102,6 +103,7 @@ RankGroup::RankGroup(const char* op, std::string_view given, int64_t timeout_ms,
   const GivenName parsed = parse_name(op, given);
   const std::string& name = parsed.name;
   channel_ = parsed.channel;
+  max_sms_ = parsed.max_sms.value_or(0);
   c10::intrusive_ptr<c10d::ProcessGroup> group;
   if (!name.empty()) group = resolve(op, name);
   state_ = process_group_state(name, group);

@@ -15,8 +15,9 @@
 namespace transformer_plugin::distributed {
 
 // A c10d group, given by its name, as one call of an op uses it. "" is the group of this process alone. Layers pass
-// "<name>#rank=<r>" with the rank that this process had when they were made: another rank is an error; and "#channel=<c>" after
-// that where they use a channel of the group (expert_parallel/one_sided/channel.h).
+// "<name>#rank=<r>" with the rank that this process had when they were made: another rank is an error; after that "#channel=<c>"
+// where they use a channel of the group (expert_parallel/one_sided/channel.h), and "#max_sms=<n>" where its exchanges may use so
+// many multiprocessors.
 class RankGroup {
  public:
   // `timeout_ms` <= 0: the timeout of the group. `like`: a tensor on the device of the payload; undefined: no
@@ -32,6 +33,8 @@ class RankGroup {
   int64_t rank() const { return state_->rank; }
   // The number in the name that was given, or none.
   std::optional<int64_t> channel() const { return channel_; }
+  // Likewise; 0: all.
+  int64_t max_sms() const { return max_sms_; }
   // Of each wait for other ranks.
   Milliseconds timeout() const { return timeout_; }
 
@@ -50,6 +53,7 @@ class RankGroup {
   std::shared_ptr<ProcessGroupState> state_;
   Milliseconds timeout_;
   std::optional<int64_t> channel_;
+  int64_t max_sms_;
   std::shared_ptr<Collectives> collectives_;
 };
 

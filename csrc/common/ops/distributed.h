@@ -13,5 +13,10 @@ inline constexpr Op<"compare_header", void(std::string_view group_name, ScalarTy
 inline constexpr Op<"peer_memory_support", std::tuple<bool, std::string>(std::string_view group_name, int64_t timeout_ms,
     std::optional<c10::Device> device)> peer_memory_support;
 inline constexpr Op<"release_group", void(std::string_view group_name)> release_group;
+inline constexpr Op<"symmetric_allocate", std::tuple<int64_t, std::string>(std::string_view group_name, int64_t num_bytes,
+    int64_t timeout_ms, std::optional<c10::Device> device)> symmetric_allocate;
+inline constexpr Op<"symmetric_empty", Tensor(std::string_view group_name, int64_t allocation,
+    int64_t num_bytes)> symmetric_empty;
+inline constexpr Op<"is_symmetric", bool(const Tensor& tensor)> is_symmetric;
 
 }  // namespace transformer_plugin::ops

@@ -56,11 +56,15 @@ bool differ(const std::vector<std::string>& values) {
                      [&](const std::string& value) { return value != values.front(); });
 }
 
-// Two ranks on one GPU, or a GPU that cannot access that of another rank.
+// Two ranks on one GPU, of which torch's rendezvous would fail, or a GPU that cannot access that of another rank.
 std::string refusal_of_gpus(const std::vector<RankFacts>& ranks) {
-  for (size_t a = 0; a < ranks.size(); ++a) {
+  const bool may_share =
+      std::all_of(ranks.begin(), ranks.end(), [](const RankFacts& f) { return f.may_share_gpu; });
+  for (size_t a = 0; a < ranks.size() && !may_share; ++a) {
     for (size_t b = a + 1; b < ranks.size(); ++b) {
-      if (ranks[a].gpu == ranks[b].gpu) return ranks_text({a, b}) + " are on one GPU, " + ranks[a].gpu;
+      if (ranks[a].gpu == ranks[b].gpu)
+        return ranks_text({a, b}) + " are on one GPU, " + ranks[a].gpu + ", which " + kMayShareGpu +
+               "=1 on every rank allows";
     }
   }
   for (size_t a = 0; a < ranks.size(); ++a) {
@@ -77,8 +81,9 @@ std::string refusal_of_gpus(const std::vector<RankFacts>& ranks) {
 
 std::string RankFacts::text() const {
   std::string lines;
-  for (const std::string& line : {refusal, std::to_string(number), std::to_string(bytes), host, boot, folder,
-                                  gpu, join(visible), join(reachable)}) {
+  for (const std::string& line :
+       {refusal, std::to_string(number), std::to_string(bytes), host, boot, folder, gpu, join(visible),
+        join(reachable), std::string(may_share_gpu ? "1" : "0")}) {
     lines += one_line(line) + "\n";
   }
   return lines;
@@ -86,11 +91,11 @@ std::string RankFacts::text() const {
 
 RankFacts RankFacts::parse(const std::string& text) {
   std::istringstream stream(text);
-  std::vector<std::string> lines(9);
+  std::vector<std::string> lines(10);
   for (std::string& line : lines) std::getline(stream, line);
   const auto number = [](const std::string& line) { return std::strtoll(line.c_str(), nullptr, 10); };
-  return {lines[0], number(lines[1]), number(lines[2]), lines[3],       lines[4],
-          lines[5], lines[6],         split(lines[7]),  split(lines[8])};
+  return {lines[0], number(lines[1]), number(lines[2]), lines[3],        lines[4],
+          lines[5], lines[6],         split(lines[7]),  split(lines[8]), lines[9] == "1"};
 }
 
 void add_host_facts(RankFacts& facts) {

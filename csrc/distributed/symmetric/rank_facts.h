@@ -8,6 +8,9 @@
 
 namespace transformer_plugin::distributed {
 
+// The variable with which torch's rendezvous lets ranks be on one GPU.
+inline constexpr const char* kMayShareGpu = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES";
+
 struct RankFacts {
   std::string refusal;  // why this rank cannot take part; "": it can
   int64_t number = 0;   // the least number of an allocation that this process has not used
@@ -18,6 +21,7 @@ struct RankFacts {
   std::string gpu;      // unique id of this rank's GPU
   std::vector<std::string> visible;    // ids of the other GPUs that this process sees
   std::vector<std::string> reachable;  // those of them whose memory this rank's GPU can access
+  bool may_share_gpu = false;          // whether torch lets this rank be on the GPU of another
 
   std::string text() const;
   static RankFacts parse(const std::string& text);

@@ -182,6 +182,7 @@ void add_gpu_facts(RankFacts& facts, const at::Device& device) {
     return;
   }
   facts.gpu = unique_id(*at::cuda::getDeviceProperties(device.index()));
+  facts.may_share_gpu = c10::utils::check_env(kMayShareGpu) == true;
   int count = 0;
   C10_CUDA_CHECK(cudaGetDeviceCount(&count));
   for (int other = 0; other < count; ++other) {
