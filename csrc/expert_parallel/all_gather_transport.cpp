@@ -30,9 +30,10 @@ std::vector<Tensor> AllGatherTransport::dispatch(const TokenExchange& exchange) 
         group_.collectives().all_gather(pad_rows(payload.rows, exchange.layout.max_tokens), payload.phase));
   const std::optional<Tensor>& received = exchange.layout.received;
   std::vector<Tensor> result;
-  for (PendingCollective& collective : pending) {
-    const Tensor tokens = collective.wait();
-    result.push_back(received ? routing::gather_rows(tokens, *received) : tokens);
+  for (size_t i = 0; i < pending.size(); ++i) {
+    const Tensor tokens = pending[i].wait();
+    result.push_back(
+        exchange.payloads[i].result_of(received ? routing::gather_rows(tokens, *received) : tokens));
   }
   return result;
 }

@@ -51,8 +51,10 @@ std::vector<Tensor> AllToAllTransport::dispatch(const TokenExchange& exchange) c
         group_.collectives().all_to_all_rows(rows, counts.sent, counts.received, payload.phase));
   }
   std::vector<Tensor> result;
-  for (PendingCollective& collective : pending)
-    result.push_back(with_zero_rows(collective.wait(), layout.received_rows));
+  for (size_t i = 0; i < pending.size(); ++i) {
+    const Tensor received = with_zero_rows(pending[i].wait(), layout.received_rows);
+    result.push_back(exchange.payloads[i].result_of(received));
+  }
   return result;
 }
 

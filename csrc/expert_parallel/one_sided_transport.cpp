@@ -3,6 +3,7 @@
 
 #include "common/check.h"
 #include "common/tensor.h"
+#include "distributed/symmetric/symmetric_allocations.h"
 #include "distributed/watched_work.h"
 #include "expert_parallel/one_sided/kernels.h"
 
@@ -15,6 +16,13 @@ using one_sided::Channel;
 using one_sided::Exchange;
 
 int64_t row_bytes(const Tensor& rows) { return rows.size(1) * rows.element_size(); }
+
+// Where other ranks can put rows of the tensor.
+one_sided::OutputPlace place_of(const Tensor& tensor, const distributed::SymmetricAllocations& allocations) {
+  const auto place = distributed::symmetric_place(tensor);
+  if (!place || place->allocation->owner() != &allocations) return {};
+  return {static_cast<uint32_t>(place->allocation->number()), place->offset};
+}
 
 }  // namespace
 
@@ -37,11 +45,15 @@ Exchange OneSidedTransport::begin(const TokenExchange& exchange, const Channel& 
           .records = layout.position->const_data_ptr<int32_t>(),
           .max_tokens = layout.max_tokens,
           .destinations = layout.position->size(2),
+          .chunk_rows = one_sided::chunk_rows_for(layout.max_tokens, row_bytes(exchange.payloads[0].rows)),
           .layout = channel.layout(),
           .peers = channel.peers(),
           .state = channel.state(),
           .timeout_ns = one_sided::kernel_timeout_ns(group_),
-          .max_sms = 0};
+          .max_sms = static_cast<int32_t>(group_.max_sms()),
+          .marks = {},
+          .different_calls = channel.different_calls(),
+          .allocations = nullptr};
 }
 
 std::vector<Tensor> OneSidedTransport::dispatch(const TokenExchange& exchange) const {
@@ -53,15 +65,28 @@ std::vector<Tensor> OneSidedTransport::dispatch(const TokenExchange& exchange) c
   args.tokens = exchange.payloads[0].rows.size(0);
   std::vector<Tensor> inputs, outputs;
   for (const Payload& payload : exchange.payloads) {
+    const int64_t rows = payload.slot ? payload.source->size(0) : args.received_rows;
     inputs.push_back(payload.rows.contiguous());
-    outputs.push_back(distributed::empty_rows(payload.rows, args.received_rows));
-    (outputs.size() == 1 ? args.rows : args.weights) = {
-        inputs.back().const_data_ptr(), outputs.back().mutable_data_ptr(), row_bytes(payload.rows)};
+    outputs.push_back(payload.out ? *payload.out : distributed::empty_rows(payload.rows, rows));
+    one_sided::DispatchedRows& moved = outputs.size() == 1 ? args.rows : args.weights;
+    moved = {inputs.back().const_data_ptr(), outputs.back().mutable_data_ptr(), row_bytes(payload.rows)};
   }
-  const one_sided::ChannelTurn turn(*channel, exchange.payloads[0].rows.device());
-  const WatchedWork watched(group_.shared_state(), exchange.payloads[0].phase, group_.timeout(),
-                            scope.stream());
-  one_sided::launch_dispatch(args, one_sided::kBoth, scope.stream());
+  const Payload& first = exchange.payloads[0];
+  const Tensor slot = first.slot ? first.slot->contiguous() : Tensor();
+  const Tensor source = first.slot ? first.source->contiguous() : Tensor();
+  if (first.slot) {
+    args.slots = {slot.const_data_ptr<int32_t>(), source.const_data_ptr<int32_t>(), slot.size(1),
+                  source.size(0)};
+  }
+  if (first.out) {
+    const auto& allocations = group_.state().extension<distributed::SymmetricAllocations>();
+    args.exchange.allocations = allocations.addresses();
+    args.place = place_of(*first.out, allocations);
+  }
+  const one_sided::ChannelTurn turn(*channel, first.rows.device());
+  const WatchedWork watched(group_.shared_state(), first.phase, group_.timeout(), std::nullopt);
+  args.exchange.marks = watched.marks();
+  one_sided::launch_dispatch(args, one_sided::kWhole, scope.stream());
   return outputs;
 }
 
@@ -93,8 +118,9 @@ std::vector<Tensor> OneSidedTransport::combine(const TokenExchange& exchange, in
     args.weights_width = weights.size(1);
   }
   const one_sided::ChannelTurn turn(*channel, rows.device());
-  const WatchedWork watched(group_.shared_state(), first.phase, group_.timeout(), scope.stream());
-  one_sided::launch_combine(args, one_sided::kBoth, scope.stream());
+  const WatchedWork watched(group_.shared_state(), first.phase, group_.timeout(), std::nullopt);
+  args.exchange.marks = watched.marks();
+  one_sided::launch_combine(args, one_sided::kWhole, scope.stream());
   return outputs;
 }
 

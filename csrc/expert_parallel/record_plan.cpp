@@ -195,9 +195,10 @@ SentRecords send_records(const HostIndices& indices, const std::vector<int32_t>&
     });
   }
   SentRecords sent;
-  sent.records = at::full({2, indices.tokens, most}, -1, at::kInt);
+  sent.records = at::full({3, indices.tokens, most}, -1, at::kInt);
   int32_t* const of_tokens = sent.records.mutable_data_ptr<int32_t>();
   int32_t* const tokens = of_tokens + indices.tokens * most;
+  int32_t* const first_slots = tokens + indices.tokens * most;
   std::vector<int64_t> used(indices.tokens);
   int64_t record = 0;
   for (const auto& each : tokens_to) {
@@ -209,10 +210,12 @@ SentRecords send_records(const HostIndices& indices, const std::vector<int32_t>&
   }
   sent.slots = at::full({record, topk}, -1, at::kInt);
   int32_t* row = sent.slots.mutable_data_ptr<int32_t>();
+  record = 0;
   for (int64_t rank = 0; rank < ranks; ++rank) {
     for (const int64_t t : tokens_to[rank]) {
       for (int64_t k = 0; k < topk; ++k)
         if (is_kept(t * topk + k, rank)) row[k] = slots[t * topk + k];
+      first_slots[record++] = *std::find_if(row, row + topk, [](int32_t slot) { return slot >= 0; });
       row += topk;
     }
   }

@@ -31,7 +31,7 @@ struct RecordPlan {
   at::Tensor required;           // int64 [R]
   at::Tensor overflow;           // [1]
   at::Tensor peer_rows;          // [4, R + 1], see PeerRows
-  at::Tensor records;            // [2, max_tokens, min(K, R)], see records_of_tokens()
+  at::Tensor records;            // [3, max_tokens, min(K, R)], see records_of_tokens()
   at::Tensor required_tokens;    // int64 [R]
 };
 
@@ -48,7 +48,8 @@ RecordPlan make_record_plan(const at::Tensor& indices, const RecordPlanSizes& si
 
 // int32 [max_tokens, min(K, R)]: the records of each token, in ascending order of ranks, then -1.
 at::Tensor records_of_tokens(const at::Tensor& records);
-// int32 [max_tokens * min(K, R)]: the token of each record, then -1.
+// int32 [max_tokens * min(K, R)]: the token of each record, then -1. After these come, likewise, the first slots of the records at the
+// ranks they go to: of those of a (token, k) there, that of the least k.
 at::Tensor tokens_of_records(const at::Tensor& records);
 
 }  // namespace transformer_plugin::expert_parallel

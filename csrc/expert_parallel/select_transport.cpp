@@ -38,6 +38,13 @@ at::Tensor Payload::received_rows() const {
   return slot ? routing::sum_slots(rows, *slot, std::nullopt) : rows;
 }
 
+at::Tensor Payload::result_of(const at::Tensor& received) const {
+  if (!slot) return received;
+  if (!out) return routing::gather_rows(received, *source, *slot);
+  routing::gather_rows_out(received, *source, *slot, *out);
+  return *out;
+}
+
 namespace {
 
 std::tuple<std::string, std::string> select_transport_op(int64_t ranks, std::string_view device_type) {

@@ -22,7 +22,7 @@ struct TokenLayout {
   // int32 [N]: the token of each row, counted rank * max_tokens + token, or -1 for a row of zeros; or, by records, `peer_rows`
   // [4, R + 1] (record_plan.h).
   std::optional<at::Tensor> received = std::nullopt;
-  // int32 [R * max_tokens]: the row of each token, or -1; or `records` [2, max_tokens, min(K, R)].
+  // int32 [R * max_tokens]: the row of each token, or -1; or `records` [3, max_tokens, min(K, R)].
   std::optional<at::Tensor> position = std::nullopt;
 
   bool is_by_records() const { return received && received->dim() == 2; }
@@ -32,12 +32,18 @@ struct TokenLayout {
 struct Payload {
   at::Tensor rows;
   Phase phase;
-  // Of a combine: the rows are [capacity, W], and a received row is the sum of those of its slots [N, K], in ascending order,
-  // rounded once.
+  // The slots [N, K] of received rows in rows of the experts, [capacity, W]. A combine takes these: a received row is the sum of
+  // those of its slots, in ascending order, rounded once. A dispatch returns these, each received row in all its slots.
   std::optional<at::Tensor> slot = std::nullopt;
+  // Of a dispatch with slots, [capacity]: the received row of each row, or -1 for a row of zeros.
+  std::optional<at::Tensor> source = std::nullopt;
+  // Likewise: where the result is to be.
+  std::optional<at::Tensor> out = std::nullopt;
 
-  // [N, W].
+  // Of a combine, [N, W].
   at::Tensor received_rows() const;
+  // Of a dispatch: the result, from the received rows.
+  at::Tensor result_of(const at::Tensor& received) const;
 };
 
 // What one call sends, and its description, which the ranks compare before.
@@ -50,8 +56,8 @@ struct TokenExchange {
 class TokenTransport {
  public:
   virtual ~TokenTransport() = default;
-  // For each payload, of which this rank's `rows` are [T, W], at most max_tokens: the received rows [N, W]. Records of tokens
-  // past T, and rows past those that were sent, are zeros.
+  // For each payload, of which this rank's `rows` are [T, W], at most max_tokens: the received rows [N, W], or with slots those of
+  // the experts. Records of tokens past T, and rows past those that were sent, are zeros.
   virtual std::vector<at::Tensor> dispatch(const TokenExchange& exchange) const = 0;
   // The reverse, of [N, W]: for each of this rank's first `tokens` tokens the sum of its rows on all ranks, [tokens, W]. Ranks are
   // added in ascending order in FP32 (FP64 of float64), from zero, and rounded once.

@@ -14,6 +14,7 @@
 #include "common/register.h"
 #include "common/tensor.h"
 #include "expert_parallel/group.h"
+#include "expert_parallel/one_sided/kernels.h"
 
 namespace transformer_plugin::expert_parallel::one_sided {
 
@@ -67,7 +68,8 @@ Channel::Channel(const ChannelSizes& sizes, std::shared_ptr<distributed::PeerMem
       layout_(layout_of(sizes, memory->ranks())),
       plan_layout_(plan_layout_of(sizes, memory->ranks())),
       memory_(std::move(memory)),
-      states_(at::zeros({2 * kStateBytes}, at::TensorOptions().dtype(at::kByte).device(device))) {}
+      states_(at::zeros({2 * kStateBytes}, at::TensorOptions().dtype(at::kByte).device(device))),
+      different_calls_(new_different_calls()) {}
 
 int64_t Channel::bytes(const ChannelSizes& sizes, int64_t ranks) {
   return plan_layout_of(sizes, ranks).bytes;
@@ -105,12 +107,35 @@ ChannelTurn::~ChannelTurn() {
   }
 }
 
+namespace {
+
+std::string describe_call(int32_t phase_id, int64_t record_bytes) {
+  return distributed::phase_text(distributed::find_phase(phase_id)) + " with records of " +
+         std::to_string(record_bytes) + " bytes";
+}
+
+// What a kernel of an earlier call has found.
+void check_same_calls(const char* op, const Channel& channel, int64_t rank) {
+  const DifferentCalls& found = *channel.different_calls();
+  if (!found.is_set) return;
+  TP_CHECK_VALUE(false, op, "group_name", "the same calls in the same order on every rank",
+                 describe_call(found.phase_id, found.record_bytes)
+                     << " on rank " << rank << " and "
+                     << describe_call(found.other_phase_id, found.other_record_bytes) << " on rank "
+                     << found.rank << ", in an earlier call on this GPU",
+                 "Let every rank make as many forward and backward calls as the others, in their order; the "
+                 "channel cannot be used again");
+}
+
+}  // namespace
+
 std::shared_ptr<const Channel> channel_of(const char* op, const ExpertParallelGroup& group) {
   std::shared_ptr<const Channel> channel =
       group.state().extension<GroupChannels>().find(group.channel().value_or(0));
   TP_CHECK_VALUE(channel != nullptr, op, "group_name",
                  "a group whose channel " << group.channel().value_or(0) << " is open", "one that is not",
                  "Make an EpContext with transport=\"one_sided\" on every rank first");
+  check_same_calls(op, *channel, group.rank());
   return channel;
 }
 

@@ -5,9 +5,9 @@
 
 namespace transformer_plugin::expert_parallel::one_sided {
 
-void launch_combine(const CombineArgs& args, int mode, void* stream) {
-  routing::visit_device_real(args.dtype,
-                             [&](auto element) { launch_combine_of<decltype(element)>(args, mode, stream); });
+void launch_combine(const CombineArgs& args, int steps, void* stream) {
+  routing::visit_device_real(
+      args.dtype, [&](auto element) { launch_combine_of<decltype(element)>(args, steps, stream); });
 }
 
 }  // namespace transformer_plugin::expert_parallel::one_sided

@@ -1,7 +1,7 @@
 // combine: rows come back to the ranks of their tokens and are summed there (CombineArgs).
 //
-// A unit of work that puts is a chunk of 16 received rows, a warp for each: it copies the row, or sums its slots. A unit that
-// receives is 16 tokens, a warp for each: threads of the block wait for the chunks that contain records of these
+// A unit of work that puts is a chunk of received rows, one or several warps for each: they copy the row, or sum its slots. A unit
+// that receives is as many tokens, as many warps for each: threads of the block wait for the chunks that contain records of these
 // tokens, then each warp adds the records of its token. Lanes have 16-byte words, or single elements where widths or addresses do
 // not allow more, with up to four loads at once. Dynamic shared memory: the sorted slots of one row for each warp.
 #pragma once
@@ -67,12 +67,12 @@ __device__ __forceinline__ Elements<T, N> zero_elements() {
   return sum;
 }
 
-// Calls store(w, word) with the sum of the words w of `count` rows, for w = 0 .. words - 1. `row(i)` is row i, of words. A lane
-// has one word and four rows in flight.
+// Calls store(w, word) with the sum of the words w of `count` rows, for those of 0 .. words - 1 in the part of the warp. `row(i)` is
+// row i, of words. A lane has one word and four rows in flight.
 template <typename T, int N, typename Row, typename Store>
-__device__ __forceinline__ void sum_many_rows(int count, int words, Row row, Store store) {
+__device__ __forceinline__ void sum_many_rows(int count, int words, RowPart part, Row row, Store store) {
   using Word = typename Elements<T, N>::Word;
-  for (int w = lane_of_thread(); w < words; w += kWarpSize) {
+  for (int w = part.begin(1); w < words; w += part.step(1)) {
     Elements<T, N> sum = zero_elements<T, N>();
     for (int first = 0; first < count; first += kLoadsAtOnce) {
       Word loaded[kLoadsAtOnce];
@@ -89,10 +89,10 @@ __device__ __forceinline__ void sum_many_rows(int count, int words, Row row, Sto
 
 // The same of one or two rows, of which a lane has four or two words in flight.
 template <typename T, int N, int kRows, typename Row, typename Store>
-__device__ __forceinline__ void sum_few_rows(int words, Row row, Store store) {
+__device__ __forceinline__ void sum_few_rows(int words, RowPart part, Row row, Store store) {
   using Word = typename Elements<T, N>::Word;
   constexpr int kWords = kLoadsAtOnce / kRows;
-  for (int w = lane_of_thread(); w < words; w += kWords * kWarpSize) {
+  for (int w = part.begin(kWords); w < words; w += part.step(kWords)) {
     Word loaded[kWords][kRows];
 #pragma unroll
     for (int v = 0; v < kWords; ++v) {
@@ -111,10 +111,10 @@ __device__ __forceinline__ void sum_few_rows(int words, Row row, Store store) {
 }
 
 template <typename T, int N, typename Row, typename Store>
-__device__ __forceinline__ void sum_rows(int count, int words, Row row, Store store) {
-  if (count == 1) return sum_few_rows<T, N, 1>(words, row, store);
-  if (count == 2) return sum_few_rows<T, N, 2>(words, row, store);
-  sum_many_rows<T, N>(count, words, row, store);
+__device__ __forceinline__ void sum_rows(int count, int words, RowPart part, Row row, Store store) {
+  if (count == 1) return sum_few_rows<T, N, 1>(words, part, row, store);
+  if (count == 2) return sum_few_rows<T, N, 2>(words, part, row, store);
+  sum_many_rows<T, N>(count, words, part, row, store);
 }
 
 // Rows of T as words, of one payload.
@@ -136,11 +136,11 @@ struct Rows {
 
 // output[0] = the sum of the slots of one received row.
 template <typename T, int N>
-__device__ __noinline__ void sum_slots_of_row(RowSlots own, Rows<T, N> rows) {
+__device__ __noinline__ void sum_slots_of_row(RowSlots own, Rows<T, N> rows, RowPart part) {
   using Word = typename Rows<T, N>::Word;
   Word* const out = rows.out(0);
   sum_rows<T, N>(
-      own.count, rows.words(), [&](int i) { return rows.row(own.slots[i]); },
+      own.count, rows.words(), part, [&](int i) { return rows.row(own.slots[i]); },
       [&](int w, Word word) { out[w] = word; });
 }
 
@@ -156,11 +156,11 @@ struct TokenRecords {
 
 // Loops over the words of a row are functions that are called, not inlined: they then have all registers of a thread.
 template <typename T, int N>
-__device__ __noinline__ void sum_token(TokenRecords token, Rows<T, N> rows, int64_t t) {
+__device__ __noinline__ void sum_token(TokenRecords token, Rows<T, N> rows, int64_t t, RowPart part) {
   using Word = typename Rows<T, N>::Word;
   Word* const out = rows.out(t);
   sum_rows<T, N>(
-      token.count, rows.words(),
+      token.count, rows.words(), part,
       [&](int m) {
         return m == token.own
                    ? rows.row(token.own_row)
@@ -172,11 +172,11 @@ __device__ __noinline__ void sum_token(TokenRecords token, Rows<T, N> rows, int6
 // The same where the row of the own record is the sum of slots, which is rounded before it is added.
 template <typename T, int N>
 __device__ __noinline__ void sum_token_with_slots(TokenRecords token, Rows<T, N> rows, RowSlots own,
-                                                  int64_t t) {
+                                                  int64_t t, RowPart part) {
   using Word = typename Rows<T, N>::Word;
   Word* const out = rows.out(t);
   sum_many_rows<T, N>(
-      own.count, rows.words(), [&](int i) { return rows.row(own.slots[i]); },
+      own.count, rows.words(), part, [&](int i) { return rows.row(own.slots[i]); },
       [&](int w, Word own_word) {
         Elements<T, N> sum = zero_elements<T, N>();
         for (int first = 0; first < token.count; first += kLoadsAtOnce) {
@@ -194,6 +194,36 @@ __device__ __noinline__ void sum_token_with_slots(TokenRecords token, Rows<T, N>
         }
         out[w] = sum.rounded();
       });
+}
+
+// The same of a token with one record besides the own one, whose words are loaded with the first ones of the slots.
+template <typename T, int N>
+__device__ __noinline__ void sum_two_with_slots(TokenRecords token, Rows<T, N> rows, RowSlots own, int64_t t,
+                                                RowPart part) {
+  using Word = typename Rows<T, N>::Word;
+  Word* const out = rows.out(t);
+  const bool own_is_first = token.own == 0;
+  const auto* const record =
+      reinterpret_cast<const Word*>(token.arrived + token.records[own_is_first] * token.stride);
+  const int words = rows.words();
+  for (int w = part.begin(1); w < words; w += part.step(1)) {
+    const Word arrived = load_once(record + w);
+    Elements<T, N> of_slots = zero_elements<T, N>();
+    for (int first = 0; first < own.count; first += kLoadsAtOnce) {
+      Word loaded[kLoadsAtOnce];
+#pragma unroll
+      for (int u = 0; u < kLoadsAtOnce; ++u)
+        if (first + u < own.count) loaded[u] = load_once(rows.row(own.slots[first + u]) + w);
+#pragma unroll
+      for (int u = 0; u < kLoadsAtOnce; ++u)
+        if (first + u < own.count) add<T, N>(of_slots, loaded[u]);
+    }
+    const Word own_word = of_slots.rounded();
+    Elements<T, N> sum = zero_elements<T, N>();
+    add<T, N>(sum, own_is_first ? own_word : arrived);
+    add<T, N>(sum, own_is_first ? arrived : own_word);
+    out[w] = sum.rounded();
+  }
 }
 
 // Whether the rows of a payload are whole, aligned words of 16 bytes.
@@ -228,17 +258,17 @@ struct Combine {
   }
 
   // Stores received row `j` in the region of another rank. Called by a warp.
-  __device__ __forceinline__ void put_row(int64_t j, char* record) const {
+  __device__ __forceinline__ void put_row(int64_t j, char* record, RowPart part) const {
     if (args.slot) {
       const RowSlots own = sort_slots(args, j, sorted_slots());
-      visit_rows<T>(args.rows, record, args.width, [&](auto rows) { sum_slots_of_row(own, rows); });
+      visit_rows<T>(args.rows, record, args.width, [&](auto rows) { sum_slots_of_row(own, rows, part); });
     } else {
       const int64_t bytes = args.width * static_cast<int64_t>(sizeof(T));
-      copy_row(static_cast<const char*>(args.rows) + j * bytes, record, bytes);
+      copy_row(static_cast<const char*>(args.rows) + j * bytes, record, bytes, part);
     }
     if (args.weights_width == 0) return;
     copy_row(static_cast<const char*>(args.weights) + j * weights_bytes(), record + weights_offset,
-             weights_bytes());
+             weights_bytes(), part);
   }
 
   // The rank to which a record of this rank goes.
@@ -287,9 +317,9 @@ struct Combine {
     const int rank = threadIdx.x;
     if (rank >= peers.ranks || memory.last[rank] < 0) return true;
     const int64_t begin = block[PeerRows::kSent][rank];
-    const int64_t end = (memory.last[rank] - begin) / kChunkRows;
+    const int64_t chunk_rows = args.exchange.chunk_rows, end = (memory.last[rank] - begin) / chunk_rows;
     const int64_t place = block.place(PeerRows::kSent, rank, peers.rank);
-    for (int64_t chunk = (memory.first[rank] - begin) / kChunkRows; chunk <= end; ++chunk) {
+    for (int64_t chunk = (memory.first[rank] - begin) / chunk_rows; chunk <= end; ++chunk) {
       if (!wait_for_rows(regions, regions.flag(peers.rank, place, rank, chunk), rank,
                          ExchangeWait::kCombineRows))
         return false;
@@ -297,34 +327,37 @@ struct Combine {
     return true;
   }
 
-  __device__ __forceinline__ void sum_payloads(TokenRecords token, int64_t t) const {
+  __device__ __forceinline__ void sum_payloads(TokenRecords token, int64_t t, RowPart part) const {
     const bool has_own_slots = args.slot && token.own >= 0;
     RowSlots own{};
     if (has_own_slots) own = sort_slots(args, token.own_row, sorted_slots());
     visit_rows<T>(args.rows, args.output, args.width, [&](auto rows) {
-      has_own_slots ? sum_token_with_slots(token, rows, own, t) : sum_token(token, rows, t);
+      if (!has_own_slots) return sum_token(token, rows, t, part);
+      token.count == 2 ? sum_two_with_slots(token, rows, own, t, part)
+                       : sum_token_with_slots(token, rows, own, t, part);
     });
     if (args.weights_width == 0) return;
     token.arrived += weights_offset;
     visit_rows<Sum<T>>(args.weights, args.weights_output, args.weights_width,
-                       [&](auto rows) { sum_token(token, rows, t); });
+                       [&](auto rows) { sum_token(token, rows, t, part); });
   }
 
   __device__ __forceinline__ bool receive(const Regions& regions) const {
     const char* const region = regions.data(args.exchange.peers.rank);
-    const uint32_t units = static_cast<uint32_t>(chunks_of(args.tokens));
+    const uint32_t units = chunks_of(args.exchange, args.tokens);
+    const RowPart part(args.exchange.chunk_rows);
     return for_units(&args.exchange.state->receive_ticket, block, units, [&](uint32_t unit) {
       if (threadIdx.x < kMostPeers) {
         memory.first[threadIdx.x] = 0x7fffffff;
         memory.last[threadIdx.x] = -1;
       }
       __syncthreads();
-      const int64_t t = int64_t{unit} * kChunkRows + warp_of_thread();
+      const int64_t t = int64_t{unit} * args.exchange.chunk_rows + part.row;
       TokenRecords token{};
       if (t < args.tokens) token = read_records(t, region);
       __syncthreads();
       if (__syncthreads_or(!wait_for_chunks(regions))) return false;
-      if (t < args.tokens) sum_payloads(token, t);
+      if (t < args.tokens) sum_payloads(token, t, part);
       return true;
     });
   }
@@ -332,19 +365,21 @@ struct Combine {
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
-    combine_kernel(const __grid_constant__ CombineArgs args, int mode) {
+    combine_kernel(const __grid_constant__ CombineArgs args, int steps) {
   __shared__ BlockMemory block;
   __shared__ CombineMemory memory;
   const int64_t row_bytes = args.width * static_cast<int64_t>(sizeof(T));
   const int64_t weights_bytes = args.weights_width * static_cast<int64_t>(sizeof(Sum<T>));
   const Combine<T> combine{args, block, memory, record_stride(row_bytes, 0),
                            record_stride(row_bytes, weights_bytes)};
-  run_halves(
-      args.exchange, block, mode,
+  const ExchangeCall call{static_cast<uint32_t>(combine.stride), {}, ExchangeWait::kCombineCredit};
+  run_steps(
+      args.exchange, block, steps, call,
       [&](const Regions& regions) {
-        return put_rows(regions, block, PeerRows::kReceived, PeerRows::kReturned, combine.stride,
-                        ExchangeWait::kCombineCredit,
-                        [&](int64_t j, char* record) { combine.put_row(j, record); });
+        return put_rows(regions, block, PeerRows::kReceived, PeerRows::kReturned,
+                        ExchangeWait::kCombineCredit, [&](int64_t j, int rank, int64_t place, RowPart part) {
+                          combine.put_row(j, regions.data(rank) + place * combine.stride, part);
+                        });
       },
       [&](const Regions& regions) { return combine.receive(regions); });
 }

@@ -9,7 +9,7 @@
 namespace transformer_plugin::expert_parallel::one_sided {
 
 template <typename T>
-void launch_combine_of(const CombineArgs& args, int mode, void* stream) {
+void launch_combine_of(const CombineArgs& args, int steps, void* stream) {
   // The slots of one row for each warp; more than kernels have unless they ask for it.
   constexpr int kMostShared = kWarps * static_cast<int>(routing::kMaxTopk * sizeof(int32_t));
   constexpr size_t kAlwaysThere = 32 * 1024;
@@ -25,8 +25,9 @@ void launch_combine_of(const CombineArgs& args, int mode, void* stream) {
     allowed.allow(combine_kernel<T>, kMostShared);
   }
   const int64_t rows = exchange.layout.rows + args.tokens;
-  const unsigned blocks = grid_of(exchange, ceil_div(rows, kChunkRows) + 2 * int64_t{exchange.peers.ranks});
-  combine_kernel<T><<<blocks, kThreads, shared, static_cast<cudaStream_t>(stream)>>>(args, mode);
+  const unsigned blocks =
+      grid_of(exchange, ceil_div(rows, int64_t{exchange.chunk_rows}) + 2 * int64_t{exchange.peers.ranks});
+  combine_kernel<T><<<blocks, kThreads, shared, static_cast<cudaStream_t>(stream)>>>(args, steps);
   check_launch("combine_kernel");
 }
 

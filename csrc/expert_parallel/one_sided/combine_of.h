@@ -6,6 +6,6 @@
 namespace transformer_plugin::expert_parallel::one_sided {
 
 template <typename T>
-void launch_combine_of(const CombineArgs& args, int mode, void* stream);
+void launch_combine_of(const CombineArgs& args, int steps, void* stream);
 
 }  // namespace transformer_plugin::expert_parallel::one_sided

@@ -1,11 +1,13 @@
 // What the kernels of dispatch and combine share: taking of work, waits, putting of rows, and the end of an exchange.
 //
-// Blocks of 512 threads, at most two for each SM. In a launch of both halves, the first half of the blocks puts and then helps
+// Blocks of 512 threads, at most two for each SM. In a launch of all steps, the first half of the blocks puts and then helps
 // to receive; the others receive from the beginning. Blocks that wait for other ranks therefore never keep this rank's own
-// rows from being put: these are taken by blocks that start first.
+// rows from being put: these are taken by blocks that start first. The first block announces the exchange, and compares what the
+// other ranks have announced when it has put its rows.
 #pragma once
 
 #include "common/launch.cuh"
+#include "distributed/progress.cuh"
 #include "expert_parallel/one_sided/args.h"
 #include "expert_parallel/one_sided/system_memory.cuh"
 #include "expert_parallel/peer_rows.h"
@@ -16,13 +18,14 @@ inline constexpr int kThreads = 512;
 inline constexpr int kWarps = kThreads / kWarpSize;
 inline constexpr int kBlocksPerSm = 2;
 inline constexpr unsigned kAllLanes = 0xffffffffu;
-static_assert(kWarps == kChunkRows, "a warp has a row of a chunk");
+static_assert(kWarps == kMostChunkRows, "a warp has a row of the largest chunk");
 static_assert(kMostPeers <= kThreads, "a thread has a rank");
 
 // Shared memory of a block.
 struct BlockMemory {
   int32_t peer_rows[4][kMostPeers + 1];
   int32_t has_credit[kMostPeers];  // whether this block has seen that it may put rows to a rank
+  char* output[kMostPeers];        // then: that rank's output, if rows go there
   uint32_t unit;
   uint32_t epoch;
   int32_t is_over;
@@ -41,6 +44,24 @@ struct BlockMemory {
 __device__ __forceinline__ int lane_of_thread() { return threadIdx.x % kWarpSize; }
 __device__ __forceinline__ int warp_of_thread() { return threadIdx.x / kWarpSize; }
 
+// What a warp has of a chunk: one of the parts of a row.
+struct RowPart {
+  int row;    // of the chunk
+  int part;   // of the row
+  int parts;  // of each row
+
+  __device__ __forceinline__ explicit RowPart(int chunk_rows)
+      : row(warp_of_thread() * chunk_rows / kWarps),
+        part(warp_of_thread() % (kWarps / chunk_rows)),
+        parts(kWarps / chunk_rows) {}
+
+  // The first word of this lane, where a warp has `at_once` words of each lane in flight, and the number of words to its next ones.
+  __device__ __forceinline__ int begin(int at_once) const {
+    return part * at_once * kWarpSize + lane_of_thread();
+  }
+  __device__ __forceinline__ int step(int at_once) const { return parts * at_once * kWarpSize; }
+};
+
 // The parts of a rank's memory that belong to one exchange.
 struct Regions {
   const Exchange& exchange;
@@ -54,7 +75,11 @@ struct Regions {
   }
   __device__ __forceinline__ uint32_t* flag(int rank, int64_t begin, int source, int64_t chunk) const {
     return reinterpret_cast<uint32_t*>(memory(rank) + exchange.layout.flags[epoch & 1]) +
-           flag_index(begin, source, chunk);
+           flag_index(begin, source, chunk, exchange.chunk_rows);
+  }
+  // In the memory of `rank`: what rank `of` has announced.
+  __device__ __forceinline__ Announcement* announcement(int rank, int of) const {
+    return reinterpret_cast<Announcement*>(memory(rank) + exchange.layout.announcements[epoch & 1]) + of;
   }
   // In the memory of `rank`: the last exchange that rank `of` has consumed.
   __device__ __forceinline__ uint32_t* credit(int rank, int of) const {
@@ -74,7 +99,9 @@ __device__ __noinline__ bool wait_for(const Exchange& exchange, const uint32_t* 
     __nanosleep(pause);
     if (reached(load_acquire_system(word))) return true;
     if (*static_cast<volatile int32_t*>(&state->failed) != 0) return false;
-    if (nanoseconds() - begin < static_cast<uint64_t>(exchange.timeout_ns)) continue;
+    const uint64_t waited = nanoseconds() - begin;
+    if (waited >= distributed::kLongWait) distributed::publish_wait(exchange.marks, &state->is_published);
+    if (waited < static_cast<uint64_t>(exchange.timeout_ns)) continue;
     if (atomicCAS(&state->failed, 0, static_cast<int32_t>(what)) == 0) state->failed_rank = rank;
     return false;
   }
@@ -97,6 +124,50 @@ __device__ __forceinline__ bool wait_for_credit(const Regions& regions, int rank
                   [consumed](uint32_t value) { return static_cast<int32_t>(value - consumed) >= 0; });
 }
 
+// Waits for what `rank` announces of this exchange. Its slot is not written again before this rank has consumed the exchange. Null
+// if that took too long.
+__device__ __forceinline__ const Announcement* wait_for_announcement(const Regions& regions, int rank) {
+  const Announcement* const slot = regions.announcement(regions.exchange.peers.rank, rank);
+  const bool is_there = wait_for_rows(regions, &slot->epoch, rank, ExchangeWait::kAnnouncement);
+  return is_there ? slot : nullptr;
+}
+
+// Announces this rank's exchange to all others, a thread for each. Called by all threads of one block.
+__device__ __forceinline__ void announce_exchange(const Regions& regions, uint32_t record_bytes,
+                                                  OutputPlace place, ExchangeWait credit) {
+  const Exchange& exchange = regions.exchange;
+  const int rank = threadIdx.x, me = exchange.peers.rank;
+  if (rank >= exchange.peers.ranks || rank == me || !wait_for_credit(regions, rank, credit)) return;
+  Announcement* const slot = regions.announcement(rank, me);
+  slot->phase_id = exchange.marks.phase_id;
+  slot->record_bytes = record_bytes;
+  slot->puts_into_outputs = exchange.allocations != nullptr;
+  slot->allocation = place.allocation;
+  slot->offset = place.offset;
+  store_release_system(&slot->epoch, regions.epoch);
+}
+
+// Compares what the other ranks have announced with this rank's call. Called by all threads of one block.
+__device__ __forceinline__ void compare_calls(const Regions& regions, uint32_t record_bytes) {
+  const Exchange& exchange = regions.exchange;
+  const int rank = threadIdx.x;
+  if (rank >= exchange.peers.ranks || rank == exchange.peers.rank) return;
+  const Announcement* const other = wait_for_announcement(regions, rank);
+  if (!other || (other->phase_id == exchange.marks.phase_id && other->record_bytes == record_bytes)) return;
+  LocalState* const state = exchange.state;
+  if (atomicCAS(&state->failed, 0, static_cast<int32_t>(ExchangeWait::kSameCall)) != 0) return;
+  state->failed_rank = rank;
+  DifferentCalls* const report = exchange.different_calls;
+  if (!report) return;
+  report->rank = rank;
+  report->phase_id = exchange.marks.phase_id;
+  report->other_phase_id = other->phase_id;
+  report->record_bytes = record_bytes;
+  report->other_record_bytes = other->record_bytes;
+  __threadfence_system();
+  report->is_set = 1;
+}
+
 // Hands units of work 0 .. count - 1 to the blocks, in ascending order, by the counter `ticket`. `work(unit)`, called by all
 // threads of a block, returns false in all of them to end this; then for_units does too.
 template <typename Work>
@@ -115,22 +186,25 @@ __device__ __forceinline__ bool for_units(uint32_t* ticket, BlockMemory& block, 
   return true;
 }
 
-__device__ __forceinline__ int64_t chunks_of(int64_t rows) { return (rows + kChunkRows - 1) / kChunkRows; }
+__device__ __forceinline__ uint32_t chunks_of(const Exchange& exchange, int64_t rows) {
+  return static_cast<uint32_t>((rows + exchange.chunk_rows - 1) / exchange.chunk_rows);
+}
 
 // The most chunks of a rank other than this one; `begin` [ranks + 1].
-__device__ __forceinline__ uint32_t most_chunks(const int32_t* begin, const PeerPointers& peers) {
+__device__ __forceinline__ uint32_t most_chunks(const Exchange& exchange, const int32_t* begin) {
+  const PeerPointers& peers = exchange.peers;
   uint32_t most = 0;
   for (int r = lane_of_thread(); r < peers.ranks; r += kWarpSize) {
-    const uint32_t chunks = static_cast<uint32_t>(chunks_of(begin[r + 1] - begin[r]));
+    const uint32_t chunks = chunks_of(exchange, begin[r + 1] - begin[r]);
     if (r != peers.rank && chunks > most) most = chunks;
   }
   return __reduce_max_sync(kAllLanes, most);
 }
 
 template <typename Word>
-__device__ __forceinline__ void copy_words(const void* from, void* to, int count) {
+__device__ __forceinline__ void copy_words(const void* from, void* to, int count, RowPart part) {
   constexpr int kAtOnce = 4;
-  for (int i = lane_of_thread(); i < count; i += kAtOnce * kWarpSize) {
+  for (int i = part.begin(kAtOnce); i < count; i += part.step(kAtOnce)) {
     Word words[kAtOnce];
 #pragma unroll
     for (int u = 0; u < kAtOnce; ++u)
@@ -150,19 +224,20 @@ __device__ __forceinline__ void visit_words(uint64_t from, uint64_t to, int64_t 
   fn(uint8_t{});
 }
 
-// Copies a row. Called by a warp. Not inlined, so that its loop has all registers of a thread.
-inline __device__ __noinline__ void copy_row(const void* from, void* to, int64_t bytes) {
+// Copies a part of a row. Called by a warp. Not inlined, so that its loop has all registers of a thread.
+inline __device__ __noinline__ void copy_row(const void* from, void* to, int64_t bytes, RowPart part) {
   visit_words(reinterpret_cast<uint64_t>(from), reinterpret_cast<uint64_t>(to), bytes, [&](auto word) {
-    copy_words<decltype(word)>(from, to, static_cast<int>(bytes / static_cast<int64_t>(sizeof(word))));
+    const int count = static_cast<int>(bytes / static_cast<int64_t>(sizeof(word)));
+    copy_words<decltype(word)>(from, to, count, part);
   });
 }
 
-// Stores zeros in a row. Called by a warp.
-__device__ __forceinline__ void clear_row(void* to, int64_t bytes) {
+// Stores zeros in a part of a row. Called by a warp.
+__device__ __forceinline__ void clear_row(void* to, int64_t bytes, RowPart part) {
   visit_words(0, reinterpret_cast<uint64_t>(to), bytes, [&](auto word) {
     using Word = decltype(word);
-    const int64_t count = bytes / static_cast<int64_t>(sizeof(Word));
-    for (int64_t i = lane_of_thread(); i < count; i += kWarpSize) static_cast<Word*>(to)[i] = Word{};
+    const int count = static_cast<int>(bytes / static_cast<int64_t>(sizeof(Word)));
+    for (int i = part.begin(1); i < count; i += part.step(1)) static_cast<Word*>(to)[i] = Word{};
   });
 }
 
@@ -171,7 +246,10 @@ __device__ __forceinline__ bool begin_exchange(const Exchange& exchange, BlockMe
   const int ends = exchange.peers.ranks + 1;
   for (int i = threadIdx.x; i < 4 * ends; i += kThreads)
     block.peer_rows[i / ends][i % ends] = exchange.peer_rows[i];
-  for (int r = threadIdx.x; r < kMostPeers; r += kThreads) block.has_credit[r] = 0;
+  for (int r = threadIdx.x; r < kMostPeers; r += kThreads) {
+    block.has_credit[r] = 0;
+    block.output[r] = nullptr;
+  }
   if (threadIdx.x == 0) {
     block.epoch = exchange.state->epoch + 1;
     block.is_over = *static_cast<volatile int32_t*>(&exchange.state->failed);
@@ -180,27 +258,45 @@ __device__ __forceinline__ bool begin_exchange(const Exchange& exchange, BlockMe
   return block.is_over == 0;
 }
 
+// Waits until rows may be put to `rank`, and finds the output there if they go into it. Called by one thread.
+__device__ __forceinline__ bool open_rank(const Regions& regions, BlockMemory& block, int rank,
+                                          ExchangeWait credit) {
+  const Exchange& exchange = regions.exchange;
+  if (!wait_for_credit(regions, rank, credit)) return false;
+  if (exchange.allocations) {
+    const Announcement* const there = wait_for_announcement(regions, rank);
+    if (!there) return false;
+    if (there->puts_into_outputs && there->allocation - 1 < kMostAllocations) {
+      void* const memory = exchange.allocations[(there->allocation - 1) * exchange.peers.ranks + rank];
+      if (memory) block.output[rank] = static_cast<char*>(memory) + there->offset;
+    }
+  }
+  return true;
+}
+
 // Puts this rank's rows from[r] .. from[r + 1] - 1 to the places at to[r] of each other rank r. Destinations take turns,
-// beginning with the next rank, so that not all ranks store to one at a time. `put_row(j, record)` is called by a warp. False
-// if a wait took too long.
+// beginning with the next rank, so that not all ranks store to one at a time. `put_row(j, rank, place, part)` is called by a warp.
+// False if a wait took too long.
 template <typename PutRow>
 __device__ __forceinline__ bool put_rows(const Regions& regions, BlockMemory& block, PeerRows from_row,
-                                         PeerRows to_row, int64_t stride, ExchangeWait what, PutRow put_row) {
+                                         PeerRows to_row, ExchangeWait credit, PutRow put_row) {
   const PeerPointers& peers = regions.exchange.peers;
   const int32_t *const from = block[from_row], *const to = block[to_row];
   const uint32_t others = peers.ranks - 1;
-  const uint32_t units = others * most_chunks(from, peers);
+  const uint32_t units = others * most_chunks(regions.exchange, from);
+  const RowPart part(regions.exchange.chunk_rows);
   return for_units(&regions.exchange.state->put_ticket, block, units, [&](uint32_t unit) {
     const int rank = static_cast<int>((peers.rank + 1 + unit % others) % peers.ranks);
     const int64_t chunk = unit / others;
-    const int64_t place = chunk * kChunkRows + warp_of_thread(), rows = from[rank + 1] - from[rank];
-    if (chunk * kChunkRows >= rows) return true;
+    const int64_t first = chunk * regions.exchange.chunk_rows, rows = from[rank + 1] - from[rank];
+    if (first >= rows) return true;
     if (!block.has_credit[rank]) {
-      const bool is_late = threadIdx.x == 0 && !wait_for_credit(regions, rank, what);
+      const bool is_late = threadIdx.x == 0 && !open_rank(regions, block, rank, credit);
       if (__syncthreads_or(is_late)) return false;
-      if (threadIdx.x == 0) block.has_credit[rank] = 1;
+      if (threadIdx.x == 0) block.has_credit[rank] = 1;  // all threads have read it
     }
-    if (place < rows) put_row(from[rank] + place, regions.data(rank) + (to[rank] + place) * stride);
+    const int64_t place = first + part.row;
+    if (place < rows) put_row(from[rank] + place, rank, to[rank] + place, part);
     // The barrier and the release, which is a fence of the system, make the rows of all threads visible with the flag.
     __syncthreads();
     if (threadIdx.x == 0)
@@ -209,40 +305,58 @@ __device__ __forceinline__ bool put_rows(const Regions& regions, BlockMemory& bl
   });
 }
 
-// The last block to come here ends the kernel: it zeroes the tickets and, where this was the receiving half, sets the
-// credit of this exchange on all ranks.
-__device__ __forceinline__ void end_exchange(const Regions& regions, BlockMemory& block, bool is_received) {
-  LocalState* const state = regions.exchange.state;
-  const PeerPointers& peers = regions.exchange.peers;
+// The last block to come here ends the kernel: it zeroes the tickets. Where this was the last step and no wait was in vain, it also
+// sets the credit of this exchange on all ranks.
+__device__ __forceinline__ void end_exchange(const Exchange& exchange, BlockMemory& block, int steps) {
+  LocalState* const state = exchange.state;
+  const PeerPointers& peers = exchange.peers;
   __syncthreads();
   if (threadIdx.x == 0) {
     __threadfence();
     block.unit = atomicAdd(&state->finished_blocks, 1u);
     __threadfence();
+    block.is_over = *static_cast<volatile int32_t*>(&state->failed);
   }
   __syncthreads();
   if (block.unit != gridDim.x - 1) return;
+  const bool is_received = (steps & kReceive) && block.is_over == 0;
   if (threadIdx.x == 0) {
     state->put_ticket = 0;
     state->receive_ticket = 0;
     state->finished_blocks = 0;
-    if (is_received) state->epoch = regions.epoch;
+    if (is_received) state->epoch = block.epoch;
+    if (steps & kReceive) distributed::count_end(exchange.marks, &state->is_published);
   }
-  if (!is_received) return;
   const int r = threadIdx.x;
-  if (r < peers.ranks && r != peers.rank) store_release_system(regions.credit(r, peers.rank), regions.epoch);
+  const Regions regions{exchange, block.epoch};
+  if (is_received && r < peers.ranks && r != peers.rank)
+    store_release_system(regions.credit(r, peers.rank), regions.epoch);
 }
 
-// Runs the halves that `mode` asks of this block.
+// What the announcement of an exchange says of it.
+struct ExchangeCall {
+  uint32_t record_bytes;
+  OutputPlace place;
+  ExchangeWait credit;
+};
+
+// Runs the steps of an exchange that this block has part in.
 template <typename Put, typename Receive>
-__device__ __forceinline__ void run_halves(const Exchange& exchange, BlockMemory& block, int mode, Put put,
-                                           Receive receive) {
-  if (!begin_exchange(exchange, block)) return;
-  const Regions regions{exchange, block.epoch};
-  const bool puts = mode == kPut || (mode == kBoth && blockIdx.x < (gridDim.x + 1) / 2);
-  if (puts && !put(regions)) return;
-  if ((mode & kReceive) && !receive(regions)) return;
-  end_exchange(regions, block, mode & kReceive);
+__device__ __forceinline__ void run_steps(const Exchange& exchange, BlockMemory& block, int steps,
+                                          const ExchangeCall& call, Put put, Receive receive) {
+  if (blockIdx.x == gridDim.x - 1 && threadIdx.x == 0 && (steps & kAnnounce))
+    distributed::count_begin(exchange.marks);
+  if (begin_exchange(exchange, block)) {
+    const Regions regions{exchange, block.epoch};
+    const bool is_first = blockIdx.x == 0;
+    if (is_first && (steps & kAnnounce))
+      announce_exchange(regions, call.record_bytes, call.place, call.credit);
+    const bool puts = (steps & kPut) && (steps != kWhole || blockIdx.x < (gridDim.x + 1) / 2);
+    const bool goes_on = !puts || put(regions);
+    if (goes_on && is_first && (steps & kReceive)) compare_calls(regions, call.record_bytes);
+    if (goes_on && (steps & kReceive)) receive(regions);
+  }
+  end_exchange(exchange, block, steps);
 }
 
 }  // namespace transformer_plugin::expert_parallel::one_sided

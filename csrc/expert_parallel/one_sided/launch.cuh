@@ -22,6 +22,9 @@ inline void check_exchange(const Exchange& exchange, int64_t stride) {
   if (exchange.peers.ranks < 1 || exchange.peers.ranks > kMostPeers || exchange.peers.rank < 0 ||
       exchange.peers.rank >= exchange.peers.ranks || exchange.destinations > kMostPeers)
     throw std::invalid_argument("transformer_plugin: a one-sided exchange has from 1 to 72 ranks");
+  if (exchange.chunk_rows < 1 || kMostChunkRows % exchange.chunk_rows != 0)
+    throw std::invalid_argument(
+        "transformer_plugin: a chunk of a one-sided exchange has 1, 2, 4, 8 or 16 rows");
   if (stride > exchange.layout.record_bytes)
     throw std::invalid_argument(
         "transformer_plugin: a record is larger than the channel of the exchange allows");

@@ -50,7 +50,7 @@ RecordPlan allocate_plan(const Tensor& like, PlanArgs& args) {
   plan.required = empty(like, {ranks}, at::kLong);
   plan.overflow = empty(like, {1}, at::kInt);
   plan.peer_rows = empty(like, {4, ranks + 1}, at::kInt);
-  plan.records = empty(like, {2, args.max_tokens, args.destinations()}, at::kInt);
+  plan.records = empty(like, {3, args.max_tokens, args.destinations()}, at::kInt);
   plan.required_tokens = empty(like, {ranks}, at::kLong);
   args.slot = plan.slot.mutable_data_ptr<int32_t>();
   args.source = plan.source.mutable_data_ptr<int32_t>();
@@ -85,6 +85,7 @@ PlanCall make_plan_call(const Tensor& topk_idx, int64_t max_tokens, const Record
   args.peers = channel.peers;
   args.state = channel.state;
   args.timeout_ns = channel.timeout_ns;
+  args.marks = channel.marks;
   args.capacity_may_overflow = capacity_may_overflow(args);
   call.memory = allocate_memory(topk_idx, args);
   call.plan = allocate_plan(topk_idx, args);

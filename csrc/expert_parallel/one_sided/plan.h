@@ -13,6 +13,7 @@ struct PlanChannel {
   PeerPointers peers;
   PlanState* state;
   int64_t timeout_ns;  // of each wait
+  distributed::WorkMarks marks = {};
 };
 
 struct PlanCall {

@@ -57,6 +57,7 @@ struct PlanState {
   uint32_t finished_blocks;  // of the running kernel
   int32_t failed;            // a PlanWait: kernels return at once unless it is kNone
   int32_t failed_rank;       // the rank that did not come
+  uint32_t is_published;     // whether a long wait of this plan is on the progress page
 };
 
 struct PlanArgs {
@@ -72,6 +73,7 @@ struct PlanArgs {
   PeerPointers peers;
   PlanState* state;
   int64_t timeout_ns;  // of each wait
+  distributed::WorkMarks marks;
 
   // Memory of the call.
   // [chunks, chunk_stride()]: before each chunk, aligned to 16 bytes; [1]: without the tokens past the bound.
@@ -90,7 +92,7 @@ struct PlanArgs {
   int64_t* required;           // [ranks]
   int32_t* overflow;           // [1]
   int32_t* peer_rows;          // [4, ranks + 1]
-  int32_t* records;            // [2, max_tokens, destinations]
+  int32_t* records;            // [3, max_tokens, destinations]
   int64_t* required_tokens;    // [ranks]
 
   TP_HOST_DEVICE int64_t local_experts() const { return experts / peers.ranks; }

@@ -4,6 +4,7 @@
 #include "common/expert_index.cuh"
 #include "common/launch.cuh"
 #include "common/scan.cuh"
+#include "distributed/progress.cuh"
 #include "expert_parallel/one_sided/plan_args.h"
 #include "expert_parallel/one_sided/system_memory.cuh"
 
@@ -83,7 +84,9 @@ __device__ __forceinline__ bool wait_for_ranks(const PlanArgs& args, PlanWait wh
     // do after their last wait for the other two flags, and it sets the next kSlots after all have begun the next plan.
     while (load_acquire_system(flag) != epoch) {
       __nanosleep(64);
-      is_late = nanoseconds() - begin > static_cast<uint64_t>(args.timeout_ns) ||
+      const uint64_t waited = nanoseconds() - begin;
+      if (waited >= distributed::kLongWait) distributed::publish_wait(args.marks, &args.state->is_published);
+      is_late = waited > static_cast<uint64_t>(args.timeout_ns) ||
                 *static_cast<volatile int32_t*>(&args.state->failed) != 0;
       if (!is_late) continue;
       if (atomicCAS(&args.state->failed, 0, static_cast<int32_t>(what)) == 0) args.state->failed_rank = rank;

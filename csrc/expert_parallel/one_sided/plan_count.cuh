@@ -99,6 +99,7 @@ __global__ void __launch_bounds__(kPlanThreads) count_kernel(const __grid_consta
     load_experts<Index>(args, loaded, !kept);
     for (int i = threadIdx.x; i < stride; i += kPlanThreads) counts[i] = 0;
   });
+  if (!kept && blockIdx.x == gridDim.x - 1 && threadIdx.x == 0) distributed::count_begin(args.marks);
   if (!begins) return;
   if constexpr (kept) {
     if (!wait_for_ranks(args, PlanWait::kCounts, chunk.epoch)) return;
@@ -107,7 +108,7 @@ __global__ void __launch_bounds__(kPlanThreads) count_kernel(const __grid_consta
     drop_past_bound(args, chunk, tokens);
   } else {
     fill_unused(args.source, args.capacity);
-    fill_unused(args.records, 2 * args.max_tokens * args.destinations());
+    fill_unused(args.records, 3 * args.max_tokens * args.destinations());
   }
   for (int i = threadIdx.x; i < chunk.tokens * static_cast<int>(args.topk); i += kPlanThreads)
     if (chunk.experts[i] >= 0) atomicAdd(&counts[chunk.experts[i]], 1);

@@ -94,19 +94,26 @@ __device__ __forceinline__ void put_slots(const PlanArgs& args, Chunk& chunk, co
     });
   }
   __syncthreads();
+  const auto is_slot_at = [&](int pair, int rank) {
+    return chunk.slots[pair] >= 0 && chunk.experts[pair] / local == rank;
+  };
   int32_t* const tokens = args.records + args.max_tokens * destinations;
+  int32_t* const first_slots = tokens + args.max_tokens * destinations;
   for (int i = threadIdx.x; i < chunk.tokens * destinations; i += kPlanThreads) {
-    if (chunk.destinations[i] < 0) continue;
-    args.records[chunk.begin * destinations + i] = chunk.records[i];
-    tokens[chunk.records[i]] = static_cast<int32_t>(chunk.begin) + i / destinations;
+    const int to = chunk.destinations[i], record = chunk.records[i];
+    if (to < 0) continue;
+    args.records[chunk.begin * destinations + i] = record;
+    tokens[record] = static_cast<int32_t>(chunk.begin) + i / destinations;
+    int pair = i / destinations * topk;
+    while (!is_slot_at(pair, to)) ++pair;  // there is one, or there were no record
+    first_slots[record] = chunk.slots[pair];
   }
   for (int i = threadIdx.x; i < chunk.tokens * destinations * topk; i += kPlanThreads) {
     const int row = i / topk, k = i % topk, to = chunk.destinations[row];
     if (to < 0) continue;
     const int pair = row / destinations * topk + k;
-    const bool is_there = chunk.slots[pair] >= 0 && chunk.experts[pair] / local == to;
     const int64_t place = chunk.first_place[to] + chunk.records[row] - chunk.first_record[to];
-    words_of(args, to, args.layout.slots)[place * topk + k] = is_there ? chunk.slots[pair] : -1;
+    words_of(args, to, args.layout.slots)[place * topk + k] = is_slot_at(pair, to) ? chunk.slots[pair] : -1;
   }
 }
 
@@ -346,6 +353,7 @@ static __global__ void __launch_bounds__(kPlanThreads) receive_kernel(const __gr
     args.slot[i] = slot;
     if (slot >= 0 && slot < args.capacity) args.source[slot] = row;
   }
+  if (blockIdx.x == 0 && threadIdx.x == 0) distributed::count_end(args.marks, &args.state->is_published);
 }
 
 }  // namespace transformer_plugin::expert_parallel::one_sided

@@ -1,12 +1,9 @@
-// Ops for tests of the one-sided kernels, in a library of their own, so that they are not among the public ops: R ranks are tensors
-// of one process on one GPU.
+// Ops for tests of the kernels of dispatch and combine, in a library of their own, so that they are not among the public ops: R ranks
+// are tensors of one process on one GPU (virtual_ranks.h).
 //
-// virtual_exchange launches the putting half of every rank, then the receiving half of every rank, on one stream, so that no kernel
-// waits. virtual_plan launches each step of a plan for every rank before the next.
-//
-// channel [R * bytes] uint8 is the symmetric memory of all ranks; virtual_channel_layout and virtual_plan_layout say how many bytes,
-// and where the parts of a rank's memory are. local_state [R, 16] int32 is the LocalState or PlanState of each rank. Both stay as
-// they are from one exchange or plan to the next.
+// virtual_exchange launches each step of an exchange for every rank before the next, on one stream, so that no kernel waits.
+#include "expert_parallel/one_sided/virtual_ranks.h"
+
 #include <torch/library.h>
 
 #include <algorithm>
@@ -15,7 +12,6 @@
 #include "common/check.h"
 #include "common/tensor.h"
 #include "expert_parallel/one_sided/kernels.h"
-#include "expert_parallel/one_sided/plan.h"
 
 namespace transformer_plugin::expert_parallel::one_sided {
 namespace {
@@ -24,12 +20,23 @@ using at::Tensor;
 using at::TensorList;
 
 constexpr const char* kOp = "virtual_exchange";
-constexpr int64_t kStateWords = 16;
-static_assert(sizeof(LocalState) <= kStateWords * sizeof(int32_t) &&
-              sizeof(PlanState) <= kStateWords * sizeof(int32_t));
+constexpr int64_t kReportWords = 8;
+static_assert(sizeof(DifferentCalls) == kReportWords * sizeof(int32_t));
+static_assert(sizeof(LocalState) <= kStateWords * sizeof(int32_t));
+
+// Where the outputs of a dispatch are, and which calls the ranks make.
+struct VirtualCalls {
+  const std::optional<Tensor>&
+      allocations;  // int64 [kMostAllocations, R]: addresses, each of a rank's memory
+  at::IntArrayRef allocation,
+      offset;              // of each rank's output; 0: in none; -1: nor does it put into those of others
+  at::IntArrayRef phases;  // of each rank; empty: 0
+  int64_t chunk_rows;      // 0: as chosen by the transport
+  const std::optional<Tensor>& report;  // int32 [R, 8]: DifferentCalls
+};
 
 // The arguments, of which each list has an entry for each rank. `weights` and weights_out are empty where there are none,
-// and `slot` where rows are the received rows themselves.
+// and `slot` where rows are the received rows themselves; `source` is of the slots of a dispatch.
 struct VirtualExchange {
   const Tensor& channel;
   const Tensor& local_state;
@@ -37,6 +44,7 @@ struct VirtualExchange {
   TensorList rows;
   TensorList weights;
   TensorList slot;
+  TensorList source;
   TensorList peer_rows;
   TensorList records;
   TensorList rows_out;
@@ -44,13 +52,14 @@ struct VirtualExchange {
   ChannelLayout layout;
   int64_t max_sms;
   int64_t timeout_ms;
+  VirtualCalls calls;
 
   int64_t ranks() const { return local_state.size(0); }
   // Rows of tokens: the input of a dispatch, the output of a combine.
   int64_t tokens(int64_t rank) const { return (is_dispatch ? rows : rows_out)[rank].size(0); }
   // Without slots also the rows of the other side.
   int64_t received_rows(int64_t rank) const {
-    return is_dispatch ? rows_out[rank].size(0) : slot.empty() ? rows[rank].size(0) : slot[rank].size(0);
+    return (!slot.empty() ? slot : is_dispatch ? rows_out : rows)[rank].size(0);
   }
 };
 
@@ -118,6 +127,7 @@ void check_lists(const VirtualExchange& call) {
     check_list(call, "weights_out", call.weights_out, sum_type(dtype), 2);
   }
   if (!call.slot.empty()) check_list(call, "slot", call.slot, at::kInt, 2);
+  if (call.is_dispatch && !call.slot.empty()) check_list(call, "source", call.source, at::kInt, 1);
   check_list(call, "peer_rows", call.peer_rows, at::kInt, 2);
   check_list(call, "records", call.records, at::kInt, 3);
 }
@@ -132,7 +142,9 @@ void check_sizes(const VirtualExchange& call) {
     check("rows_out", call.rows_out, 1, call.rows[r].size(1), "the columns of 'rows'");
     check("peer_rows", call.peer_rows, 0, 4, "the rows of the plan");
     check("peer_rows", call.peer_rows, 1, call.ranks() + 1, "the ranks and one");
-    check("records", call.records, 0, 2, "the rows of the plan");
+    check("records", call.records, 0, 3, "the rows of the plan");
+    if (call.is_dispatch && !call.slot.empty())
+      check("source", call.source, 0, call.rows_out[r].size(0), "the rows of 'rows_out'");
     const int64_t tokens = call.tokens(r), received = call.received_rows(r);
     TP_CHECK_VALUE(tokens <= call.records[r].size(1), kOp, "records",
                    "at least " << tokens << " tokens of rank " << r, call.records[r].size(1),
@@ -146,27 +158,60 @@ void check_sizes(const VirtualExchange& call) {
   }
 }
 
-#ifdef TRANSFORMER_PLUGIN_CUDA
-PeerPointers peers_of(const Tensor& channel, int64_t rank, int64_t ranks, int64_t bytes) {
-  PeerPointers peers{};
-  peers.rank = static_cast<int32_t>(rank);
-  peers.ranks = static_cast<int32_t>(ranks);
-  for (int64_t r = 0; r < ranks; ++r) peers.memory[r] = channel.mutable_data_ptr<uint8_t>() + r * bytes;
-  return peers;
+void check_calls(const VirtualExchange& call) {
+  const VirtualCalls& calls = call.calls;
+  const auto check_count = [&](const char* name, at::IntArrayRef list) {
+    TP_CHECK_VALUE(list.empty() || static_cast<int64_t>(list.size()) == call.ranks(), kOp, name,
+                   call.ranks() << " numbers, one of each rank", list.size() << " numbers",
+                   "Pass one of each rank, or none");
+  };
+  check_count("allocation", calls.allocation);
+  check_count("offset", calls.offset);
+  check_count("phases", calls.phases);
+  TP_CHECK_VALUE(calls.allocation.size() == calls.offset.size(), kOp, "offset", "as many as 'allocation'",
+                 calls.offset.size(), "Pass both");
+  if (calls.allocations) {
+    const Argument argument{kOp, "allocations", *calls.allocations};
+    check_dtype(argument, {at::kLong});
+    check_size(argument, 0, kMostAllocations, "the most allocations");
+    check_size(argument, 1, call.ranks(), "the ranks");
+    check_contiguous(argument);
+    check_same_device(argument, {kOp, "channel", call.channel});
+  }
+  if (!calls.report) return;
+  const Argument argument{kOp, "different_calls", *calls.report};
+  check_dtype(argument, {at::kInt});
+  check_size(argument, 0, call.ranks(), "the ranks");
+  check_size(argument, 1, kReportWords, "the words of the report of a rank");
+  check_contiguous(argument);
+  check_same_device(argument, {kOp, "channel", call.channel});
 }
 
+#ifdef TRANSFORMER_PLUGIN_CUDA
 Exchange exchange_of(const VirtualExchange& call, int64_t rank) {
   Exchange exchange{};
   exchange.peer_rows = call.peer_rows[rank].const_data_ptr<int32_t>();
   exchange.records = call.records[rank].const_data_ptr<int32_t>();
   exchange.max_tokens = call.records[rank].size(1);
   exchange.destinations = call.records[rank].size(2);
+  const Tensor& rows = call.rows[rank];
+  exchange.chunk_rows =
+      call.calls.chunk_rows > 0
+          ? static_cast<int32_t>(call.calls.chunk_rows)
+          : chunk_rows_for(exchange.max_tokens, rows.size(1) * static_cast<int64_t>(rows.element_size()));
   exchange.layout = call.layout;
   exchange.peers = peers_of(call.channel, rank, call.ranks(), call.layout.bytes);
   exchange.state =
       reinterpret_cast<LocalState*>(call.local_state.mutable_data_ptr<int32_t>() + rank * kStateWords);
   exchange.timeout_ns = call.timeout_ms * 1000000;
   exchange.max_sms = static_cast<int32_t>(call.max_sms);
+  const VirtualCalls& calls = call.calls;
+  if (calls.allocations && (calls.allocation.empty() || calls.allocation[rank] >= 0))
+    exchange.allocations = reinterpret_cast<void* const*>(calls.allocations->const_data_ptr<int64_t>());
+  if (!calls.phases.empty()) exchange.marks.phase_id = static_cast<int32_t>(calls.phases[rank]);
+  if (calls.report)
+    exchange.different_calls =
+        reinterpret_cast<DifferentCalls*>(calls.report->mutable_data_ptr<int32_t>() + rank * kReportWords);
   return exchange;
 }
 
@@ -176,12 +221,21 @@ DispatchedRows dispatched_rows(TensorList inputs, TensorList outputs, int64_t ra
   return {input.const_data_ptr(), outputs[rank].mutable_data_ptr(), input.size(1) * input.element_size()};
 }
 
-void launch_half(const VirtualExchange& call, int64_t rank, int mode, void* stream) {
+void launch_step(const VirtualExchange& call, int64_t rank, int step, void* stream) {
   if (call.is_dispatch) {
-    const DispatchArgs args{exchange_of(call, rank), dispatched_rows(call.rows, call.rows_out, rank),
-                            dispatched_rows(call.weights, call.weights_out, rank), call.received_rows(rank),
-                            call.tokens(rank)};
-    return launch_dispatch(args, mode, stream);
+    DispatchArgs args{};
+    args.exchange = exchange_of(call, rank);
+    args.rows = dispatched_rows(call.rows, call.rows_out, rank);
+    args.weights = dispatched_rows(call.weights, call.weights_out, rank);
+    args.received_rows = call.received_rows(rank);
+    args.tokens = call.tokens(rank);
+    if (!call.slot.empty()) {
+      args.slots = {call.slot[rank].const_data_ptr<int32_t>(), call.source[rank].const_data_ptr<int32_t>(),
+                    call.slot[rank].size(1), call.source[rank].size(0)};
+    }
+    if (!call.calls.allocation.empty() && call.calls.allocation[rank] > 0)
+      args.place = {static_cast<uint32_t>(call.calls.allocation[rank]), call.calls.offset[rank]};
+    return launch_dispatch(args, step, stream);
   }
   CombineArgs args{};
   args.exchange = exchange_of(call, rank);
@@ -200,20 +254,17 @@ void launch_half(const VirtualExchange& call, int64_t rank, int mode, void* stre
     args.weights_width = call.weights[rank].size(1);
   }
   args.tokens = call.tokens(rank);
-  launch_combine(args, mode, stream);
+  launch_combine(args, step, stream);
 }
 #endif
 
-void check_on_cuda(const char* op, const Tensor& channel) {
-  TORCH_CHECK_NOT_IMPLEMENTED(channel.is_cuda(),
-                              TP_FOUR_PARTS(op, "channel", "a tensor on CUDA", describe(channel),
-                                            "The one-sided exchange is for GPUs"));
-}
-
 void virtual_exchange(const Tensor& channel, const Tensor& local_state, std::string_view direction,
-                      TensorList rows, TensorList weights, TensorList slot, TensorList peer_rows,
-                      TensorList records, TensorList rows_out, TensorList weights_out, int64_t received_rows,
-                      int64_t returned_rows, int64_t record_bytes, int64_t max_sms, int64_t timeout_ms) {
+                      TensorList rows, TensorList weights, TensorList slot, TensorList source,
+                      TensorList peer_rows, TensorList records, TensorList rows_out, TensorList weights_out,
+                      int64_t received_rows, int64_t returned_rows, int64_t record_bytes, int64_t max_sms,
+                      int64_t timeout_ms, const std::optional<Tensor>& allocations,
+                      at::IntArrayRef allocation, at::IntArrayRef offset, at::IntArrayRef phases,
+                      const std::optional<Tensor>& different_calls, int64_t chunk_rows) {
   check_on_cuda(kOp, channel);
   TP_CHECK_VALUE(direction == "dispatch" || direction == "combine", kOp, "direction",
                  "\"dispatch\" or \"combine\"", '"' << direction << '"', "Name one of them");
@@ -225,103 +276,29 @@ void virtual_exchange(const Tensor& channel, const Tensor& local_state, std::str
       rows,
       weights,
       slot,
+      source,
       peer_rows,
       records,
       rows_out,
       weights_out,
       checked_layout(kOp, local_state.size(0), received_rows, returned_rows, record_bytes),
       max_sms,
-      timeout_ms};
+      timeout_ms,
+      {allocations, allocation, offset, phases, chunk_rows, different_calls}};
   check_channel(call);
   check_lists(call);
   check_sizes(call);
+  check_calls(call);
 #ifdef TRANSFORMER_PLUGIN_CUDA
   const CudaScope scope(channel);
-  for (const int mode : {kPut, kReceive}) {
-    for (int64_t r = 0; r < call.ranks(); ++r) launch_half(call, r, mode, scope.stream());
+  for (const int step : {kAnnounce, kPut, kReceive}) {
+    for (int64_t r = 0; r < call.ranks(); ++r) launch_step(call, r, step, scope.stream());
   }
 #endif
   mark_written(channel);
   mark_written(local_state);
   for (const Tensor& each : rows_out) mark_written(each);
   for (const Tensor& each : weights_out) mark_written(each);
-}
-
-constexpr const char* kPlanOp = "virtual_plan";
-
-std::vector<int64_t> virtual_plan_layout(int64_t num_ranks, int64_t num_experts, int64_t received_rows,
-                                         int64_t topk) {
-  const PlanLayout layout = plan_layout(0, num_ranks, num_experts, received_rows, topk);
-  return {layout.bytes, layout.flags[0], layout.flags[1], layout.flags[2]};
-}
-
-// Not the checks of compact_plan, which calls the same host code for one rank.
-void check_plan(TensorList topk_idx, const Tensor& channel, const Tensor& state, int64_t max_tokens,
-                const RecordPlanSizes& sizes) {
-  const auto ranks = static_cast<int64_t>(topk_idx.size());
-  TP_CHECK_VALUE(ranks >= 1 && ranks <= kMostPeers, kPlanOp, "topk_idx",
-                 "from 1 to " << kMostPeers << " ranks", ranks, "Use fewer ranks");
-  TP_CHECK_VALUE(sizes.experts >= ranks && sizes.experts % ranks == 0, kPlanOp, "num_experts",
-                 "a multiple of the " << ranks << " ranks", sizes.experts,
-                 "Give every rank the same number of experts");
-  for (int64_t r = 0; r < ranks; ++r) {
-    const std::string name_of_rank = entry("topk_idx", r);
-    const Argument argument{kPlanOp, name_of_rank.c_str(), topk_idx[r]};
-    check_dtype(argument, {at::kInt, at::kLong});
-    check_dim(argument, 2);
-    check_contiguous(argument);
-    check_same_device(argument, {kPlanOp, "channel", channel});
-    check_size(argument, 1, topk_idx[0].sym_size(1), "the columns of the first rank");
-    TP_CHECK_VALUE(topk_idx[r].size(0) <= max_tokens, kPlanOp, "topk_idx", "at most max_tokens tokens",
-                   describe(topk_idx[r]), "Pass a larger max_tokens");
-  }
-  const PlanLayout layout = plan_layout(0, ranks, sizes.experts, sizes.received_rows, topk_idx[0].size(1));
-  const Argument of_channel{kPlanOp, "channel", channel}, of_state{kPlanOp, "state", state};
-  check_dtype(of_channel, {at::kByte});
-  check_contiguous(of_channel);
-  check_size(of_channel, 0, ranks * layout.bytes, "the bytes of virtual_plan_layout for each rank");
-  check_dtype(of_state, {at::kInt});
-  check_dim(of_state, 2);
-  check_size(of_state, 0, ranks, "the ranks");
-  check_size(of_state, 1, kStateWords, "the words of the state of a rank");
-  check_contiguous(of_state);
-  check_same_device(of_state, of_channel);
-}
-
-// The plans of all ranks, eight tensors of each, in the order of CompactPlan.
-std::vector<Tensor> virtual_plan(TensorList topk_idx, const Tensor& channel, const Tensor& state,
-                                 int64_t num_experts, int64_t max_tokens, int64_t capacity, int64_t alignment,
-                                 std::optional<int64_t> max_received_tokens, int64_t timeout_ms) {
-  check_on_cuda(kPlanOp, channel);
-  const auto ranks = static_cast<int64_t>(topk_idx.size());
-  const int64_t tokens = ranks * max_tokens;
-  const RecordPlanSizes sizes{
-      kPlanOp,   num_experts,         capacity,
-      alignment, max_received_tokens, std::min({tokens, capacity, max_received_tokens.value_or(tokens)}),
-      false};
-  check_plan(topk_idx, channel, state, max_tokens, sizes);
-  std::vector<Tensor> plans;
-#ifdef TRANSFORMER_PLUGIN_CUDA
-  const CudaScope scope(channel);
-  const PlanLayout layout = plan_layout(0, ranks, num_experts, sizes.received_rows, topk_idx[0].size(1));
-  std::vector<PlanCall> calls;
-  for (int64_t r = 0; r < ranks; ++r) {
-    const PeerPointers peers = peers_of(channel, r, ranks, layout.bytes);
-    auto* const of_rank = reinterpret_cast<PlanState*>(state.mutable_data_ptr<int32_t>() + r * kStateWords);
-    calls.push_back(make_plan_call(topk_idx[r], max_tokens, sizes,
-                                   {layout, peers, of_rank, timeout_ms * 1000000}, nullptr));
-    const RecordPlan& plan = calls.back().plan;
-    for (const Tensor& each : {plan.slot, plan.source, plan.tokens_per_expert, plan.required, plan.overflow,
-                               plan.peer_rows, plan.records, plan.required_tokens})
-      plans.push_back(each);
-  }
-  for (const PlanStep step : kPlanSteps) {
-    for (const PlanCall& call : calls) launch_plan(call.args, step, scope.stream());
-  }
-#endif
-  mark_written(channel);
-  mark_written(state);
-  return plans;
 }
 
 }  // namespace
@@ -332,25 +309,15 @@ TORCH_LIBRARY(transformer_plugin_testing, m) {
       &virtual_channel_layout);
   m.def(
       "virtual_exchange(Tensor(a!) channel, Tensor(b!) local_state, str direction, Tensor[] rows, Tensor[] weights, "
-      "Tensor[] slot, Tensor[] peer_rows, Tensor[] records, Tensor(c!)[] rows_out, Tensor(d!)[] weights_out, "
-      "int received_rows, int returned_rows, int record_bytes, int max_sms=0, int timeout_ms=10000) -> ()");
-  m.def("virtual_plan_layout(int num_ranks, int num_experts, int received_rows, int topk) -> int[]",
-        &virtual_plan_layout);
-  m.def(
-      "virtual_plan(Tensor[] topk_idx, Tensor(a!) channel, Tensor(b!) state, int num_experts, int max_tokens, int capacity, "
-      "int alignment, int? max_received_tokens, int timeout_ms=10000) -> Tensor[]");
+      "Tensor[] slot, Tensor[] source, Tensor[] peer_rows, Tensor[] records, Tensor(c!)[] rows_out, Tensor(d!)[] weights_out, "
+      "int received_rows, int returned_rows, int record_bytes, int max_sms=0, int timeout_ms=10000, Tensor? allocations=None, "
+      "int[] allocation=[], int[] offset=[], int[] phases=[], Tensor(e!)? different_calls=None, int chunk_rows=0) -> ()");
 }
 
-TORCH_LIBRARY_IMPL(transformer_plugin_testing, CPU, m) {
-  m.impl("virtual_exchange", &virtual_exchange);
-  m.impl("virtual_plan", &virtual_plan);
-}
+TORCH_LIBRARY_IMPL(transformer_plugin_testing, CPU, m) { m.impl("virtual_exchange", &virtual_exchange); }
 
 #ifdef TRANSFORMER_PLUGIN_CUDA
-TORCH_LIBRARY_IMPL(transformer_plugin_testing, CUDA, m) {
-  m.impl("virtual_exchange", &virtual_exchange);
-  m.impl("virtual_plan", &virtual_plan);
-}
+TORCH_LIBRARY_IMPL(transformer_plugin_testing, CUDA, m) { m.impl("virtual_exchange", &virtual_exchange); }
 #endif
 
 }  // namespace transformer_plugin::expert_parallel::one_sided

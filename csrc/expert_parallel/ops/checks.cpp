@@ -45,7 +45,7 @@ void check_received(const char* op, const ReceivedRows& rows, const Tensor& data
     check_size(received, 0, 4, "that of a plan by records");
     check_contiguous(received);
     check_map(position, data_argument, 3);
-    check_size(position, 0, 2, "that of a plan by records");
+    check_size(position, 0, 3, "that of a plan by records");
     return check_contiguous(position);
   }
   check_map(received, data_argument);

@@ -25,13 +25,24 @@ at::ScalarType weight_type(at::ScalarType payload);
 struct ReceivedRows {
   const at::Tensor& slot;          // int32 [N, K]
   const OptionalTensor& received;  // int32 [N], or by records [4, R + 1]
-  const OptionalTensor& position;  // int32 [R * max_tokens], or by records [2, max_tokens, min(K, R)]
+  const OptionalTensor& position;  // int32 [R * max_tokens], or by records [3, max_tokens, min(K, R)]
 
   bool is_by_records() const { return received && received->dim() == 2; }
   // The tokens that one rank may have at most; a bound where R is not known.
   c10::SymInt tokens() const {
     if (is_by_records()) return position->sym_size(1);
     return position ? position->sym_size(0) : slot.sym_size(0);
+  }
+};
+
+// Which rows a dispatch makes of the received ones.
+struct ExpertRows {
+  bool expand;  // those of the experts, in their slots
+  const at::Tensor &slot, &source;
+  OptionalTensor out = std::nullopt;
+
+  Payload payload(const at::Tensor& rows, const Phase& phase) const {
+    return expand ? Payload{rows, phase, slot, source, out} : Payload{rows, phase};
   }
 };
 

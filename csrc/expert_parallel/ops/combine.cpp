@@ -9,7 +9,6 @@
 #include "common/register.h"
 #include "common/tensor.h"
 #include "expert_parallel/ops/checks.h"
-#include "routing/rows.h"
 
 namespace transformer_plugin::expert_parallel {
 namespace {
@@ -71,10 +70,11 @@ Tensor combine_backward_output(const char* op, const Tensor& grad, const Receive
 
 // The gradients of the tokens.
 TokenExchange exchange_of(const char* op, const ExpertParallelGroup& group, const Tensor& grad,
-                          const ReceivedRows& plan, const Tensor& source) {
+                          const ReceivedRows& plan, const ExpertRows& rows) {
   const TokenLayout layout = layout_of(op, group, plan);
-  check_source(op, group, plan.slot, source);
-  const Payload of_tokens{token_rows({op, "grad", grad}, layout.max_tokens), phases::kCombineBackwardRows};
+  check_source(op, group, plan.slot, rows.source);
+  const Payload of_tokens =
+      rows.payload(token_rows({op, "grad", grad}, layout.max_tokens), phases::kCombineBackwardRows);
   const Call call = exchange_call(group, phases::kCombineBackwardRows, layout, plan.slot, "grad",
                                   grad.scalar_type(), grad.size(1));
   return {layout, call, {of_tokens}};
@@ -86,9 +86,8 @@ Tensor combine_backward(const Tensor& grad, const Tensor& slot, const Tensor& so
   const ReceivedRows plan{slot, received, position};
   combine_backward_output(kBackwardOp, grad, plan, source, timeout_ms, expand);
   ExpertParallelGroup group(kBackwardOp, group_name, timeout_ms, grad);
-  const TokenExchange exchange = exchange_of(kBackwardOp, group, grad, plan, source);
-  const Tensor rows = make_transport(group, exchange.layout)->dispatch(exchange)[0];
-  return expand ? routing::gather_rows(rows, source, slot) : not_aliased(rows, grad);
+  const TokenExchange exchange = exchange_of(kBackwardOp, group, grad, plan, {expand, slot, source});
+  return not_aliased(make_transport(group, exchange.layout)->dispatch(exchange)[0], grad);
 }
 
 void check_combine_backward_out(const Tensor& grad, const ReceivedRows& plan, const Tensor& source,
@@ -108,9 +107,9 @@ void combine_backward_out(const Tensor& grad, const Tensor& slot, const Tensor& 
       kBackwardOutOp, {{"grad_rows", grad_rows}},
       {{"grad", grad}, {"slot", slot}, {"source", source}, {"received", received}, {"position", position}});
   ExpertParallelGroup group(kBackwardOutOp, group_name, timeout_ms, grad);
-  const TokenExchange exchange = exchange_of(kBackwardOutOp, group, grad, plan, source);
-  const Tensor rows = make_transport(group, exchange.layout)->dispatch(exchange)[0];
-  routing::gather_rows_out(rows, source, slot, grad_rows);
+  const TokenExchange exchange =
+      exchange_of(kBackwardOutOp, group, grad, plan, {true, slot, source, grad_rows});
+  make_transport(group, exchange.layout)->dispatch(exchange);
   mark_written(grad_rows);
 }
 

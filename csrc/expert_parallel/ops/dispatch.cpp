@@ -50,13 +50,13 @@ Pair dispatch_outputs(const char* op, const Tensor& tokens, const OptionalTensor
 constexpr int64_t kNeedsTokensGrad = 1;
 constexpr int64_t kNeedsWeightsGrad = 2;
 
-// The tokens, and with weights those.
+// The tokens, and with weights those. `rows`: where tokens go to.
 TokenExchange exchange_of(const char* op, const ExpertParallelGroup& group, const Tensor& tokens,
                           const OptionalTensor& topk_weights, const ReceivedRows& plan, const Tensor& source,
-                          int64_t grads_needed) {
+                          int64_t grads_needed, const ExpertRows& rows) {
   const TokenLayout layout = layout_of(op, group, plan);
   std::vector<Payload> payloads{
-      {token_rows({op, "tokens", tokens}, layout.max_tokens), phases::kDispatchTokens}};
+      rows.payload(token_rows({op, "tokens", tokens}, layout.max_tokens), phases::kDispatchTokens)};
   if (topk_weights) {
     payloads.push_back(
         {token_rows({op, "topk_weights", *topk_weights}, layout.max_tokens), phases::kDispatchWeights});
@@ -79,9 +79,11 @@ Pair dispatch(const Tensor& tokens, const OptionalTensor& topk_weights, const Te
   const ReceivedRows plan{slot, received, position};
   auto [recv, recv_weights] = dispatch_outputs(kOp, tokens, topk_weights, plan, source, timeout_ms, expand);
   ExpertParallelGroup group(kOp, group_name, timeout_ms, tokens);
-  const TokenExchange exchange = exchange_of(kOp, group, tokens, topk_weights, plan, source, grads_needed);
+  const ExpertRows of_experts{expand, slot, source};
+  const TokenExchange exchange =
+      exchange_of(kOp, group, tokens, topk_weights, plan, source, grads_needed, of_experts);
   const std::vector<Tensor> rows = make_transport(group, exchange.layout)->dispatch(exchange);
-  recv = expand ? routing::gather_rows(rows[0], source, slot) : not_aliased(rows[0], tokens);
+  recv = not_aliased(rows[0], tokens);
   if (topk_weights) recv_weights = routing::weights_to_slots(rows[1], slot, source);
   return {recv, recv_weights};
 }
@@ -115,9 +117,10 @@ void dispatch_out(const Tensor& tokens, const OptionalTensor& topk_weights, cons
                {"received", received},
                {"position", position}});
   ExpertParallelGroup group(kOutOp, group_name, timeout_ms, tokens);
-  const TokenExchange exchange = exchange_of(kOutOp, group, tokens, topk_weights, plan, source, grads_needed);
+  const ExpertRows of_experts{true, slot, source, recv};
+  const TokenExchange exchange =
+      exchange_of(kOutOp, group, tokens, topk_weights, plan, source, grads_needed, of_experts);
   const std::vector<Tensor> rows = make_transport(group, exchange.layout)->dispatch(exchange);
-  routing::gather_rows_out(rows[0], source, slot, recv);
   mark_written(recv);
   if (!recv_weights) return;
   routing::weights_to_slots_out(rows[1], slot, source, *recv_weights);

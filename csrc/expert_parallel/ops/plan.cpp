@@ -130,7 +130,7 @@ CompactPlan compact_plan_outputs(const Tensor& topk_idx, const Sizes& sizes, int
   const SymInt most = std::min(topk_idx.sym_size(-1), SymInt(sizes.ranks));
   return std::tuple_cat(plan,
                         std::tuple(empty(topk_idx, {4, sizes.ranks + 1}, at::kInt),
-                                   empty(topk_idx, {2, sizes.max_tokens, most}, at::kInt), required_tokens));
+                                   empty(topk_idx, {3, sizes.max_tokens, most}, at::kInt), required_tokens));
 }
 
 // This rank's indices in the form in which they are sent: [max_tokens, K] int32, padded with -1.
@@ -275,13 +275,14 @@ RecordPlan plan_in_channel(const Tensor& topk_idx, const Sizes& sizes, const Rec
       "Make the EpContext with the largest sizes of its calls");
   const CudaScope scope(topk_idx);
   int64_t* const report = record_sizes.raise_on_overflow ? group.overflow_report() : nullptr;
-  one_sided::PlanCall call = one_sided::make_plan_call(
-      topk_idx, sizes.max_tokens.expect_int(), record_sizes,
-      {channel->plan_layout(), channel->peers(), channel->plan_state(), one_sided::kernel_timeout_ns(group)},
-      report);
   const one_sided::ChannelTurn turn(*channel, topk_idx.device());
   const distributed::WatchedWork watched(group.shared_state(), phases::kCompactPlanCounts, group.timeout(),
-                                         scope.stream());
+                                         std::nullopt);
+  one_sided::PlanCall call =
+      one_sided::make_plan_call(topk_idx, sizes.max_tokens.expect_int(), record_sizes,
+                                {channel->plan_layout(), channel->peers(), channel->plan_state(),
+                                 one_sided::kernel_timeout_ns(group), watched.marks()},
+                                report);
   for (const one_sided::PlanStep step : one_sided::kPlanSteps)
     one_sided::launch_plan(call.args, step, scope.stream());
   return std::move(call.plan);
