@@ -1,10 +1,9 @@
 // Every op of torch.ops.transformer_plugin, by family: the table of contents of the project.
 //
-// Conventions. A "format" is the key of a number format with its options, for example "fp8_block:e4m3,pow2"
-// (common/format.h). "group_sizes" are int32 or int64 [G] on the device of the data; rows past their sum are
-// the tail, written as zero, or not at all if zero_tail is False. "group_name" names a c10d process group. An op whose
-// name ends in "_out" or "_" writes into a buffer that it is given, and so do those with an "amax" to collect into;
-// every other tensor is fresh.
+// Conventions. A "format" is the key of a number format with its options, for example "fp8_block:e4m3,pow2" (common/format.h).
+// "group_sizes" are int32 or int64 [G] on the device of the data; rows past their sum are the tail, written as zero, or not at all
+// if zero_tail is False. "group_name" names a c10d process group. An op whose name ends in "_out" or "_" writes into a buffer that
+// it is given, and so do those with an "amax" to collect into; every other tensor is fresh.
 #include <torch/library.h>
 
 #include "common/unsupported_layouts.h"
@@ -150,7 +149,8 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "Tensor[]? quantized_weight=None, int max_sms=0, int expected_rows=-1, Tensor[]? main_grad=None, bool accumulate=True, "
       "str weight_grad=\"none\", Tensor? wgrad_queue=None, bool save_original_input=False, Tensor? dgrad_out=None) -> ()");
   // Two grouped_linears with an activation between them, `probs` scaling it and the second bias. With `slot` and `source` from
-  // assign_slots the input is tokens, whose rows the groups are, and the output the sum of each token's rows.
+  // assign_slots the input is tokens, whose rows the groups are, and the output the sum of each token's rows. "over_ranks": dispatch,
+  // this, and combine. The maps are then those of the plan, and `probs` the weights of this rank's tokens.
   m.def(
       "grouped_mlp(Tensor input, Tensor[] fc1_weight, Tensor[] fc2_weight, Tensor group_sizes, Tensor probs, "
       "Tensor? fc1_bias=None, Tensor? fc2_bias=None, str input_format=\"none\", str weight_format=\"none\", "
@@ -158,7 +158,8 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "str activation=\"swiglu\", int max_sms=0, int expected_rows=-1, Tensor[]? fc1_main_grad=None, "
       "Tensor[]? fc2_main_grad=None, bool accumulate=True, str weight_grad=\"none\", "
       "Tensor? fc1_wgrad_queue=None, Tensor? fc2_wgrad_queue=None, Tensor? dgrad_out=None, Tensor? slot=None, "
-      "Tensor? source=None, str weight_shard=\"\") -> Tensor");
+      "Tensor? source=None, str weight_shard=\"\", bool over_ranks=False, str group_name=\"\", int timeout_ms=-1, "
+      "Tensor? received=None, Tensor? position=None) -> Tensor");
   m.def(
       "grouped_mlp_out(Tensor input, Tensor[] fc1_weight, Tensor[] fc2_weight, Tensor group_sizes, Tensor probs, Tensor(a!) out, "
       "Tensor? fc1_bias=None, Tensor? fc2_bias=None, str input_format=\"none\", str weight_format=\"none\", "
@@ -292,8 +293,8 @@ TORCH_LIBRARY(transformer_plugin, m) {
   m.def(
       "compact_plan(Tensor topk_idx, int num_experts, SymInt max_tokens, SymInt capacity, int alignment=1, "
       "int num_ranks=1, str group_name=\"\", bool raise_on_overflow=False, int timeout_ms=-1, "
-      "SymInt? max_received_tokens=None, bool records=False) -> (Tensor slot, Tensor source, Tensor tokens_per_expert, "
-      "Tensor required, Tensor overflow, Tensor received, Tensor position, Tensor required_tokens)");
+      "SymInt? max_received_tokens=None, bool records=False) -> (Tensor slot, Tensor source, Tensor tokens_per_expert, Tensor required, "
+      "Tensor overflow, Tensor received, Tensor position, Tensor required_tokens)");
   m.def(
       "dispatch(Tensor tokens, Tensor? topk_weights, Tensor slot, Tensor source, str group_name=\"\", "
       "int timeout_ms=-1, int grads_needed=-1, bool expand=True, Tensor? received=None, Tensor? position=None) -> "
@@ -311,16 +312,14 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "combine(Tensor rows, Tensor slot, Tensor source, SymInt num_tokens, str group_name=\"\", int timeout_ms=-1, "
       "int grads_needed=-1, bool expand=True, Tensor? received=None, Tensor? position=None) -> Tensor");
   m.def(
-      "combine_backward(Tensor grad, Tensor slot, Tensor source, str group_name=\"\", int timeout_ms=-1, "
-      "bool expand=True, Tensor? received=None, Tensor? position=None) -> Tensor");
+      "combine_backward(Tensor grad, Tensor slot, Tensor source, str group_name=\"\", int timeout_ms=-1, bool expand=True, Tensor? received=None, Tensor? position=None) -> Tensor");
   m.def(
       "combine_backward_out(Tensor grad, Tensor slot, Tensor source, Tensor(a!) grad_rows, str group_name=\"\", "
       "int timeout_ms=-1, Tensor? received=None, Tensor? position=None) -> ()");
   m.def(
       "open_channel(str group_name, int received_rows, int returned_rows, int record_bytes, int num_experts, "
       "int planned_rows, int topk, int timeout_ms=-1, Device? device=None) -> str");  // for one-sided exchanges; "" or a reason
-  m.def(
-      "select_transport(int num_ranks, str device_type) -> (str transport, str reason)");  // which moves tokens, and why
+  m.def("select_transport(int num_ranks, str device_type) -> (str transport, str reason)");
   // tensor_parallel: collectives along the first dimension, over c10d groups. num_ranks: the size of the group. needs_grad: 1 if
   // autograd will compute the gradient, which autograd fills in.
   m.def(
@@ -391,7 +390,10 @@ TORCH_LIBRARY(transformer_plugin, m) {
   m.def(
       "peer_memory_support(str group_name, int timeout_ms=-1, Device? device=None) -> (bool supported, str reason)");
   m.def("release_group(str group_name) -> ()");
+  m.def(
+      "symmetric_allocate(str group_name, int num_bytes, int timeout_ms=-1, Device? device=None) -> (int allocation, str reason)");
+  m.def("symmetric_empty(str group_name, int allocation, int num_bytes) -> Tensor");
+  m.def("is_symmetric(Tensor tensor) -> bool");
 
-  // Of all of the above.
-  transformer_plugin::register_unsupported_layouts(m);
+  transformer_plugin::register_unsupported_layouts(m);  // of all of the above
 }

@@ -1,7 +1,7 @@
 // grouped_mlp: the experts of an MoE layer, in any format and with its gradient. For each group of rows:
 // fc2(activation(fc1(x)) * prob). One autograd node with the same bits as the three nodes of grouped_linear, activation and
-// grouped_linear; with `slot` and `source`, of permute_rows, those three and unpermute. grouped_mlp_out: the same into a buffer
-// of the caller.
+// grouped_linear; with `slot` and `source`, of permute_rows, those three and unpermute; over ranks, of dispatch, these and combine.
+// grouped_mlp_out: the same into a buffer of the caller, on this rank.
 #include "common/autograd.h"
 #include "common/ops/linear.h"
 #include "common/register.h"
@@ -37,7 +37,9 @@ Tensor redispatch(const MlpArguments& mlp, const OperandFormats& formats) {
                           mlp.quantized_fc1, mlp.quantized_fc2, mlp.activation.key, mlp.options.max_sms,
                           mlp.options.expected_rows, main_grad.buffers, mlp.fc2_main_grad.buffers,
                           main_grad.accumulate, main_grad.weight_grad, main_grad.queue,
-                          mlp.fc2_main_grad.queue, dgrad_out, slot, source, mlp.shard.key);
+                          mlp.fc2_main_grad.queue, dgrad_out, slot, source, mlp.shard.key,
+                          mlp.ranks.over_ranks, mlp.ranks.group_name, mlp.ranks.timeout_ms,
+                          as_optional(mlp.ranks.received), as_optional(mlp.ranks.position));
 }
 
 enum class Kernel { kCompute, kMeta, kAutograd };
@@ -68,27 +70,31 @@ Tensor grouped_mlp(const Tensor& input, at::TensorList fc1_weight, at::TensorLis
                    int64_t expected_rows, OptionalList fc1_main_grad, OptionalList fc2_main_grad,
                    bool accumulate, std::string_view weight_grad, const OptionalTensor& fc1_wgrad_queue,
                    const OptionalTensor& fc2_wgrad_queue, const OptionalTensor& dgrad_out,
-                   const OptionalTensor& slot, const OptionalTensor& source, std::string_view weight_shard) {
+                   const OptionalTensor& slot, const OptionalTensor& source, std::string_view weight_shard,
+                   bool over_ranks, std::string_view group_name, int64_t timeout_ms,
+                   const OptionalTensor& received, const OptionalTensor& position) {
   const GroupedWeight fc1(fc1_weight), fc2(fc2_weight);
   const sharded::WeightShard shard = sharded::parse_weight_shard(kOp, weight_shard);
-  return run<kernel>({kOp,
-                      input,
-                      fc1.get(),
-                      fc2.get(),
-                      group_sizes,
-                      probs,
-                      fc1_bias,
-                      fc2_bias,
-                      quantized_fc1,
-                      quantized_fc2,
-                      activation::parse_activation(kOp, activation),
-                      {max_sms, expected_rows},
-                      {fc1_main_grad, accumulate, weight_grad, fc1_wgrad_queue},
-                      {fc2_main_grad, accumulate, weight_grad, fc2_wgrad_queue},
-                      {std::nullopt, dgrad_out},
-                      {or_undefined(slot), or_undefined(source)},
-                      shard},
-                     input_format, weight_format, grad_format);
+  return run<kernel>(
+      {kOp,
+       input,
+       fc1.get(),
+       fc2.get(),
+       group_sizes,
+       probs,
+       fc1_bias,
+       fc2_bias,
+       quantized_fc1,
+       quantized_fc2,
+       activation::parse_activation(kOp, activation),
+       {max_sms, expected_rows},
+       {fc1_main_grad, accumulate, weight_grad, fc1_wgrad_queue},
+       {fc2_main_grad, accumulate, weight_grad, fc2_wgrad_queue},
+       {std::nullopt, dgrad_out},
+       {or_undefined(slot), or_undefined(source)},
+       shard,
+       {over_ranks, std::string(group_name), timeout_ms, or_undefined(received), or_undefined(position)}},
+      input_format, weight_format, grad_format);
 }
 
 template <Kernel kernel>

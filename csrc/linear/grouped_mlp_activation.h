@@ -4,6 +4,7 @@
 #include "activation/description.h"
 #include "linear/caller_buffers.h"
 #include "linear/operands.h"
+#include "linear/rank_exchange.h"
 #include "linear/token_rows.h"
 #include "linear/weight_source.h"
 
@@ -11,11 +12,11 @@ namespace transformer_plugin::linear {
 
 struct MlpArguments {
   const char* op;
-  const at::Tensor& input;                    // [T, H]; with `rows` the tokens
+  const at::Tensor& input;                    // [T, H]; with `rows` or `ranks` the tokens
   at::TensorList fc1_weight;                  // [G, 2F, H], without a gate [G, F, H]; or G matrices
   at::TensorList fc2_weight;                  // [G, H, F]; or G matrices
   const at::Tensor& group_sizes;              // [G]
-  const at::Tensor& probs;                    // [T]; with `rows` [S], as the rows
+  const at::Tensor& probs;                    // [T]; with `rows` [S], as the rows; with `ranks` [T, K]
   const std::optional<at::Tensor>& fc1_bias;  // [G, 2F], without a gate [G, F]
   const std::optional<at::Tensor>& fc2_bias;  // [G, H]
   // The weights as quantize_weight returned them (linear/quantized_weight.h), read instead of the weights.
@@ -27,7 +28,15 @@ struct MlpArguments {
   TokenRows rows = {};
   // Of both weights.
   const sharded::WeightShard& shard = sharded::kUnsharded;
+  // With it `rows` are of the tokens that this rank receives.
+  RankExchange ranks = {};
 
+  // What the experts of this rank compute, of the tokens that it has received and the probability of each row.
+  MlpArguments of_received(const at::Tensor& tokens, const at::Tensor& row_probs) const {
+    return {op,       tokens,        fc1_weight,    fc2_weight, group_sizes, row_probs,     fc1_bias,
+            fc2_bias, quantized_fc1, quantized_fc2, activation, options,     fc1_main_grad, fc2_main_grad,
+            buffers,  rows,          shard};
+  }
   // The rows of the groups.
   const at::Tensor& sized_as_rows() const { return rows.given() ? rows.source : input; }
   // Whether the rows past the last group are zero in what the steps compute. With `rows` nothing reads them, and the time follows

@@ -46,6 +46,8 @@ void check_memory(const MlpArguments& mlp) {
   memory.read("quantized_fc2_weight", mlp.quantized_fc2);
   memory.read("slot", as_optional(mlp.rows.slot));
   memory.read("source", as_optional(mlp.rows.source));
+  memory.read("received", as_optional(mlp.ranks.received));
+  memory.read("position", as_optional(mlp.ranks.position));
   memory.check();
 }
 
@@ -70,6 +72,10 @@ OperandFormats check_grouped_mlp(const MlpArguments& mlp, std::string_view input
   check_dtype(input, kFloatTypes);
   check_dim(input, 2);
   check_token_rows(input, mlp.rows);
+  mlp.ranks.check(input, probs, mlp.rows);
+  if (mlp.rows.given() && !mlp.ranks.given()) {
+    check_size({mlp.op, "slot", mlp.rows.slot}, 0, mlp.input.sym_size(0), "the rows of 'input'");
+  }
   check_grouped_weight(fc1_weight, input);
   check_weight_size(fc1_weight, 2, mlp.input.sym_size(1), "the columns of 'input'");
   const c10::SymInt groups = fc1_weight.groups(), linear = fc1_weight.rows();
@@ -87,8 +93,10 @@ OperandFormats check_grouped_mlp(const MlpArguments& mlp, std::string_view input
   const c10::SymInt all_groups =
       fc1_weight.is_list() ? groups : unsharded_size(fc1_weight.first(), mlp.shard);
   check_groups({mlp.op, "group_sizes", mlp.group_sizes}, input, fc1_weight.name, all_groups);
-  activation::check_probs(probs, {mlp.op, "input", mlp.sized_as_rows()},
-                          mlp.rows.given() ? "the entries of 'source'" : "the rows of 'input'");
+  if (!mlp.ranks.given()) {
+    activation::check_probs(probs, {mlp.op, "input", mlp.sized_as_rows()},
+                            mlp.rows.given() ? "the entries of 'source'" : "the rows of 'input'");
+  }
   if (mlp.fc1_bias) check_bias({mlp.op, "fc1_bias", *mlp.fc1_bias}, input, all_groups, linear);
   if (mlp.fc2_bias) check_bias({mlp.op, "fc2_bias", *mlp.fc2_bias}, input, all_groups, fc2_weight.rows());
   const std::string fc1_name = fc1_weight.first_name(), fc2_name = fc2_weight.first_name();

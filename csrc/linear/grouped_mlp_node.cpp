@@ -1,7 +1,6 @@
 #include "linear/grouped_mlp_node.h"
 
-#include <array>
-#include <string>
+#include <tuple>
 #include <utility>
 
 #include "activation/node.h"
@@ -11,6 +10,7 @@
 #include "common/tensor.h"
 #include "gemm/ops/calls.h"
 #include "linear/grouped_mlp_checks.h"
+#include "linear/grouped_mlp_saved.h"
 #include "linear/products.h"
 #include "linear/saved_tensor_release.h"
 #include "linear/sharded_weight.h"
@@ -31,62 +31,17 @@ constexpr const char* kOp = "grouped_mlp";
 
 // The gradients for which the forward saves tensors.
 struct NeedsGrad {
-  bool input = false, fc1_weight = false, fc2_weight = false;
+  bool any = false;
+  bool input = false, fc1_weight = false, fc2_weight = false, probs = false;
   bool fc1_out = false;  // for any gradient of what comes before fc2
-};
 
-// What the forward saves for the backward.
-struct SavedTensors {
-  // Columnwise, for the weight gradients.
-  Quantized input, activation;
-  // The weights, for the data gradients.
-  Quantized fc1, fc2;
-  Tensor fc1_out;
-  Tensor group_sizes, probs;
-  // Where it contributes to the gradient of `probs`.
-  Tensor fc2_bias;
-  TokenRows rows;
-  // Of weights that are several matrices without scales.
-  variable_list fc1_matrices, fc2_matrices;
-
-  variable_list pack() {
-    variable_list list;
-    list.reserve(kBeforeMatrices + fc1_matrices.size() + fc2_matrices.size());
-    for (const Tensor* tensor : before_matrices()) list.push_back(*tensor);
-    list.insert(list.end(), fc1_matrices.begin(), fc1_matrices.end());
-    list.insert(list.end(), fc2_matrices.begin(), fc2_matrices.end());
-    return list;
-  }
-
-  // `fc1_count`, `fc2_count`: how many matrices of each weight were saved.
-  static SavedTensors unpack(const variable_list& list, size_t fc1_count, size_t fc2_count) {
-    SavedTensors saved;
-    auto next = list.begin();
-    for (Tensor* tensor : saved.before_matrices()) *tensor = *next++;
-    const auto fc2_begin = next + static_cast<ptrdiff_t>(fc1_count);
-    saved.fc1_matrices.assign(next, fc2_begin);
-    saved.fc2_matrices.assign(fc2_begin, fc2_begin + static_cast<ptrdiff_t>(fc2_count));
-    return saved;
-  }
-
- private:
-  static constexpr size_t kBeforeMatrices = 18;
-
-  // In the order in which they are saved.
-  std::array<Tensor*, kBeforeMatrices> before_matrices() {
-    return {&input.data, &input.scale, &input.amax, &activation.data, &activation.scale, &activation.amax,
-            &fc1.data,   &fc1.scale,   &fc1.amax,   &fc2.data,        &fc2.scale,        &fc2.amax,
-            &fc1_out,    &group_sizes, &probs,      &fc2_bias,        &rows.slot,        &rows.source};
-  }
+  bool weights() const { return fc1_weight || fc2_weight; }
 };
 
 // The order of the steps is the order in which stochastic rounding draws its seeds. Operands that are not saved are freed before
-// the next allocation.
-Tensor forward_of(const MlpArguments& mlp, const OperandFormats& formats, const NeedsGrad& needs_grad,
-                  SavedTensors& kept) {
-  const SharedOffsets shared(mlp.group_sizes, mlp.zero_tail());
-  check_quantizable(mlp, formats, needs_grad.fc1_weight || needs_grad.fc2_weight);
-  const BelowAutograd guard;
+// the next allocation. Returns the rows of the experts, in `out` if there is one.
+Tensor expert_rows(const MlpArguments& mlp, const OperandFormats& formats, const NeedsGrad& needs_grad,
+                   const OptionalTensor& out, SavedTensors& kept) {
   QuantizedOperand input = rows_operand(mlp.input, mlp.rows, mlp.group_sizes, formats.input,
                                         formats.input_key, true, needs_grad.fc1_weight);
   const WeightSource fc1_source{mlp.fc1_weight, mlp.quantized_fc1, mlp.shard},
@@ -121,57 +76,46 @@ Tensor forward_of(const MlpArguments& mlp, const OperandFormats& formats, const 
   kept.fc2 = fc2.backward;
   if (needs_grad.fc1_out) kept.fc2_matrices = fc2.matrices;
   const OptionalTensor bias_scale = mlp.fc2_bias ? OptionalTensor(mlp.probs) : std::nullopt;
-  const bool sums = mlp.rows.given();
-  const Tensor output = gemm_of({.a = hidden.activation.rowwise,
-                                 .b = fc2.forward,
-                                 .matrices = fc2.matrices,
-                                 .group_sizes = mlp.group_sizes,
-                                 .bias = mlp.fc2_bias,
-                                 .bias_scale = bias_scale,
-                                 .dtype = mlp.input.scalar_type(),
-                                 .options = mlp.options,
-                                 .out = sums ? kNoTensor : mlp.buffers.out,
-                                 .zero_tail = mlp.zero_tail()});
-  return sums ? mlp.rows.sum(output, mlp.buffers.out) : output;
+  return gemm_of({.a = hidden.activation.rowwise,
+                  .b = fc2.forward,
+                  .matrices = fc2.matrices,
+                  .group_sizes = mlp.group_sizes,
+                  .bias = mlp.fc2_bias,
+                  .bias_scale = bias_scale,
+                  .dtype = mlp.input.scalar_type(),
+                  .options = mlp.options,
+                  .out = out,
+                  .zero_tail = mlp.zero_tail()});
+}
+
+// What this rank can check is checked before it sends tokens, for which the other ranks then wait.
+Tensor forward_over_ranks(const MlpArguments& mlp, const OperandFormats& formats, const NeedsGrad& needs_grad,
+                          SavedTensors& kept) {
+  const Tensor sized = RankExchange::sized_as_received(mlp.input, mlp.rows);
+  check_quantizable(mlp.of_received(sized, mlp.probs), formats, needs_grad.weights());
+  const BelowAutograd guard;
+  const TokenGrads token_grads{needs_grad.input, needs_grad.probs};
+  const auto [tokens, probs] = mlp.ranks.dispatch(mlp.input, mlp.probs, mlp.rows, token_grads);
+  kept.probs = probs;
+  const c10::SymInt num_tokens = mlp.input.sym_size(0);
+  kept.ranks = {mlp.ranks, num_tokens, token_grads};
+  const Tensor rows = expert_rows(mlp.of_received(tokens, probs), formats, needs_grad, std::nullopt, kept);
+  return mlp.ranks.combine(rows, mlp.rows, num_tokens, needs_grad.any);
+}
+
+Tensor forward_of(const MlpArguments& mlp, const OperandFormats& formats, const NeedsGrad& needs_grad,
+                  SavedTensors& kept) {
+  const SharedOffsets shared(mlp.group_sizes, mlp.zero_tail());
+  if (mlp.ranks.given()) return forward_over_ranks(mlp, formats, needs_grad, kept);
+  check_quantizable(mlp, formats, needs_grad.weights());
+  const BelowAutograd guard;
+  kept.probs = mlp.probs;
+  const OptionalTensor& out = mlp.buffers.out;
+  if (!mlp.rows.given()) return expert_rows(mlp, formats, needs_grad, out, kept);
+  return mlp.rows.sum(expert_rows(mlp, formats, needs_grad, std::nullopt, kept), out);
 }
 
 constexpr const char *kFc1MainGrad = "fc1_main_grad", *kFc2MainGrad = "fc2_main_grad";
-
-// How many tensors a weight is, and how many of them were saved; one and none is the common case.
-void save_matrices(AutogradContext* ctx, const std::string& name, size_t count, size_t saved) {
-  if (count > 1) ctx->saved_data[name] = static_cast<int64_t>(count);
-  if (saved > 0) ctx->saved_data[name + "_saved"] = true;
-}
-
-size_t matrix_count(AutogradContext* ctx, const char* name) {
-  const auto count = ctx->saved_data.find(name);
-  return count == ctx->saved_data.end() ? 1 : static_cast<size_t>(count->second.toInt());
-}
-
-// With the formats and layouts of the operands.
-SavedTensors unpack(AutogradContext* ctx, const OperandFormats& formats) {
-  const auto count = [&](const std::string& name) {
-    const bool is_saved = ctx->saved_data.find(name + "_saved") != ctx->saved_data.end();
-    return is_saved ? matrix_count(ctx, name.c_str()) : 0;
-  };
-  SavedTensors saved =
-      SavedTensors::unpack(ctx->get_saved_variables(), count("fc1_matrices"), count("fc2_matrices"));
-  const auto has_format = [](Quantized& operand, const Format& format, std::string_view key) {
-    operand.format = format;
-    operand.key = key;
-  };
-  has_format(saved.input, formats.input, formats.input_key);
-  has_format(saved.activation, formats.input, formats.input_key);
-  has_format(saved.fc1, formats.weight, formats.weight_key);
-  has_format(saved.fc2, formats.weight, formats.weight_key);
-  // Values without scales are not transposed.
-  saved.input.transposed = saved.input.scale.defined();
-  saved.activation.transposed = saved.activation.scale.defined();
-  saved.fc1.transposed = ctx->saved_data["fc1_columns"].toBool();
-  saved.fc2.transposed = ctx->saved_data["fc2_columns"].toBool();
-  if (reads_tokens(formats.input, formats.input_key)) saved.input.row_index = saved.rows.source;
-  return saved;
-}
 
 // The gradients of the input, of the tensors of both weights and of the arguments after them.
 variable_list in_order_of_inputs(const Tensor& input, const variable_list& fc1, const variable_list& fc2,
@@ -199,25 +143,50 @@ bool grows(const Quantized& grad, const Quantized& activation, const Tensor& gro
   return own > of_grad * grad.data.element_size() + *kept * activation.data.element_size();
 }
 
-// Whether the forward made the quantized weight: without a scale it is the parameter, and with `given` the caller's.
-bool quantized_in_forward(const AutogradContext* ctx, const Quantized& weight, const char* given) {
-  return weight.scale.defined() && ctx->saved_data.find(given) == ctx->saved_data.end();
+// The gradients that the backward computes, besides those of the weights.
+struct ComputedGrads {
+  bool input, probs, fc1_bias, fc2_bias;
+};
+
+ComputedGrads computed_grads(AutogradContext* ctx, const SavedRankExchange& ranks, size_t weights) {
+  const bool has_fc1_bias = ctx->saved_data["has_fc1_bias"].toBool(),
+             has_fc2_bias = ctx->saved_data["has_fc2_bias"].toBool();
+  ComputedGrads computed{ctx->needs_input_grad(0), ctx->needs_input_grad(weights + 1),
+                         has_fc1_bias && ctx->needs_input_grad(weights + 2),
+                         has_fc2_bias && ctx->needs_input_grad(weights + (has_fc1_bias ? 3 : 2))};
+  // The tokens of other ranks get theirs even if this rank's caller asks for one of the two.
+  if (ranks.given() && (computed.input || computed.probs)) {
+    computed.input = ranks.recorded.tokens;
+    computed.probs = ranks.recorded.weights;
+  }
+  return computed;
 }
 
 // The gradient of fc2's bias, and its contribution to that of the probabilities, which scale it; both from the gradient before
-// quantization. `bias` is saved if the latter is needed.
-std::pair<Tensor, Tensor> fc2_bias_gradients(AutogradContext* ctx, const Tensor& grad, const TokenRows& rows,
-                                             const Tensor& group_sizes, const Tensor& probs,
-                                             const Tensor& bias, size_t weights) {
-  if (!ctx->saved_data["has_fc2_bias"].toBool()) return {};
-  const bool has_fc1_bias = ctx->saved_data["has_fc1_bias"].toBool();
-  const bool needs_bias_grad = ctx->needs_input_grad(weights + (has_fc1_bias ? 3 : 2));
-  const bool needs_probs_grad = ctx->needs_input_grad(weights + 1);
-  if (!needs_bias_grad && !needs_probs_grad) return {};
-  const Tensor grad_rows = rows.given() ? rows.gather(grad, group_sizes) : grad;
+// quantization. The bias is saved if the latter is needed.
+std::pair<Tensor, Tensor> fc2_bias_gradients(const Tensor& grad, const SavedTensors& kept,
+                                             const ComputedGrads& computed, bool has_fc2_bias) {
+  if (!has_fc2_bias || !(computed.fc2_bias || computed.probs)) return {};
+  const Tensor grad_rows = kept.rows.given() ? kept.rows.gather(grad, kept.group_sizes) : grad;
   const auto [grad_bias, grad_probs] = ops::grouped_bias_backward(
-      grad_rows, group_sizes, needs_probs_grad ? as_optional(bias) : std::nullopt, probs);
-  return {needs_bias_grad ? grad_bias : Tensor(), needs_probs_grad ? grad_probs : Tensor()};
+      grad_rows, kept.group_sizes, computed.probs ? as_optional(kept.fc2_bias) : std::nullopt, kept.probs);
+  return {computed.fc2_bias ? grad_bias : Tensor(), computed.probs ? grad_probs : Tensor()};
+}
+
+// The data gradient of fc1, of the gradient of its output, which is freed.
+Tensor fc1_dgrad(Quantized grad, const SavedTensors& kept, const OperandFormats& formats,
+                 const sharded::WeightShard& shard, at::ScalarType dtype, const LaunchOptions& options,
+                 const OptionalTensor& out) {
+  const WeightForBackward fc1 = WeightSource{kept.fc1_matrices, {}, shard}.for_backward(kept.fc1, formats);
+  return gemm_of({.a = grad,
+                  .b = fc1.values,
+                  .matrices = fc1.matrices(),
+                  .group_sizes = kept.group_sizes,
+                  .transpose_b = fc1.values.transposed,
+                  .dtype = dtype,
+                  .options = options,
+                  .out = out,
+                  .zero_tail = !kept.rows.given()});
 }
 
 }  // namespace
@@ -226,37 +195,25 @@ Tensor GroupedMlpFunction::forward(AutogradContext* ctx, const Tensor& input, at
                                    at::TensorList fc2_weight, const Tensor& probs,
                                    const OptionalTensor& fc1_bias, const OptionalTensor& fc2_bias,
                                    const MlpArguments& mlp, const OperandFormats& formats) {
-  NeedsGrad needs_grad{input.requires_grad(), requires_grad(fc1_weight), requires_grad(fc2_weight)};
+  NeedsGrad needs_grad{.any = true,
+                       .input = input.requires_grad(),
+                       .fc1_weight = requires_grad(fc1_weight),
+                       .fc2_weight = requires_grad(fc2_weight),
+                       .probs = probs.requires_grad()};
   needs_grad.fc1_out =
-      needs_grad.input || needs_grad.fc1_weight || requires_grad(fc1_bias) || probs.requires_grad();
-  const bool scales_bias = fc2_bias && probs.requires_grad();
+      needs_grad.input || needs_grad.fc1_weight || requires_grad(fc1_bias) || needs_grad.probs;
   SavedTensors kept;
   const Tensor output = forward_of(mlp, formats, needs_grad, kept);
   kept.group_sizes = mlp.group_sizes;
-  kept.probs = probs;
-  if (scales_bias) kept.fc2_bias = *fc2_bias;
+  if (fc2_bias && needs_grad.probs) kept.fc2_bias = *fc2_bias;
   kept.rows = mlp.rows;
-  ctx->save_for_backward(kept.pack());
-  save_matrices(ctx, "fc1_matrices", fc1_weight.size(), kept.fc1_matrices.size());
-  save_matrices(ctx, "fc2_matrices", fc2_weight.size(), kept.fc2_matrices.size());
+  kept.save(ctx, mlp, formats);
   if (needs_grad.fc1_weight)
     save_wgrad_destination(ctx, kFc1MainGrad, mlp.fc1_main_grad, fc1_weight, mlp.shard);
   if (needs_grad.fc2_weight)
     save_wgrad_destination(ctx, kFc2MainGrad, mlp.fc2_main_grad, fc2_weight, mlp.shard);
   save_weight_shard(ctx, mlp.shard);
   if (needs_grad.input) save_dgrad_out(ctx, mlp.buffers);
-  ctx->saved_data["input_format"] = std::string(formats.input_key);
-  ctx->saved_data["weight_format"] = std::string(formats.weight_key);
-  ctx->saved_data["grad_format"] = std::string(formats.grad_key);
-  activation::save_key(ctx, mlp.activation.key);
-  save_options(ctx, mlp.options);
-  ctx->saved_data["fc1_columns"] = kept.fc1.transposed;
-  ctx->saved_data["fc2_columns"] = kept.fc2.transposed;
-  if (mlp.quantized_fc1) ctx->saved_data["fc1_given"] = true;
-  if (mlp.quantized_fc2) ctx->saved_data["fc2_given"] = true;
-  ctx->saved_data["has_fc1_bias"] = fc1_bias.has_value();
-  ctx->saved_data["has_fc2_bias"] = fc2_bias.has_value();
-  SavedTensorRelease::prepare(ctx);
   return output;
 }
 
@@ -264,29 +221,24 @@ Tensor GroupedMlpFunction::forward(AutogradContext* ctx, const Tensor& input, at
 // Otherwise lowers the peak of memory: a weight gradient that is larger than the tensors freed after it is computed late. That
 // of fc2 then follows the activation's backward, and that of fc1 follows the data gradient.
 variable_list GroupedMlpFunction::gradients(AutogradContext* ctx, const variable_list& grads) {
-  const auto key = [&](const char* name) -> std::string_view { return ctx->saved_data[name].toStringRef(); };
-  const OperandFormats formats =
-      operand_formats(kOp, key("input_format"), key("weight_format"), key("grad_format"));
-  const SavedTensors kept = unpack(ctx, formats);
+  const OperandFormats formats = saved_formats(ctx, kOp);
+  const SavedTensors kept = SavedTensors::of(ctx, formats);
   const LaunchOptions options = saved_options(ctx);
-  const Tensor &grad = grads[0], &group_sizes = kept.group_sizes, &probs = kept.probs;
+  const Tensor &group_sizes = kept.group_sizes, &probs = kept.probs;
   const TokenRows& rows = kept.rows;
   const bool zero_tail = !rows.given();
   const SharedOffsets shared(group_sizes, zero_tail);
-  const at::ScalarType dtype = grad.scalar_type();
-  const size_t fc1_count = matrix_count(ctx, "fc1_matrices"), fc2_count = matrix_count(ctx, "fc2_matrices"),
-               weights = fc1_count + fc2_count;
+  const size_t fc1_count = saved_fc1_count(ctx), fc2_count = saved_fc2_count(ctx);
   const sharded::WeightShard shard = saved_weight_shard(ctx);
   const auto fc1_destination = wgrad_destination({ctx, 1, fc1_count}, kFc1MainGrad, shard);
   const auto fc2_destination = wgrad_destination({ctx, 1 + fc1_count, fc2_count}, kFc2MainGrad, shard);
-  const bool needs_fc1_grad = fc1_destination != nullptr, needs_fc2_grad = fc2_destination != nullptr,
-             needs_input_grad = ctx->needs_input_grad(0),
-             needs_probs_grad = ctx->needs_input_grad(weights + 1),
-             has_fc1_bias = ctx->saved_data["has_fc1_bias"].toBool(),
-             needs_bias_grad = has_fc1_bias && ctx->needs_input_grad(weights + 2);
-  const bool needs_fc1_out_grad = needs_input_grad || needs_fc1_grad || needs_bias_grad || needs_probs_grad;
+  const ComputedGrads computed = computed_grads(ctx, kept.ranks, fc1_count + fc2_count);
+  const bool needs_fc1_grad = fc1_destination != nullptr, needs_fc2_grad = fc2_destination != nullptr;
+  const bool needs_fc1_out_grad = computed.input || needs_fc1_grad || computed.fc1_bias || computed.probs;
+  const Tensor grad = kept.ranks.given() ? kept.ranks.combine_backward(grads[0], rows) : grads[0];
+  const at::ScalarType dtype = grad.scalar_type();
   auto [grad_fc2_bias, grad_probs] =
-      fc2_bias_gradients(ctx, grad, rows, group_sizes, probs, kept.fc2_bias, weights);
+      fc2_bias_gradients(grad, kept, computed, ctx->saved_data["has_fc2_bias"].toBool());
   Tensor grad_input, grad_fc1_bias;
   variable_list grad_fc1(fc1_count), grad_fc2(fc2_count);
   QuantizedOperand g, fc1_grad;  // the gradients of the outputs of fc2 and fc1
@@ -326,39 +278,33 @@ variable_list GroupedMlpFunction::gradients(AutogradContext* ctx, const variable
     const auto activation = activation::parse_activation(kOp, activation::saved_key(ctx));
     HiddenGradient hidden = fc2_dgrad_activation_backward(
         std::move(g.rowwise), fc2, {kept.fc1_out, group_sizes, probs, activation, options, zero_tail},
-        formats, {needs_input_grad, needs_fc1_grad, needs_bias_grad});
+        formats, {computed.input, needs_fc1_grad, computed.fc1_bias});
     fc2 = {};
     release(kept.fc1_out);
-    if (quantized_in_forward(ctx, kept.fc2, "fc2_given")) release(kept.fc2.data);
+    if (quantized_fc2_in_forward(ctx, kept)) release(kept.fc2.data);
     fc1_grad = std::move(hidden.fc1_out.values);
     grad_fc1_bias = hidden.fc1_out.bias;
-    if (needs_probs_grad) grad_probs = grad_probs.defined() ? grad_probs.add(hidden.probs) : hidden.probs;
+    if (computed.probs) grad_probs = grad_probs.defined() ? grad_probs.add(hidden.probs) : hidden.probs;
   }
   if (fc2_is_late) compute_fc2_wgrad();
   const bool fc1_is_late = needs_fc1_grad && fc1_destination->allocates() &&
-                           quantized_in_forward(ctx, kept.fc1, "fc1_given") &&
+                           quantized_fc1_in_forward(ctx, kept) &&
                            grows(fc1_grad.columnwise, kept.input, group_sizes, dtype);
   if (!fc1_is_late) compute_fc1_wgrad();
-  if (needs_input_grad) {
-    const OptionalTensor out = saved_dgrad_out(ctx, kOp, grad);
-    const WeightForBackward fc1 = WeightSource{kept.fc1_matrices, {}, shard}.for_backward(kept.fc1, formats);
-    grad_input = gemm_of({.a = fc1_grad.rowwise,
-                          .b = fc1.values,
-                          .matrices = fc1.matrices(),
-                          .group_sizes = group_sizes,
-                          .transpose_b = fc1.values.transposed,
-                          .dtype = dtype,
-                          .options = options,
-                          .out = rows.given() ? kNoTensor : out,
-                          .zero_tail = zero_tail});
-    fc1_grad.rowwise = {};
-    if (rows.given()) grad_input = rows.sum(grad_input, out);
+  const OptionalTensor out = computed.input ? saved_dgrad_out(ctx, kOp, grads[0]) : std::nullopt;
+  if (computed.input) {
+    grad_input = fc1_dgrad(std::move(fc1_grad.rowwise), kept, formats, shard, dtype, options,
+                           rows.given() ? kNoTensor : out);
   }
+  if (computed.input && rows.given() && !kept.ranks.given()) grad_input = rows.sum(grad_input, out);
   fc1_grad.rowwise = {};
-  if (quantized_in_forward(ctx, kept.fc1, "fc1_given")) release(kept.fc1.data);
+  if (quantized_fc1_in_forward(ctx, kept)) release(kept.fc1.data);
   if (fc1_is_late) compute_fc1_wgrad();
   if (needs_fc2_grad) fc2_destination->finish(grad_fc2, grad_input);
   if (needs_fc1_grad) fc1_destination->finish(grad_fc1, grad_input);
+  if (kept.ranks.given() && (computed.input || computed.probs)) {
+    std::tie(grad_input, grad_probs) = kept.ranks.dispatch_backward(grad_input, grad_probs, grad, rows, out);
+  }
   return in_order_of_inputs(grad_input, grad_fc1, grad_fc2,
                             {grad_probs, grad_fc1_bias, grad_fc2_bias, Tensor(), Tensor()});
 }

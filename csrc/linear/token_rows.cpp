@@ -28,9 +28,12 @@ Tensor TokenRows::gather(const Tensor& tokens, const Tensor& group_sizes) const 
 }
 
 Tensor TokenRows::sum(const Tensor& rows, const OptionalTensor& out) const {
-  const Tensor sums = ops::unpermute(rows, slot, source, std::nullopt);
-  if (!out) return sums;
-  Tensor(*out).copy_(sums);
+  return written_to(ops::unpermute(rows, slot, source, std::nullopt), out);
+}
+
+Tensor written_to(const Tensor& result, const OptionalTensor& out) {
+  if (!out) return result;
+  Tensor(*out).copy_(result);
   mark_written(*out);
   return *out;
 }
@@ -45,7 +48,6 @@ void check_token_rows(const Argument& input, const TokenRows& rows) {
   check_dtype(slot, {at::kInt});
   check_dim(slot, 2);
   check_same_device(slot, input);
-  check_size(slot, 0, input.tensor.sym_size(0), "the rows of 'input'");
   check_dtype(source, {at::kInt});
   check_dim(source, 1);
   check_same_device(source, input);

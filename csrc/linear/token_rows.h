@@ -17,7 +17,10 @@ struct TokenRows {
   at::Tensor sum(const at::Tensor& rows, const std::optional<at::Tensor>& out) const;
 };
 
-// Checks both, which are None or not together. `input`: the tokens.
+// The result, copied into `out` if there is one.
+at::Tensor written_to(const at::Tensor& result, const std::optional<at::Tensor>& out);
+
+// Checks both, which are None or not together. `input`: the tokens. The rows of `slot` are for the caller to check.
 void check_token_rows(const Argument& input, const TokenRows& rows);
 
 // Whether products read an operand in a format from the tokens, by their index, and not from a copy of rows. True where

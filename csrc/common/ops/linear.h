@@ -36,7 +36,8 @@ inline constexpr Op<"grouped_mlp", Tensor(const Tensor& input, TensorList fc1_we
     std::optional<TensorList> quantized_fc1_weight, std::optional<TensorList> quantized_fc2_weight, std::string_view activation,
     int64_t max_sms, int64_t expected_rows, std::optional<TensorList> fc1_main_grad, std::optional<TensorList> fc2_main_grad,
     bool accumulate, std::string_view weight_grad, OptionalTensorArg fc1_wgrad_queue, OptionalTensorArg fc2_wgrad_queue,
-    OptionalTensorArg dgrad_out, OptionalTensorArg slot, OptionalTensorArg source, std::string_view weight_shard)> grouped_mlp;
+    OptionalTensorArg dgrad_out, OptionalTensorArg slot, OptionalTensorArg source, std::string_view weight_shard, bool over_ranks,
+    std::string_view group_name, int64_t timeout_ms, OptionalTensorArg received, OptionalTensorArg position)> grouped_mlp;
 inline constexpr Op<"grouped_mlp_out", void(const Tensor& input, TensorList fc1_weight, TensorList fc2_weight,
     const Tensor& group_sizes, const Tensor& probs, const Tensor& out, OptionalTensorArg fc1_bias, OptionalTensorArg fc2_bias,
     std::string_view input_format, std::string_view weight_format, std::string_view grad_format,
