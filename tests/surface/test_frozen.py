@@ -22,8 +22,10 @@ from transformer_plugin.reference import (
 )
 
 OPS = sorted(op_schemas())
-# Ops without tensors: they communicate with other ranks' hosts, and need neither kernels nor a reference.
+# Ops without tensors, which communicate with other ranks' hosts, and those of a tensor's memory: they need neither
+# kernels nor a reference.
 HOST_OPS = {name for name, schema in op_schemas().items() if "Tensor" not in schema}
+HOST_OPS |= {"is_symmetric", "symmetric_empty"}
 TENSOR_OPS = [name for name in OPS if name not in HOST_OPS]
 has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 by_op = pytest.mark.parametrize("name", TENSOR_OPS)
@@ -63,11 +65,14 @@ def test_host_ops_are_few() -> None:
         "grouped_gemm_plan",
         "new_wgrad_queue",
         "invalidate_prefetched",
+        "is_symmetric",
         "open_channel",
         "peer_memory_support",
         "release_group",
         "release_wgrad_queue",
         "select_transport",
+        "symmetric_allocate",
+        "symmetric_empty",
     } >= HOST_OPS
 
 

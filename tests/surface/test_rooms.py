@@ -38,10 +38,12 @@ BELOW: dict[str, set[str]] = {
     },
     "tensor_parallel": {"common", "distributed"},
     "sharded": {"common", "distributed", "quantize/ops", "tensor_parallel"},
+    "expert_parallel": {"common", "distributed", "routing"},
     "linear": {
         "common",
         "tensor_parallel",
         "sharded",
+        "expert_parallel",
         "activation",
         "quantize/ops",
         "gemm/args",
@@ -50,7 +52,6 @@ BELOW: dict[str, set[str]] = {
         "gemm/ops",
         "norm",
     },
-    "expert_parallel": {"common", "distributed", "routing"},
 }
 
 

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import DataParallelMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
 from torch.jit._script import call_prepare_scriptable_func_impl
@@ -103,6 +104,7 @@ ATTRIBUTES: dict[str, Any] = {
     "_load_state_dict_pre_hooks": _MODULE,
     "_local_tensor": torch.distributed.tensor.DTensor.__slots__,
     "_modules": _MODULE,
+    "_mp_policy": FSDPState.init.__code__.co_names,
     "_non_persistent_buffers_set": _MODULE,
     "_op": _OP,
     "_optimizer_step_post_hooks": torch.optim.SGD([_MODULE.weight], lr=0.1),

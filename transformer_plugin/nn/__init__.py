@@ -2,7 +2,7 @@
 
 from transformer_plugin.launch import LaunchOptions
 from transformer_plugin.nn._pipelining import dw_builder
-from transformer_plugin.nn._slots import Slots
+from transformer_plugin.nn._slots import Slots, SlotsOfRanks
 from transformer_plugin.nn.convert import convert
 from transformer_plugin.nn.delayed import reduce_amax
 from transformer_plugin.nn.embedding import Embedding
@@ -33,6 +33,7 @@ __all__ = [
     "RouterConfig",
     "Routing",
     "Slots",
+    "SlotsOfRanks",
     "TopKRouter",
     "convert",
     "dw_builder",

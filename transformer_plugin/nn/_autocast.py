@@ -37,6 +37,11 @@ def operand(input: Tensor) -> Tensor:
     return input if dtype is None else _cast(input, input, dtype)
 
 
+def is_autocast(input: Tensor) -> bool:
+    """Whether autocast is enabled on the device of an input."""
+    return _dtype(input) is not None
+
+
 def is_cast(weight: Tensor) -> bool:
     """Whether :func:`operands` makes another tensor of a weight, for an input on its device."""
     dtype = _dtype(weight)

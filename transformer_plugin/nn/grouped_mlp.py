@@ -13,7 +13,7 @@ from transformer_plugin._arguments import class_name, is_strided, typed
 from transformer_plugin.activations import Activation
 from transformer_plugin.launch import LaunchOptions, checked
 from transformer_plugin.nn._attributes import fixed
-from transformer_plugin.nn._autocast import as_float32, check_rows_factor
+from transformer_plugin.nn._autocast import as_float32, check_rows_factor, is_autocast
 from transformer_plugin.nn._caller_buffers import (
     buffer_of,
     check_buffer,
@@ -25,8 +25,9 @@ from transformer_plugin.nn._containers import LayerContainer, quantize_layers, r
 from transformer_plugin.nn._formats import RoleFormats
 from transformer_plugin.nn._hooks import allow_one_op, call_forward_hooks, call_pre_hooks, have_hooks
 from transformer_plugin.nn._layouts import Layout
+from transformer_plugin.nn._mlp_arguments import of_both, of_slots
 from transformer_plugin.nn._module import check_sizes, layer_forward, registered
-from transformer_plugin.nn._slots import Slots, sizes_tensor
+from transformer_plugin.nn._slots import Slots, SlotsOfRanks, sizes_tensor
 from transformer_plugin.nn._tensor_parallel import (
     TensorParallel,
     tensor_parallel_of,
@@ -57,40 +58,6 @@ _ACTIVATIONS = {interleave: Activation("swiglu", interleave).key for interleave 
 
 def _matrices(weight: Tensor | list[Tensor]) -> list[Tensor]:
     return [weight] if isinstance(weight, Tensor) else weight
-
-
-#: What the one op has for each weight, by its name in the op of a layer.
-_OF_FC1 = {
-    "quantized_weight": "quantized_fc1_weight",
-    "main_grad": "fc1_main_grad",
-    "wgrad_queue": "fc1_wgrad_queue",
-}
-_OF_FC2 = {
-    "quantized_weight": "quantized_fc2_weight",
-    "main_grad": "fc2_main_grad",
-    "wgrad_queue": "fc2_wgrad_queue",
-}
-
-
-def _of_both(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of the one op for the weights, made of those of the layers' own ops.
-
-    Raises if it cannot treat the gradients of both weights: their flags differ. A weight may need no gradient.
-    """
-    needed = [own for own in (second, first) if own.get("main_grad") is not None]
-    flags = [{name: own[name] for name in ("accumulate", "weight_grad")} for own in needed]
-    if len(flags) == 2 and flags[0] != flags[1]:
-        raise ValueError(
-            "transformer_plugin::GroupedMLP: argument 'weight': expected the same 'overwrite_main_grad', "
-            "'grad_added_to_main_grad' and 'zero_out_wgrad' on the weights of both layers, got different ones. "
-            "Set the attributes on all, or on none."
-        )
-    options = {_OF_FC2.get(name, name): value for name, value in second.items()}
-    # A shard's key names fc1.
-    options.update({_OF_FC1.get(name, name): value for name, value in first.items()})
-    if flags:
-        options.update(flags[0])
-    return options
 
 
 def takes_tokens(experts: Any) -> bool:
@@ -219,7 +186,7 @@ class GroupedMLP(LayerContainer):
     def forward(
         self,
         input: Tensor,
-        group_sizes: Tensor | Sequence[int] | Slots,
+        group_sizes: Tensor | Sequence[int] | Slots | SlotsOfRanks,
         probs: Tensor,
         *,
         out: Tensor | None = None,
@@ -232,8 +199,10 @@ class GroupedMLP(LayerContainer):
             group_sizes: int32 or int64 ``[G]`` on the device of ``input``; a list or a tuple is converted in each call.
                 Or :class:`Slots`: ``input`` is tokens ``[tokens, H]``, in any order, T is the capacity, and the output
                 is the sum of each token's rows, ``[tokens, H]``. Without a recipe no copy of the rows is made on
-                Hopper.
-            probs: ``[T]``, the weight of each row. It is converted to float32 if it has another dtype.
+                Hopper. Or :class:`SlotsOfRanks`: the same for tokens of this rank whose experts are on all ranks of a
+                group, each of which calls its experts.
+            probs: ``[T]``, the weight of each row; with :class:`SlotsOfRanks` ``[tokens, K]``, that of each expert of a
+                token. It is converted to float32 if it has another dtype.
             out, dgrad_out: ``[T, H]``, buffers of the output and of the gradient of ``input`` as in
                 :meth:`Linear.forward`.
 
@@ -243,11 +212,14 @@ class GroupedMLP(LayerContainer):
             Rows past the last group are zero.
         """
         probs, (fc1, fc2) = as_float32(probs), self._layers()
-        slots = group_sizes if isinstance(group_sizes, Slots) else None
+        slots = group_sizes if isinstance(group_sizes, Slots | SlotsOfRanks) else None
         sizes: Tensor = sizes_tensor(group_sizes, input) if slots is None else slots.group_sizes  # type: ignore[arg-type]
-        if self._can_fuse(fc1, fc2) and not have_hooks(fc1, fc2):
+        fuses = self._can_fuse(fc1, fc2) and not have_hooks(fc1, fc2)
+        if isinstance(slots, SlotsOfRanks) and not (fuses and self._exchanges(fc1, input, out)):
+            return self._between_exchanges(input, slots, probs, out, dgrad_out)
+        if fuses:
             return self._fused(fc1, fc2, input, sizes, probs, out, dgrad_out, slots)
-        if slots is not None:
+        if isinstance(slots, Slots):
             return self._with_copies(input, slots, probs, out, dgrad_out)
         return self._one_by_one(fc1, fc2, input, sizes, probs, out, dgrad_out)
 
@@ -290,11 +262,35 @@ class GroupedMLP(LayerContainer):
             input = with_gradient_into(class_name(self), input, dgrad_out)
         rows = ops.permute_rows(input, slots.slot, slots.source)
         output = GroupedMLP.forward(self, rows, slots.group_sizes, probs)
-        summed = ops.unpermute(output, slots.slot, slots.source)
+        return self._into(out, ops.unpermute(output, slots.slot, slots.source))
+
+    @staticmethod
+    def _exchanges(fc1: GroupedLinear, input: Tensor, out: Tensor | None) -> bool:
+        """Whether the op that runs both layers also exchanges the tokens.
+
+        Otherwise the exchange would be in another dtype under autocast, or before the sum over ranks of a tensor
+        parallel layer.
+        """
+        return fc1.tensor_parallel is None and out is None and not is_autocast(input)
+
+    def _between_exchanges(
+        self, input: Tensor, slots: SlotsOfRanks, probs: Tensor, out: Tensor | None, dgrad_out: Tensor | None
+    ) -> Tensor:
+        """The layers, of received tokens, and an op for each exchange."""
+        if dgrad_out is not None:
+            input = with_gradient_into(class_name(self), input, dgrad_out)
+        plan = (slots.group_name, slots.timeout_ms, -1, False, slots.received, slots.position)
+        received, of_rows = ops.dispatch(input, probs, slots.slot, slots.source, *plan)
+        own = Slots(slots.slot, slots.source, slots.group_sizes)
+        sums = GroupedMLP.forward(self, received, own, of_rows)
+        return self._into(out, ops.combine(sums, slots.slot, slots.source, input.shape[0], *plan))
+
+    def _into(self, out: Tensor | None, output: Tensor) -> Tensor:
+        """The output, copied into a buffer if there is one."""
         if out is None:
-            return summed
-        check_buffer(class_name(self), "out", out, summed)
-        return copied_into(summed, out)
+            return output
+        check_buffer(class_name(self), "out", out, output)
+        return copied_into(output, out)
 
     def _fused_with_hooks(self, input: Tensor, group_sizes: Tensor, probs: Tensor) -> Tensor:
         """Both layers in one op, and the hooks that need no tensor between them, in their order."""
@@ -324,7 +320,7 @@ class GroupedMLP(LayerContainer):
         probs: Tensor,
         out: Tensor | None = None,
         dgrad_out: Tensor | None = None,
-        slots: Slots | None = None,
+        slots: Slots | SlotsOfRanks | None = None,
     ) -> Tensor:
         """Both layers in one op, whose output is a partial sum under tensor parallelism."""
         parallel = fc2.tensor_parallel
@@ -336,21 +332,21 @@ class GroupedMLP(LayerContainer):
         first, second = fc1._weight_arguments(), fc2._weight_arguments()
         options = self._own_options(fc1)
         if first or second:
-            options.update(_of_both(first, second))
+            options.update(of_both(first, second))
         if dgrad_out is not None:
             options["dgrad_out"] = dgrad_out
         input, fc1_weight, fc1_bias = fc1._operands(input)
         _, fc2_weight, fc2_bias = fc2._operands(input)  # the input is cast already
-        slot, source = (None, None) if slots is None else (slots.slot, slots.source)
+        rows = of_slots(slots)
         output: Tensor
         if out is None and not options:
             # The wrapper has nothing to convert, and what is not passed need not be parsed.
             weights = (_matrices(fc1_weight), _matrices(fc2_weight))
             rest = (group_sizes, probs, fc1_bias, fc2_bias)
-            output = _ops.grouped_mlp.default(input, *weights, *rest, slot=slot, source=source)
+            output = _ops.grouped_mlp.default(input, *weights, *rest, **rows)
             return output if parallel is None else parallel.output(output, None)
         required = (input, fc1_weight, fc2_weight, group_sizes, probs)
-        options.update(fc1_bias=fc1_bias, fc2_bias=fc2_bias, slot=slot, source=source)
+        options.update(fc1_bias=fc1_bias, fc2_bias=fc2_bias, **rows)
         if out is None:
             output = ops.grouped_mlp(*required, **options)
         else:

@@ -85,8 +85,9 @@ class CompactPlan(NamedTuple):
     #: first record to it. ``received[3, r]``: which of the records of rank r to other ranks is the first row from it.
     received: Tensor
     #: int32 ``[R * max_tokens]``: the received row of each token, or -1. By records int32
-    #: ``[2, max_tokens, min(K, R)]``: ``position[0]`` are the records of each token, in ascending order of ranks, then
-    #: -1; ``position[1]``, flat, the token of each record, then -1.
+    #: ``[3, max_tokens, min(K, R)]``: ``position[0]`` are the records of each token, in ascending order of ranks, then
+    #: -1; ``position[1]``, flat, the token of each record, then -1; ``position[2]``, flat, the first of each record's
+    #: slots at the rank it goes to, by k, then -1.
     position: Tensor
     #: int64 ``[R]``: the tokens of which each rank has an expert, before any is dropped.
     required_tokens: Tensor
@@ -361,13 +362,13 @@ def combine_backward_out(
 class TransportSelection(NamedTuple):
     """How tokens move between the ranks of a group."""
 
-    #: ``"all_gather"``: an all-gather of all tokens, and an all-to-all of sums. ``"none"``: there is one rank.
+    #: ``"all_gather"``, or ``"none"`` of one rank: see :class:`~transformer_plugin.parallel.EpConfig`.
     transport: str
     reason: str
 
 
 def select_transport(num_ranks: int, device_type: str) -> TransportSelection:
-    """Return the transport that dispatch and combine use in a group of this size, and why.
+    """Return the transport that contexts of a group of this size choose by themselves, and why.
 
     Args:
         num_ranks: the size of the group. device_type: ``"cpu"`` or ``"cuda"``, of the tokens.
@@ -391,10 +392,8 @@ def all_gather_text(text: str, group_name: str, timeout_ms: int = -1) -> list[st
 def compare_header(group_name: str, dtype: torch.dtype, width: int, timeout_ms: int = -1) -> None:
     """Compare a dispatch of ``width`` columns of ``dtype`` between the ranks, as CUDA does for each new kind of call.
 
-    No payload is sent. For programs that check before the first step that their ranks make the same calls.
-
-    Raises:
-        ValueError: the ranks announced different calls. PeerTimeoutError: a rank announced no call in time.
+    No payload is sent. For programs that check before the first step that their ranks make the same calls: ValueError
+    if they announced different ones, PeerTimeoutError if a rank announced none in time.
     """
     with peer_errors():
         _ops.compare_header.default(group_name, dtype, width, timeout_ms)

@@ -9,10 +9,27 @@ Bit for bit the output and the gradients of three ops, in one node::
     hidden = activation(linear, probs)
     grouped_linear(hidden, fc2_weight, group_sizes, fc2_bias, probs if fc2_bias is given, *formats)
 
-With ``slot`` and ``source`` the input is tokens and the result one row for each of them, bit for bit::
+For a backward with ``nvfp4`` the group sizes and T are multiples of 16.
+
+With ``slot`` int32 ``[tokens, K]`` and ``source`` int32 ``[T]``, both of
+:func:`~transformer_plugin.ops.assign_weighted_slots`, the input is tokens ``[tokens, H]`` and the result one row for
+each of them; T is the capacity. A ``dgrad_out`` gets a copy of the gradient. Bit for bit::
 
     rows = permute_rows(input, slot, source)
     output = unpermute(grouped_mlp(rows, ...), slot, source)
+
+With ``over_ranks`` the experts are distributed over the ranks of a group, each of which calls the op. ``slot [N, K]``,
+``source``, ``received`` and ``position`` are those of its :func:`~transformer_plugin.ops.expert_parallel.plan`,
+``group_sizes`` the plan's ``tokens_per_expert``, ``probs`` the routing weights float32 ``[tokens, K]``; ``group_name``
+and ``timeout_ms`` are as for :func:`~transformer_plugin.ops.expert_parallel.dispatch`. Bit for bit::
+
+    tokens, row_probs = dispatch(input, probs, slot, source, *group, expand=False, received, position)
+    sums = grouped_mlp(tokens, ..., row_probs, slot, source)
+    combine(sums, slot, source, len(input), *group, expand=False, received, position)
+
+in one node. The sums over the rows of a received token, of the output and of the gradient of the input, are part of the
+exchange and not in memory between. Every rank makes the same exchanges, also one without tokens or rows: in the
+backward those of the gradients that the forward recorded.
 
 Without formats no copy of the rows is made where Hopper's kernels read rows by an index: the products read ``input``,
 and in the backward the gradient of the output, where they lie; the tokens are saved once and not once for each expert
@@ -71,6 +88,11 @@ def grouped_mlp(
     slot: Tensor | None = None,
     source: Tensor | None = None,
     weight_shard: str = "",
+    over_ranks: bool = False,
+    group_name: str = "",
+    timeout_ms: int = -1,
+    received: Tensor | None = None,
+    position: Tensor | None = None,
 ) -> Tensor:
     """``fc2(activation(fc1(input)) * probs)`` for each group of rows with the group's own weights and biases.
 
@@ -78,23 +100,17 @@ def grouped_mlp(
         input: ``[T, H]`` float32, bfloat16 or float16.
         fc1_weight, fc2_weight: ``[G, 2F, H]`` (without a gate ``[G, F, H]``) and ``[G, H, F]`` in the dtype of
             ``input``; or G matrices each (:mod:`transformer_plugin.ops.linear`).
-        group_sizes: int32 or int64 ``[G]``. For a backward with ``nvfp4`` multiples of 16, as T.
-        probs: float32 ``[T]``: the factor of a row's activation, and of its second bias.
+        group_sizes, probs: int32 or int64 ``[G]``; float32 ``[T]``, the factors of the activation and ``fc2_bias``.
         fc1_bias, fc2_bias: ``[G, 2F]`` (without a gate ``[G, F]``) and ``[G, H]``, any float dtype.
         input_format, weight_format, grad_format: of both products; for ``mxfp8`` H and F are multiples of 32.
-        quantized_fc1_weight, quantized_fc2_weight: of :func:`~transformer_plugin.ops.quantize_weight`, read instead.
         activation: as in :func:`~transformer_plugin.ops.activation`; the order is that of the rows of ``fc1_weight``.
-        max_sms, expected_rows, fc1_main_grad, fc2_main_grad, accumulate, weight_grad, weight_shard: as for
-            :func:`~transformer_plugin.ops.grouped_linear`, as is ``formats.resolve``; both main_grads or neither.
-        fc1_wgrad_queue, fc2_wgrad_queue, dgrad_out: likewise. With ``slot`` the gradient is copied into ``dgrad_out``.
-        slot, source: int32 ``[tokens, K]`` and ``[T]``, from :func:`~transformer_plugin.ops.assign_weighted_slots`, or
-            neither. ``input`` then is ``[tokens, H]``; T is the capacity.
+        others: as for :func:`~transformer_plugin.ops.grouped_linear`, or see above. Both main_grads or neither.
 
     Returns:
         ``[T, H]``, or ``[tokens, H]``, like ``input``; tail rows zero. Differentiable in input, weights, probs, biases.
 
     Raises:
-        TypeError, ValueError: as :func:`~transformer_plugin.ops.grouped_linear`.
+        TypeError, ValueError: as :func:`~transformer_plugin.ops.grouped_linear`. Over ranks as ``dispatch``.
     """
     op, function = "grouped_mlp", key_of_activation(activation, "grouped_mlp")
     weights = [listed(fc1_weight, op, "fc1_weight"), listed(fc2_weight, op, "fc2_weight")]
@@ -104,4 +120,5 @@ def grouped_mlp(
     buffers = (fc1_buffers, listed_or_none(fc2_main_grad, op, "fc2_main_grad"))
     into = (*buffers, accumulate, weight_grad, fc1_wgrad_queue, fc2_wgrad_queue, dgrad_out, slot, source)
     required = (input, *weights, group_sizes, probs, fc1_bias, fc2_bias)
-    return with_peers(_ops.grouped_mlp.default, *required, *options, *into, weight_shard)
+    ranks = (over_ranks, group_name, timeout_ms, received, position)
+    return with_peers(_ops.grouped_mlp.default, *required, *options, *into, weight_shard, *ranks)

@@ -12,6 +12,9 @@ from transformer_plugin.parallel.compat.transformer_engine import (
     ep_finalize,
     ep_prepare,
     is_ep_bootstrapped,
+    is_symm_backed,
+    release_symm_mem_pool,
+    symm_mem_alloc,
 )
 from transformer_plugin.parallel.data import ExpertDataParallel, data_parallel, fully_shard
 from transformer_plugin.parallel.expert import EpConfig, EpContext, EpPlan
@@ -19,6 +22,7 @@ from transformer_plugin.parallel.external import attach_distributed_weights
 from transformer_plugin.parallel.full_state import full_state_dict, full_weight, initialize_full_params
 from transformer_plugin.parallel.random import TensorParallelRNG
 from transformer_plugin.parallel.sharded import shard_
+from transformer_plugin.parallel.symmetric import SymmetricPool
 
 __all__ = [
     "EpBuffer",
@@ -26,6 +30,7 @@ __all__ = [
     "EpContext",
     "EpPlan",
     "ExpertDataParallel",
+    "SymmetricPool",
     "TensorParallelRNG",
     "WeightShard",
     "attach_distributed_weights",
@@ -41,7 +46,10 @@ __all__ = [
     "fully_shard",
     "initialize_full_params",
     "is_ep_bootstrapped",
+    "is_symm_backed",
     "quantize_all_gather",
+    "release_symm_mem_pool",
     "set_gather_order",
     "shard_",
+    "symm_mem_alloc",
 ]

@@ -12,6 +12,8 @@ from transformer_plugin._arguments import check_strided
 from transformer_plugin.tensor._layout import describe, message
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from transformer_plugin.parallel.expert import EpConfig
 
 
@@ -51,6 +53,37 @@ def configuration_of(text: str, rank: int) -> dict[str, Any]:
         expected = "the configuration of an EpContext from every rank"
         refuse("group", expected, f"{shown} from rank {rank}", "EpContext", advice)
     return configuration
+
+
+def check_same(mine: dict[str, Any], texts: list[str], group_name: str) -> None:
+    """Refuses configurations of which one is unlike the others; ``texts`` are what the ranks sent."""
+    all_ranks = [configuration_of(text, rank) for rank, text in enumerate(texts)]
+    names = dict.fromkeys(name for other in (mine, *all_ranks) for name in other)
+    values = {name: [repr(other.get(name, "missing")) for other in all_ranks] for name in names}
+    differing = [name for name, each in values.items() if len(set(each)) > 1]
+    if not differing:
+        return
+    differences = "; ".join(
+        f"{name} is " + ", ".join(f"{value} on rank {r}" for r, value in enumerate(values[name]))
+        for name in differing
+    )
+    raise ValueError(
+        f"transformer_plugin::EpContext: argument '{differing[0]}': expected the same configuration on all "
+        f"{len(texts)} ranks of group '{group_name}', got different ones: {differences}. "
+        "Pass the same arguments on every rank."
+    )
+
+
+def check_limit(config: EpConfig, transport: str) -> None:
+    """Refuses a limit of multiprocessors that the transport would not obey. One rank obeys any."""
+    limit = config.max_num_sms
+    check_type("EpContext", "max_num_sms", limit, int, "an integer")
+    if isinstance(limit, bool) or not 0 <= limit < 2**31:
+        advice = "Pass 0 for all multiprocessors"
+        refuse("max_num_sms", "from 0 to 2^31 - 1", limit, "EpContext", advice)
+    if limit and transport not in ("one_sided", "none"):
+        expected = f"0 with the transport '{transport}', whose kernels have no limit"
+        refuse("max_num_sms", expected, limit, "EpContext", "Pass 0, or choose the transport 'one_sided'")
 
 
 def check_config(config: EpConfig, ranks: int, timeout: float) -> None:
@@ -107,3 +140,17 @@ def check_config(config: EpConfig, ranks: int, timeout: float) -> None:
     check_type(op, "max_token_dtype", config.max_token_dtype, torch.dtype, "a dtype")
     if not 0 < timeout < 1e9:
         refuse("timeout", "a positive number of seconds below 1e9", timeout, op, "Pass for example 60.0")
+
+
+def check_columns(topk_weights: Tensor) -> None:
+    """Raises an error for weights without columns."""
+    if topk_weights.dim() == 0 or topk_weights.shape[-1] == 0:
+        refuse("topk_weights", "[..., K] with at least one column", tuple(topk_weights.shape), "dispatch")
+
+
+def group_exists(group: ProcessGroup) -> bool:
+    """Whether the group's name still refers to this group object, and not to a newer group of the same name."""
+    try:
+        return torch._C._distributed_c10d._resolve_process_group(group.group_name) is group
+    except RuntimeError:
+        return False

@@ -10,20 +10,24 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from transformer_plugin.config import settings
+from transformer_plugin.nn._slots import SlotsOfRanks
 from transformer_plugin.ops import expert_parallel as ops
 from transformer_plugin.ops.peer_memory import open_channel
 from transformer_plugin.parallel._ep_checks import (
+    check_columns,
     check_config,
+    check_limit,
+    check_same,
     check_type,
-    configuration_of,
     device_named,
+    group_exists,
     refuse,
 )
 from transformer_plugin.parallel._group_names import name_with_rank
@@ -63,8 +67,12 @@ class EpConfig:
     #: into each other's memory, for GPUs of one host that NVLink connects; the host reads nothing. "auto": what
     #: :func:`~transformer_plugin.ops.expert_parallel.select_transport` names.
     transport: Transport = "auto"
-    #: the widest dtype of tokens; the memory of "one_sided" is as large as they need.
+    #: the widest dtype of tokens; the memory of "one_sided" is as large as they need. An eager call with a wider one
+    #: makes it larger, for which it waits for the other ranks.
     max_token_dtype: torch.dtype = torch.float32
+    #: multiprocessors that dispatch and combine of "one_sided", and their gradients, use at most to move rows; 0: all.
+    #: The kernels of other transports have no such limit: with these it must be 0.
+    max_num_sms: int = 0
 
 
 class EpPlan(NamedTuple):
@@ -89,7 +97,7 @@ class EpPlan(NamedTuple):
     #: :class:`transformer_plugin.ops.expert_parallel.CompactPlan`. None where the received rows are the tokens of all
     #: ranks, as are the next two.
     received: Tensor | None = None
-    #: int32 ``[R * max_tokens]``, or ``[2, max_tokens, min(K, R)]``.
+    #: int32 ``[R * max_tokens]``, or ``[3, max_tokens, min(K, R)]``.
     position: Tensor | None = None
     #: int64 ``[R]``: tokens that each rank needs, before any is dropped.
     required_tokens: Tensor | None = None
@@ -109,7 +117,7 @@ class EpContext:
     Args:
         group: the c10d process group, Gloo for CPU tensors or NCCL for CUDA tensors; None for this process alone.
         num_experts, max_tokens_per_rank, hidden_dim, num_topk, capacity, alignment, overflow: see :class:`EpConfig`.
-        max_received_tokens, transport, max_token_dtype: likewise.
+        max_received_tokens, transport, max_token_dtype, max_num_sms: likewise.
         channel: with the transport "one_sided", the number of the memory that the context uses. Contexts of a group
             with one number use the same memory, one call after the other in the order of one stream; calls of contexts
             with different numbers may be in flight at the same time.
@@ -142,24 +150,15 @@ class EpContext:
         max_received_tokens: int | None = None,
         transport: Transport = "auto",
         max_token_dtype: torch.dtype = torch.float32,
+        max_num_sms: int = 0,
         channel: int = 0,
         timeout: float | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         if group is not None:
             check_type("EpContext", "group", group, dist.ProcessGroup, "a process group or None")
-        self.config = EpConfig(
-            num_experts,
-            max_tokens_per_rank,
-            hidden_dim,
-            num_topk,
-            capacity,
-            alignment,
-            overflow,
-            max_received_tokens,
-            transport,
-            max_token_dtype,
-        )
+        sizes = (num_experts, max_tokens_per_rank, hidden_dim, num_topk, capacity, alignment, overflow)
+        self.config = EpConfig(*sizes, max_received_tokens, transport, max_token_dtype, max_num_sms)
         self.group = group
         self.num_ranks = 1 if group is None else group.size()
         self.rank = 0 if group is None else group.rank()
@@ -172,59 +171,35 @@ class EpContext:
         self.timeout_ms = int(timeout * 1000)
         self.num_local_experts = num_experts // self.num_ranks
         self.capacity = self.capacity_for(alignment)
+        self._open, self._channel, self._dtype = True, channel, max_token_dtype
+        self._compare()
         #: how tokens move between the ranks; "none": there is one.
         self.transport = ops.select_transport(self.num_ranks, self.device.type).transport
         if transport != "auto" and self.num_ranks > 1:
             self.transport = transport
-        self._open = True
-        self._compare()
+        check_limit(self.config, self.transport)
         if self.transport == "one_sided":
-            self._open_channel(channel)
+            self._open_channel()
         if self.num_ranks > 1:
             # The first call connects the ranks: NCCL creates its communicator, which cannot be captured in a graph.
             self.plan(torch.empty(0, num_topk, dtype=torch.int32, device=self.device))
 
     def _compare(self) -> None:
         mine = {**asdict(self.config), "ranks": self.num_ranks, "device": self.device.type}
-        mine["transport"], mine["max_token_dtype"] = self.transport, str(self.config.max_token_dtype)
+        mine["max_token_dtype"] = str(self.config.max_token_dtype)
         texts = ops.all_gather_text(json.dumps(mine), self.group_name, self.timeout_ms)
-        all_ranks = [configuration_of(text, rank) for rank, text in enumerate(texts)]
-        names = dict.fromkeys(name for other in (mine, *all_ranks) for name in other)
-        values = {name: [repr(other.get(name, "missing")) for other in all_ranks] for name in names}
-        differing = [name for name, each in values.items() if len(set(each)) > 1]
-        if not differing:
-            return
-        differences = "; ".join(
-            f"{name} is " + ", ".join(f"{value} on rank {r}" for r, value in enumerate(values[name]))
-            for name in differing
-        )
-        raise ValueError(
-            f"transformer_plugin::EpContext: argument '{differing[0]}': expected the same configuration on all "
-            f"{self.num_ranks} ranks of group '{self.group_name}', got different ones: {differences}. "
-            "Pass the same arguments on every rank."
-        )
+        check_same(mine, texts, self.group_name)
 
-    def _open_channel(self, channel: int) -> None:
-        """Opens the memory in which ranks store rows: collective."""
-        config = self.config
-        tokens = self.num_ranks * config.max_tokens_per_rank
-        bound = tokens if config.max_received_tokens is None else min(tokens, config.max_received_tokens)
-        planned = min(self.capacity, bound)
-        item = config.max_token_dtype.itemsize
-        self._name_with_rank += f"#channel={channel}"
-        reason = open_channel(
-            self._name_with_rank,
-            received_rows=min(planned, tokens - config.max_tokens_per_rank),
-            returned_rows=config.max_tokens_per_rank * min(config.num_topk, self.num_ranks - 1),
-            record_bytes=_aligned(config.hidden_dim * item) + _aligned(config.num_topk * max(4, item)),
-            num_experts=config.num_experts,
-            planned_rows=planned,
-            topk=config.num_topk,
-            timeout_ms=self.timeout_ms,
-            device=self.device,
-        )
+    def _open_channel(self) -> None:
+        """Opens the memory in which ranks store rows of ``self._dtype``: collective."""
+        name = f"{name_with_rank(self.group_name, self.rank)}#channel={self._channel}"
+        sizes = _channel_sizes(self.config, self.num_ranks, self.capacity, self._dtype.itemsize)
+        reason = open_channel(name, **sizes, timeout_ms=self.timeout_ms, device=self.device)
         if reason:
             refuse("transport", "ranks that reach each other's memory", reason, "EpContext", "Pass 'auto'")
+        self._name_with_rank = name
+        if self.config.max_num_sms:
+            self._name_with_rank += f"#max_sms={self.config.max_num_sms}"
 
     def capacity_for(self, alignment: int) -> int:
         """Returns the capacity of a call without its own: the context's, or enough rows for any routing."""
@@ -297,15 +272,33 @@ class EpContext:
         """
         self._check_open()
         check_type("dispatch", "plan", plan, EpPlan, "an EpPlan", "Pass what plan() returned")
-        check_type("dispatch", "tokens", tokens, Tensor, "a tensor")
-        self._check_tokens("tokens", tokens, plan.num_tokens, "dispatch")
-        if topk_weights is not None:
-            check_type("dispatch", "topk_weights", topk_weights, Tensor, "a tensor or None")
-            _check_columns(topk_weights)
-            topk_weights = topk_weights.reshape(-1, topk_weights.shape[-1])
+        topk_weights = self._checked_weights(plan, tokens, topk_weights)
         check_type("dispatch", "expand", expand, bool, "True or False")
         maps, group = (plan.received, plan.position), (self._name_with_rank, self.timeout_ms)
         return ops.dispatch(tokens, topk_weights, plan.slot, plan.source, *group, -1, expand, *maps)
+
+    def _checked_weights(self, plan: EpPlan, tokens: Tensor, topk_weights: Tensor | None) -> Tensor | None:
+        check_type("dispatch", "tokens", tokens, Tensor, "a tensor")
+        self._check_tokens("tokens", tokens, plan.num_tokens, "dispatch")
+        self._make_room(tokens.dtype)
+        if topk_weights is None:
+            return None
+        check_type("dispatch", "topk_weights", topk_weights, Tensor, "a tensor or None")
+        check_columns(topk_weights)
+        return topk_weights.reshape(-1, topk_weights.shape[-1])
+
+    def _make_room(self, dtype: torch.dtype) -> None:
+        """Opens a larger channel for rows of a wider dtype. Collective: all ranks are in a call with such rows."""
+        if self.transport == "one_sided" and dtype.itemsize > self._dtype.itemsize:
+            self._dtype = dtype
+            self._open_channel()
+
+    def slots_of(self, plan: EpPlan, tokens: Tensor, weights: Tensor) -> tuple[SlotsOfRanks, Tensor]:
+        """The arguments of a :class:`GroupedMLP` that exchanges its tokens itself, besides them."""
+        self._check_open()
+        maps = (plan.slot, plan.source, plan.tokens_per_expert, plan.received, plan.position)
+        checked = cast(Tensor, self._checked_weights(plan, tokens, weights))
+        return SlotsOfRanks(*maps, self._name_with_rank, self.timeout_ms), checked
 
     def combine(
         self, plan: EpPlan, rows: Tensor, num_tokens: int | None = None, *, expand: bool = True
@@ -318,6 +311,8 @@ class EpContext:
         self._check_open()
         check_type("combine", "plan", plan, EpPlan, "an EpPlan", "Pass what plan() returned")
         check_type("combine", "expand", expand, bool, "True or False")
+        if isinstance(rows, Tensor):
+            self._make_room(rows.dtype)
         tokens = plan.num_tokens if num_tokens is None else num_tokens
         maps, group = (plan.received, plan.position), (self._name_with_rank, self.timeout_ms)
         return ops.combine(rows, plan.slot, plan.source, tokens, *group, -1, expand, *maps)
@@ -352,7 +347,7 @@ class EpContext:
                 "transformer_plugin::EpContext: expected an open context, got one after finalize(). "
                 "Make a new EpContext on every rank."
             )
-        if self.group is None or torch.compiler.is_compiling() or _group_exists(self.group):
+        if self.group is None or torch.compiler.is_compiling() or group_exists(self.group):
             return
         raise RuntimeError(
             f"transformer_plugin::EpContext: expected group '{self.group_name}', which the context was made for, got "
@@ -369,25 +364,27 @@ class EpContext:
             )
 
 
+def _channel_sizes(config: EpConfig, ranks: int, capacity: int, item: int) -> dict[str, int]:
+    """The sizes of ``open_channel`` for the calls of a context, with elements of ``item`` bytes."""
+    tokens = ranks * config.max_tokens_per_rank
+    bound = tokens if config.max_received_tokens is None else min(tokens, config.max_received_tokens)
+    planned = min(capacity, bound)
+    return {
+        "received_rows": min(planned, tokens - config.max_tokens_per_rank),
+        "returned_rows": config.max_tokens_per_rank * min(config.num_topk, ranks - 1),
+        "record_bytes": _aligned(config.hidden_dim * item) + _aligned(config.num_topk * max(4, item)),
+        "num_experts": config.num_experts,
+        "planned_rows": planned,
+        "topk": config.num_topk,
+    }
+
+
 def _aligned(size: int) -> int:
     """Rows, and their weights, begin at multiples of 16 bytes."""
     return -(-size // 16) * 16
 
 
-def _group_exists(group: ProcessGroup) -> bool:
-    """Whether the group's name still refers to this group object, and not to a newer group of the same name."""
-    try:
-        return torch._C._distributed_c10d._resolve_process_group(group.group_name) is group
-    except RuntimeError:
-        return False
-
-
 _INTEGERS = (int, torch.SymInt)
-
-
-def _check_columns(topk_weights: Tensor) -> None:
-    if topk_weights.dim() == 0 or topk_weights.shape[-1] == 0:
-        refuse("topk_weights", "[..., K] with at least one column", tuple(topk_weights.shape), "dispatch")
 
 
 def _device_of(group: ProcessGroup | None) -> torch.device:

@@ -55,6 +55,9 @@ class DispatchConfig:
     max_received_tokens: int | None = None
     #: how tokens move between the ranks, with the same bits: see :class:`~transformer_plugin.parallel.EpConfig`.
     transport: Transport = "auto"
+    #: multiprocessors that an exchange of the transport "one_sided" uses at most; 0: all. See
+    #: :class:`~transformer_plugin.parallel.EpConfig`. Unused without a group.
+    max_num_sms: int = 0
 
     def __post_init__(self) -> None:
         check_fields(self, "transformer_plugin::DispatchConfig")
@@ -68,6 +71,8 @@ class DispatchConfig:
             value = getattr(self, name)
             if value is not None and not 1 <= value < 2**31:
                 self._refuse(name, "from 1 to 2^31 - 1", text)
+        if not 0 <= self.max_num_sms < 2**31:
+            self._refuse("max_num_sms", "from 0 to 2^31 - 1", "Use 0 for all multiprocessors")
         if self.timeout is not None and not 0 < self.timeout < 1e9:
             text = "Use None for the setting of the process"
             self._refuse("timeout", "a positive number of seconds below 1e9", text)
@@ -220,6 +225,7 @@ class TokenDispatcher:
             max_received_tokens=config.max_received_tokens,
             transport=config.transport,
             max_token_dtype=dtype,
+            max_num_sms=config.max_num_sms,
             timeout=config.timeout,
             device=None if device is None or torch.device(device).type == "meta" else device,
         )
@@ -244,15 +250,20 @@ class TokenDispatcher:
     def run(self, experts: Any, tokens: Tensor, indices: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the sum of each token's rows, and the total of :class:`Received`.
 
-        :class:`GroupedMLP` reads each received token where it lies, and sums its rows. Other experts get copies.
+        :class:`GroupedMLP` exchanges the tokens in its own node, in which combining them sums their rows. With a hook
+        that may see or change what goes between, it gets the received tokens, each once. Other experts get copies.
         """
         plan = self.plan(indices)
+        if takes_tokens(experts) and not _hooks_see(experts, tokens):
+            slots, weights = self.context.slots_of(plan, tokens, weights)
+            return experts(tokens, slots, weights), plan.total
         expand = not takes_tokens(experts)
         received, probs = self.context.dispatch(plan, tokens, weights, expand=expand)
         sizes = plan.tokens_per_expert
         rows = experts(received, sizes if expand else Slots(plan.slot, plan.source, sizes), probs)
-        if not expand and _hooks_may_change(experts):
-            # GroupedMLP leaves zeros for tokens that have no row here, and every rank's rows of them would be summed.
+        if not expand:
+            # GroupedMLP leaves zeros for tokens that have no row here. A hook may change them, and every rank's rows of
+            # them would be summed.
             rows = rows.masked_fill((plan.slot < 0).all(1)[:, None], 0)
         return self.context.combine(plan, rows, expand=expand), plan.total
 
@@ -301,11 +312,24 @@ class TokenDispatcher:
         return f"TokenDispatcher(rank {self.context.rank} of {self.context.num_ranks}, config={self.config})"
 
 
-def _hooks_may_change(experts: torch.nn.Module) -> bool:
-    """Whether hooks of the user get the experts' output. Those of FSDP2 return it as it is."""
-    hooks = (*experts._forward_hooks.values(), *of_all_modules._global_forward_hooks.values())
-    owners = (type(getattr(hook, "__self__", None)).__module__ for hook in hooks)
-    return any(not owner.startswith("torch.distributed.fsdp") for owner in owners)
+def _hooks_see(experts: torch.nn.Module, tokens: Tensor) -> bool:
+    """Whether a hook may see or change what the experts get or return. Those of FSDP2 only cast it, if at all."""
+    if experts._backward_pre_hooks or experts._backward_hooks or of_all_modules._has_any_global_hook():
+        return True
+    hooks = (*experts._forward_pre_hooks.values(), *experts._forward_hooks.values())
+    return any(not _passes_on(hook, tokens.dtype) for hook in hooks)
+
+
+def _passes_on(hook: Any, dtype: torch.dtype) -> bool:
+    """Whether a hook is FSDP2's and casts no rows of a dtype. Rows must be sent in the dtype that others have."""
+    state = getattr(hook, "__self__", None)
+    if not type(state).__module__.startswith("torch.distributed.fsdp"):
+        return False
+    policy: Any = getattr(state, "_mp_policy", None)
+    if policy is None:
+        return True
+    input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
+    return input_dtype in (None, dtype) and policy.output_dtype in (None, dtype)
 
 
 def _rows_in_use(plan: EpPlan) -> EpPlan:

@@ -61,12 +61,15 @@ def by_records(plans: Sequence[CompactPlan], topk: int) -> list[CompactPlan]:
             if r != me:  # a rank's own rows do not travel
                 rows[2, r] = sum(counts[before][r] for before in range(me) if before != r)
                 rows[3, r] = sum(counts[r][before] for before in range(me) if before != r)
-        records = torch.full((2, max_tokens, most), -1, dtype=torch.int32)
+        records = torch.full((3, max_tokens, most), -1, dtype=torch.int32)
         for t in range(max_tokens):
             mine = [n for n, (_, token) in enumerate(sent[me]) if token == t]
             records[0, t, : len(mine)] = torch.tensor(mine, dtype=torch.int32)
         flat = torch.tensor([token for _, token in sent[me]], dtype=torch.int32)
         records[1].view(-1)[: len(flat)] = flat
+        for n, (to, token) in enumerate(sent[me]):
+            row = plans[to].slot[plans[to].position[me * max_tokens + token]]
+            records[2].view(-1)[n] = row[row >= 0][0]
         results.append(each._replace(received=rows, position=records))
     return results
 

@@ -352,6 +352,10 @@ def _collective_calls(draw: Draw, indices: Tensor, experts: int) -> Calls:
     )
     yield "open_channel", "", {"group_name": "", **sizes, "timeout_ms": 1000, "device": None}
     yield "peer_memory_support", "", {"group_name": "", "timeout_ms": 1000, "device": None}
+    yield "symmetric_allocate", "", {"group_name": "", "num_bytes": 64, "timeout_ms": 1000, "device": None}
+    allocation, _ = torch.ops.transformer_plugin.symmetric_allocate("", 64)
+    yield "symmetric_empty", "", {"group_name": "", "allocation": allocation, "num_bytes": 8}
+    yield "is_symmetric", "", {"tensor": draw(tokens, K)}
     yield "release_group", "", {"group_name": ""}
 
 

@@ -108,6 +108,8 @@ def _token_calls(draw: Draw, mlp: dict[str, Any], roles: dict[str, str]) -> Call
     slot, source, _, sizes, _ = ops.assign_slots(draw.indices(T, 1, G), 0, G, T, 1)
     tokens = {**mlp, "group_sizes": sizes, "slot": slot, "source": source}
     yield "grouped_mlp", "tokens", {**tokens, **roles}
+    alone = {"over_ranks": True, "group_name": "", "timeout_ms": 1000}
+    yield "grouped_mlp", "over ranks", {**tokens, **roles, "probs": draw.rand(T, 1), **alone}
     yield "grouped_mlp_out", "tokens", {**tokens, "out": draw(T, K, dtype=BFLOAT16)}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -58,13 +59,14 @@ class DispatchInto(torch.autograd.Function):
 
 
 class CombineGradInto(torch.autograd.Function):
-    """Combine, whose backward writes the gradient into the caller's tensor."""
+    """Combine, whose backward writes the gradient into the caller's tensor, or into ``new_target(shape, grad)``."""
 
     @staticmethod
     def forward(
         ctx: Any,
         rows: Tensor,
-        target: Tensor,
+        target: Tensor | None,
+        new_target: Callable[[tuple[int, int], Tensor], Tensor],
         num_tokens: int,
         slot: Tensor,
         source: Tensor,
@@ -75,7 +77,7 @@ class CombineGradInto(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(slot, source, received, position)
         # Not a saved tensor: torch checks the versions of those, but a second backward may write to the target again.
-        ctx.target = target
+        ctx.target, ctx.new_target = target, new_target
         ctx.group = (name, timeout_ms)
         wanted = int(ctx.needs_input_grad[0])
         group = (name, timeout_ms, wanted)
@@ -85,5 +87,8 @@ class CombineGradInto(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         slot, source, received, position = ctx.saved_tensors
         name, timeout_ms = ctx.group
-        ops.combine_backward_out(grad, slot, source, ctx.target, name, timeout_ms, received, position)
-        return (ctx.target, *[None] * 8)
+        target = ctx.target
+        if target is None:
+            target = ctx.new_target((len(source), grad.shape[1]), grad)
+        ops.combine_backward_out(grad, slot, source, target, name, timeout_ms, received, position)
+        return (target, *[None] * 9)

@@ -4,11 +4,15 @@ The names and signatures are those of its pull request 3035. Differences: a grou
 the payload may be float32, bfloat16 or float16; ``recv_capacity_per_rank=None`` means the rows in use in eager calls,
 for which each call waits for the GPU, and the static worst case in compiled functions, in CUDA graphs and with buffers
 of the caller; overflow without ``drop_on_overflow`` raises an error and does not trap; ``num_local_tokens`` of
-``ep_combine`` defaults to the number of dispatched tokens. There is no zero-copy transport yet.
+``ep_combine`` defaults to the number of dispatched tokens. With ``zero_copy`` other ranks store the rows of a dispatch,
+and of the gradient of a combine, into the tensors themselves where these are in symmetric memory, on each rank for
+itself; other tensors get their rows through the memory of the transport. Rows for a combine are read where they lie, in
+any memory.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,10 +21,32 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from transformer_plugin.parallel._ep_checks import check_type, device_named, refuse
 from transformer_plugin.parallel.compat._caller_buffers import CombineGradInto, DispatchInto
+from transformer_plugin.parallel.compat._symmetric_memory import (
+    check_zero_copy,
+    has_pool,
+    is_symm_backed,
+    open_pool,
+    pooled,
+    release_symm_mem_pool,
+    symm_mem_alloc,
+)
 from transformer_plugin.parallel.expert import EpContext, EpPlan
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+__all__ = [
+    "EpBuffer",
+    "ep_bootstrap",
+    "ep_combine",
+    "ep_dispatch",
+    "ep_finalize",
+    "ep_prepare",
+    "is_ep_bootstrapped",
+    "is_symm_backed",
+    "release_symm_mem_pool",
+    "symm_mem_alloc",
+]
 
 _context: EpContext | None = None
 
@@ -38,6 +64,8 @@ def ep_bootstrap(
     max_token_dtype: torch.dtype = torch.bfloat16,
     *,
     timeout: float | None = None,
+    symm_mem_pool_bytes: int | None = None,
+    device: torch.device | str | None = None,
 ) -> None:
     """Create the process's default context. Collective over ``ep_group``.
 
@@ -46,15 +74,17 @@ def ep_bootstrap(
         num_experts, max_tokens_per_rank, hidden_dim, num_topk: see :class:`~transformer_plugin.parallel.EpConfig`.
         recv_capacity_per_rank: rows of the receive layout. None: as many as are in use, which an eager call reads from
             the GPU; the worst case where nothing can be read.
-        max_num_sms: 0; no transport here reserves multiprocessors.
-        zero_copy: False; tensors of the caller in symmetric memory are not used in place.
+        max_num_sms: as in :class:`~transformer_plugin.parallel.EpConfig`: 0 but with ``zero_copy``.
+        zero_copy: whether rows go to tensors in symmetric memory without a copy; needs ``recv_capacity_per_rank``, and
+            GPUs of one host that NVLink connects. Other results come from a pool of such memory, if it has room,
+            outside of CUDA graphs and compiled functions.
         drop_on_overflow: drop rows past the capacity instead of raising.
-        max_token_dtype: accepted and unused; every payload dtype works.
-        timeout: the longest wait for other ranks in seconds; None for ``config.settings.peer_timeout``.
+        max_token_dtype: the widest dtype of tokens with ``zero_copy``; else every payload dtype works.
+        timeout, device: as of :class:`~transformer_plugin.parallel.EpContext`.
+        symm_mem_pool_bytes: the size of that pool on each rank; None for four results of ``max_token_dtype``.
 
     Raises:
-        RuntimeError: already bootstrapped. ValueError, PeerTimeoutError: as
-            :class:`~transformer_plugin.parallel.EpContext`.
+        RuntimeError: already bootstrapped. ValueError, PeerTimeoutError: as those of ``EpContext``.
     """
     global _context
     if _context is not None:
@@ -62,15 +92,9 @@ def ep_bootstrap(
             "transformer_plugin::ep_bootstrap: expected one call before ep_finalize(), got a second one. "
             "Call ep_finalize() first, or use EpContext objects for several configurations."
         )
-    check_type("ep_bootstrap", "zero_copy", zero_copy, bool, "False")
-    check_type("ep_bootstrap", "max_num_sms", max_num_sms, int, "0")
+    check_type("ep_bootstrap", "max_num_sms", max_num_sms, int, "an integer, 0 for all")
     check_type("ep_bootstrap", "drop_on_overflow", drop_on_overflow, bool, "True or False")
-    if zero_copy:
-        advice = "Pass False: symmetric memory of the caller is not used in place"
-        refuse("zero_copy", "False", zero_copy, "ep_bootstrap", advice)
-    if max_num_sms:
-        advice = "The transport here reserves no multiprocessors"
-        refuse("max_num_sms", "0", max_num_sms, "ep_bootstrap", advice)
+    check_zero_copy(zero_copy, recv_capacity_per_rank, symm_mem_pool_bytes)
     _context = EpContext(
         ep_group,
         num_experts=num_experts,
@@ -79,13 +103,20 @@ def ep_bootstrap(
         num_topk=num_topk,
         capacity=recv_capacity_per_rank,
         overflow="drop" if drop_on_overflow else "raise",
+        transport="one_sided" if zero_copy else "auto",
+        max_token_dtype=max_token_dtype if zero_copy else torch.float32,
+        max_num_sms=max_num_sms,
         timeout=timeout,
+        device=device,
     )
+    if zero_copy:
+        open_pool(_context, symm_mem_pool_bytes)
 
 
 def ep_finalize() -> None:
     """Close the default context, if there is one. Call it before ``dist.destroy_process_group``."""
     global _context
+    release_symm_mem_pool()
     context, _context = _context, None
     if context is not None:
         context.finalize()
@@ -244,6 +275,9 @@ def ep_dispatch(
         "recv_topk_weights", recv_topk_weights, (buffer.recv_capacity_per_rank,), topk_weights.dtype, tokens
     )
     _check_routing(tokens, topk_idx, topk_weights)
+    if recv_tokens is None:
+        shape = (buffer.recv_capacity_per_rank, buffer.hidden_dim)
+        recv_tokens = pooled(buffer._context.group, shape, tokens)
     if recv_tokens is None and recv_topk_weights is None:
         counts = ep_prepare(buffer, topk_idx)
         recv, weights = buffer._context.dispatch(buffer.prepared("ep_dispatch"), tokens, topk_weights)
@@ -299,7 +333,8 @@ def ep_combine(
             zero.
         grad_out: ``[capacity, H]``, contiguous, without gradients: the backward writes the gradient of ``expert_out``
             there.
-            A buffer belongs to one combine of a backward: autograd may hold it until the backward ends.
+            A buffer belongs to one combine of a backward: autograd may hold it until the backward ends. None: a new
+            tensor, with ``zero_copy`` one of the pool.
     """
     check_type("ep_combine", "buffer", buffer, EpBuffer, "an EpBuffer")
     check_type("ep_combine", "expert_out", expert_out, Tensor, "a tensor")
@@ -307,12 +342,20 @@ def ep_combine(
     _check_target(
         "grad_out", grad_out, tuple(expert_out.shape), expert_out.dtype, expert_out, op="ep_combine"
     )
-    if grad_out is None:
+    if grad_out is None and not has_pool(buffer._context.group):
         return buffer._context.combine(plan, expert_out, num_local_tokens)
     buffer._context._check_open()
     tokens = plan.num_tokens if num_local_tokens is None else num_local_tokens
-    combined: Tensor = CombineGradInto.apply(expert_out, grad_out, tokens, *_arguments(buffer, plan))
+    new_rows = partial(_new_rows, buffer._context.group)
+    combined: Tensor = CombineGradInto.apply(
+        expert_out, grad_out, new_rows, tokens, *_arguments(buffer, plan)
+    )
     return combined
+
+
+def _new_rows(group: ProcessGroup | None, shape: tuple[int, int], like: Tensor) -> Tensor:
+    rows = pooled(group, shape, like)
+    return like.new_empty(shape) if rows is None else rows
 
 
 def _check_target(
