@@ -8,14 +8,17 @@ from tests.opcheck import opcheck
 from tests.ops.test_refusals import CALLS, copied
 from transformer_plugin.testing.every_op import Call, registered
 
-#: These ops have no tensor arguments, and therefore no kernels and no Meta function to check.
+#: These ops take or return no tensors, and therefore have no kernels and no Meta function to check.
 HOST_OPS = {"check_group_sizes", "compare_header", "grouped_gemm_plan", "select_transport"}
 HOST_OPS |= {
     "count_deferred_wgrads",
+    "is_symmetric",
     "new_wgrad_queue",
     "open_channel",
     "peer_memory_support",
     "release_wgrad_queue",
+    "symmetric_allocate",
+    "symmetric_empty",
 }
 HOST_OPS |= {"clear_gathers", "configure_gathers", "count_gathers", "invalidate_prefetched"}
 FIRST = list({(call.op, call.name): call for call in CALLS if call.op not in HOST_OPS}.values())

@@ -19,7 +19,7 @@ from transformer_plugin.testing.every_op import Call, calls, registered
 #: Calls that are not repeated.
 ONCE = ("all_gather_text", "release_group", "release_wgrad_queue")
 #: One rank agrees with itself, and the borders of a region take any tensor.
-REFUSE_LITTLE = ("compare_header", "enter_gather_region", "leave_gather_region")
+REFUSE_LITTLE = ("compare_header", "enter_gather_region", "is_symmetric", "leave_gather_region")
 CALLS = [call for call in calls() if call.arguments and call.op not in ONCE]
 IDS = [f"{call.op}-{call.name}" for call in CALLS]
 #: What an op writes, or its backward.

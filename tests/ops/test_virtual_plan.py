@@ -132,7 +132,8 @@ def expected_plans(problem: Problem) -> list[CompactPlan]:
         of_row = torch.arange(len(slot)).view(-1, 1).expand(-1, topk)
         source[slot[slot >= 0]] = of_row[slot >= 0].int()
         peer_rows = peer_rows_of(has_row.view(ranks, tokens, ranks).sum(1), me)
-        records = records_of(has_row.view(ranks, tokens, ranks)[me], min(topk, ranks))
+        mine = slice(me * tokens, (me + 1) * tokens)
+        records = records_of(has_row[mine], slots[mine], rank_of[mine], min(topk, ranks))
         plans.append(CompactPlan(slot.int(), source, rooms[me], *shared, peer_rows, records, required_tokens))
     return plans
 
@@ -159,18 +160,21 @@ def peer_rows_of(counts: Tensor, me: int) -> Tensor:
     return rows.int()
 
 
-def records_of(has_row: Tensor, most: int) -> Tensor:
-    """``has_row`` [tokens, R]: whether each token has a row at each rank."""
+def records_of(has_row: Tensor, slots: Tensor, rank_of: Tensor, most: int) -> Tensor:
+    """``has_row`` [tokens, R]: whether each token has a row at each rank. ``slots``, ``rank_of`` [tokens, K]."""
     tokens, ranks = has_row.shape
     by_rank = has_row.T.flatten()
     numbers = (by_rank.cumsum(0) - 1).view(ranks, tokens).T
     last = tokens * ranks
     of_tokens = torch.where(has_row, numbers, last).sort(1).values[:, :most]
-    records = torch.full((2, tokens, most), -1)
+    records = torch.full((3, tokens, most), -1)
     records[0] = torch.where(of_tokens < last, of_tokens, -1)
     if tokens:
-        used = by_rank.nonzero()[:, 0] % tokens
+        place = by_rank.nonzero()[:, 0]
+        used = place % tokens
         records[1].view(-1)[: len(used)] = used
+        first = (rank_of[used] == (place // tokens)[:, None]).int().argmax(1)
+        records[2].view(-1)[: len(used)] = slots[used].gather(1, first[:, None])[:, 0]
     return records.int()
 
 
@@ -365,4 +369,4 @@ def test_cpu_has_no_plan_by_puts() -> None:
 def test_cpu_has_no_one_sided_exchange() -> None:
     channel, state = torch.zeros(0, dtype=torch.uint8), torch.zeros(1, STATE_WORDS, dtype=torch.int32)
     with pytest.raises(NotImplementedError, match=r"The one-sided exchange is for GPUs\.$"):
-        tp.virtual_exchange(channel, state, "dispatch", [], [], [], [], [], [], [], 0, 0, 0)
+        tp.virtual_exchange(channel, state, "dispatch", *[[]] * 8, 0, 0, 0)

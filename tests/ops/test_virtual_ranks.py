@@ -4,6 +4,7 @@ the bits of loops of torch over a plan that is written here from its meaning, wi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -16,21 +17,17 @@ gpu = pytest.mark.gpu
 tp = torch.ops.transformer_plugin_testing
 DEVICE = torch.device("cuda")
 
-RANKS = [2, 3, 8]
+RANKS, EXCHANGES = [2, 3, 8], 20
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 WIDTHS = [1, 17, 64, 1000, 2880]
-EXCHANGES = 20
-#: of 64 ranks, whose plans take seconds here: one of each kind of routing
-FEW_EXCHANGES = 7
-#: The state before the first exchange, so that the epoch wraps among them.
-FIRST_EPOCH = 2**32 - 7
-STATE_WORDS = 16
-MAX_TOKENS, MOST_TOPK = 40, 40
+FEW_EXCHANGES = 7  # of 64 ranks, whose plans take seconds here: one of each kind of routing
+FIRST_EPOCH = 2**32 - 7  # the state before the first exchange, so that the epoch wraps among them
+STATE_WORDS, MAX_TOKENS, MOST_TOPK = 16, 40, 40
 
 
 @dataclass
 class RankPlan:
-    """What one rank knows: slot [N, K], peer_rows [4, R + 1], records [2, max_tokens, M]."""
+    """What one rank knows: slot [N, K], peer_rows [4, R + 1], records [3, max_tokens, M]."""
 
     slot: Tensor
     peer_rows: Tensor
@@ -74,11 +71,13 @@ def plans_of(indices: list[Tensor], experts: int, capacity: int, spare_rows: int
             put[r] = sum(key < (me, 0) and key[0] != r for key in received[r])
             returned[r] = sum(record < (me, 0) and record[0] != r for record in sent[r])
         begins = starts([r for r, _ in received[me]], count), starts([r for r, _ in sent[me]], count)
-        records = torch.full((2, MAX_TOKENS, destinations), -1, dtype=torch.int32)
+        records = torch.full((3, MAX_TOKENS, destinations), -1, dtype=torch.int32)
         for t in range(len(indices[me])):
             of_token = [n for n, record in enumerate(sent[me]) if record[1] == t]
             records[0, t, : len(of_token)] = torch.tensor(of_token, dtype=torch.int32)
         records[1].view(-1)[: len(sent[me])] = torch.tensor([t for _, t in sent[me]], dtype=torch.int32)
+        for n, (to, t) in enumerate(sent[me]):
+            records[2].view(-1)[n] = next(s for s in slots[to][me, t] if s >= 0)
         plans.append(
             RankPlan(
                 torch.tensor(rows, dtype=torch.int32).reshape(-1, topk),
@@ -150,10 +149,10 @@ def combined(rows: list[Tensor], plans: list[RankPlan], counts: list[int]) -> li
 
 
 class Channel:
-    """The symmetric memory and the states of all ranks, whose data is NaN before each exchange."""
+    """The symmetric memory and the states of all ranks, whose data is ``fill``, or NaN, before each exchange."""
 
     def __init__(self, ranks: int, rows: int, record_bytes: int, epoch: int = 0) -> None:
-        self.sizes = (rows, rows, record_bytes)
+        self.sizes, self.fill = (rows, rows, record_bytes), torch.tensor(0xFF, dtype=torch.uint8)
         layout = tp.virtual_channel_layout(ranks, *self.sizes)
         self.bytes, *self.data, self.flags, _, _, self.credits = layout
         self.memory = torch.zeros(ranks * self.bytes, dtype=torch.uint8, device=DEVICE)
@@ -178,11 +177,11 @@ class Channel:
         heights: list[int],
         slot: bool = False,
         shift: int = 0,
-        **options: int,
+        **options: Any,
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Runs an exchange whose outputs have ``heights`` rows, and checks that it writes nothing beside them. With
         ``shift`` all rows begin at addresses that are no multiples of 16 bytes."""
-        self.memory.view(-1, self.bytes)[:, : self.flags] = 0xFF
+        self.memory.view(-1, self.bytes)[:, : self.flags] = self.fill
         outputs = [
             [Canary(n, each[0].shape[1], each[0].dtype, shift) for n in heights] if each else []
             for each in (rows, weights)
@@ -194,6 +193,7 @@ class Channel:
             [shifted(each, shift) for each in rows],
             [shifted(each, shift) for each in weights],
             [plan.slot.to(DEVICE) for plan in plans] if slot else [],
+            [],
             [plan.peer_rows.to(DEVICE) for plan in plans],
             [plan.records.to(DEVICE) for plan in plans],
             [each.rows for each in outputs[0]],
@@ -308,7 +308,7 @@ def test_many_exchanges_on_one_channel(ranks: int, dtype: torch.dtype) -> None:
         routing = draw_routing(ranks, number, generator)
         plans = plans_of(routing.indices, routing.experts, routing.capacity, routing.spare_rows)
         width = WIDTHS[number % len(WIDTHS)]
-        options = {"max_sms": number % 4, "shift": number // 3 % 2}
+        options = {"max_sms": number % 4, "shift": number // 3 % 2, "chunk_rows": (0, 16, 4, 8)[number % 4]}
         arguments = (channel, routing, plans, width, dtype, generator)
         if number % 3 == 0:
             check_dispatch(*arguments, **options)

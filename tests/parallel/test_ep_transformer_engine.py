@@ -133,9 +133,9 @@ def test_calls(pool: RankPool, check: Callable[[Rank], None]) -> None:
 def check_errors(rank: Rank) -> None:
     text = error_of(lambda: EpBuffer(2, 8, 3, 4), RuntimeError)
     assert text.startswith("transformer_plugin::EpBuffer: expected a call of ep_bootstrap() first, got none.")
-    for option in ({"zero_copy": True}, {"max_num_sms": 8}):
+    for option, kind in (({"zero_copy": True}, ValueError), ({"max_num_sms": 8.0}, TypeError)):
         assert "transformer_plugin::ep_bootstrap: argument" in error_of(
-            lambda o=option: ep_bootstrap(rank.group, 4, 8, 3, 2, **o)
+            lambda o=option: ep_bootstrap(rank.group, 4, 8, 3, 2, **o), kind
         )
     ep_bootstrap(rank.group, 4, 8, 3, 2)
     try:

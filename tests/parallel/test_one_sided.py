@@ -7,14 +7,23 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
+from tests.parallel.one_sided_cases import (
+    SIZES,
+    Setup,
+    assert_all_same,
+    check_graph,
+    check_many,
+    check_two_channels,
+    check_two_graphs,
+    draw,
+    step,
+)
 from tests.parallel.test_all_to_all import CONFIGS, check_layers, error_of
-from transformer_plugin.parallel import EpContext, EpPlan
+from transformer_plugin.parallel import EpContext
 from transformer_plugin.testing.distributed import Rank, RankPool
-from transformer_plugin.testing.numerics import assert_same_bits
 
-SIZES: dict[str, Any] = {"max_tokens_per_rank": 200, "hidden_dim": 264, "num_topk": 4}
+BETWEEN_GPUS = Setup("one_sided")
 
 
 @pytest.fixture
@@ -30,148 +39,53 @@ def test_same_bits_as_all_gather(two: RankPool, recipe: str) -> None:
             two.run(check_layers, recipe, sizes, copies, ("one_sided", "all_gather"))
 
 
-def contexts(rank: Rank, **options: Any) -> list[EpContext]:
-    sizes = {**SIZES, "num_experts": 8 * rank.size, **options}
-    return [EpContext(rank.group, **sizes, transport=name) for name in ("one_sided", "all_gather")]
-
-
-def draw(
-    rank: Rank, seed: int, dtype: torch.dtype, rows: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Indices, tokens, weights, and gradients of received rows and of what combine returns; other ones on each rank."""
-    generator = torch.Generator().manual_seed(1000 * seed + rank.rank)
-    tokens = (
-        int(torch.randint(0, 201, (1,), generator=generator)) if seed % 4 else 200 * (rank.rank == seed % 2)
-    )
-    indices = torch.rand(tokens, 8 * rank.size, generator=generator).argsort(1)[:, :4]
-    indices[torch.rand(tokens, 4, generator=generator) < 0.2] = -1
-    if seed % 5 == 4:
-        indices[:, 0] = 3  # one expert takes all
-    shapes = [(tokens, 264), (tokens, 4), (rows, 264), (tokens, 264)]
-    drawn = [torch.randn(shape, generator=generator) for shape in shapes]
-    x, weights, grad_rows, grad = drawn
-    return tuple(
-        each.to(rank.device) for each in (indices, x.to(dtype), weights, grad_rows.to(dtype), grad.to(dtype))
-    )
-
-
-def step(context: EpContext, plan: EpPlan, drawn: tuple[Tensor, ...], expand: bool) -> dict[str, Tensor]:
-    """dispatch and combine with their gradients."""
-    _, tokens, weights, grad_rows, grad = drawn
-    x, w = tokens.clone().requires_grad_(), weights.clone().requires_grad_()
-    recv, recv_weights = context.dispatch(plan, x, w, expand=expand)
-    z = grad_rows[: len(recv)].clone().requires_grad_()
-    out = context.combine(plan, z, expand=expand)
-    grads = torch.autograd.grad(out, z, grad)
-    of_weights = torch.linspace(-1, 1, len(recv_weights), device=w.device)
-    more = torch.autograd.grad((recv, recv_weights), (x, w), (grad_rows[: len(recv)], of_weights))
-    used = plan.source >= 0 if expand else torch.ones(len(recv), dtype=torch.bool, device=w.device)
-    return {
-        "recv": recv.detach()[used],
-        "recv_weights": recv_weights.detach(),
-        "out": out.detach(),
-        "grad_rows": grads[0][used],
-        "grad_tokens": more[0],
-        "grad_weights": more[1],
-    }
-
-
-def check_many(rank: Rank, dtype: torch.dtype, count: int, options: dict[str, Any]) -> None:
-    ours, peer = contexts(rank, **options)
-    for seed in range(count):
-        drawn = draw(rank, seed, dtype, max(ours.capacity, 400))
-        if seed % 3 == rank.rank:  # this rank comes late
-            torch.cuda._sleep(2_000_000)
-        expand = seed % 2 == 0
-        got_plan, plan = ours.plan(drawn[0]), peer.plan(drawn[0], compact=True)
-        assert_same_bits(got_plan.tokens_per_expert, plan.tokens_per_expert)
-        if plan.received is None:  # all tokens are received: other rows than those of a plan by records
-            expand = True
-        got, expected = step(ours, got_plan, drawn, expand), step(peer, plan, drawn, expand)
-        for name in expected:
-            assert_same_bits(got[name], expected[name], f"seed {seed}, {name}")
-    for context in (ours, peer):
-        context.finalize()
-
-
 @pytest.mark.gpus(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("options", [{}, {"capacity": 150, "overflow": "drop"}], ids=["all", "drops"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"capacity": 150, "overflow": "drop"}, {"max_num_sms": 2}],
+    ids=["all", "drops", "few-multiprocessors"],
+)
 def test_many_exchanges(two: RankPool, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    two.run(check_many, dtype, 40, options)
-
-
-def check_graph(rank: Rank) -> None:
-    """Plan, dispatch and combine of one captured graph, replayed with other routings and numbers of tokens."""
-    ours, peer = contexts(rank)
-    indices, tokens, weights, rows, _ = draw(rank, 1, torch.bfloat16, ours.capacity)
-    static = [
-        torch.zeros(200, each.shape[1], dtype=each.dtype, device=rank.device)
-        for each in (indices, tokens, weights)
-    ]
-
-    def call() -> tuple[EpPlan, Tensor, Tensor, Tensor]:
-        plan = ours.plan(static[0])
-        recv, recv_weights = ours.dispatch(plan, static[1], static[2])
-        return plan, recv, recv_weights, ours.combine(plan, rows)
-
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        plan, *outputs = call()
-    for seed in range(2, 14):
-        indices, tokens, weights, grad_rows, _ = draw(rank, seed, torch.bfloat16, ours.capacity)
-        for buffer, values in zip(static, (indices, tokens, weights), strict=True):
-            buffer.fill_(-1)[: len(values)] = values
-        rows.copy_(grad_rows)
-        if rank.rank == seed % 2:
-            torch.cuda._sleep(2_000_000)
-        graph.replay()
-        same = peer.plan(indices)
-        for name in ("source", "tokens_per_expert", "required", "overflow"):
-            got, expected = getattr(plan, name), getattr(same, name)
-            if name == "source":  # other numbers of the same rows
-                got, expected = got >= 0, expected >= 0
-            assert_same_bits(got, expected, name)
-        recv, recv_weights = peer.dispatch(same, tokens, weights)
-        used = same.source >= 0
-        assert_same_bits(outputs[0][used], recv[used])
-        assert_same_bits(outputs[1], recv_weights)
-        assert_same_bits(outputs[2][: len(tokens)], peer.combine(same, grad_rows))
-        assert not outputs[2][len(tokens) :].any()
+    two.run(check_many, BETWEEN_GPUS, 40, (options,), (dtype,))
 
 
 @pytest.mark.gpus(2)
 def test_graph(two: RankPool) -> None:
-    two.run(check_graph)
+    two.run(check_graph, BETWEEN_GPUS)
+
+
+@pytest.mark.gpus(2)
+def test_graphs_of_forward_and_backward(two: RankPool) -> None:
+    two.run(check_two_graphs, BETWEEN_GPUS)
+
+
+@pytest.mark.gpus(2)
+def test_two_channels_at_the_same_time(two: RankPool) -> None:
+    two.run(check_two_channels, BETWEEN_GPUS, 20)
 
 
 def check_streams(rank: Rank) -> None:
     """Calls on one stream and then another, which nothing else orders."""
-    ours, peer = contexts(rank)
+    ours, peer = BETWEEN_GPUS.contexts(rank)
     streams = [torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.current_stream()]
     made = []
     for seed in range(12):
-        drawn = draw(rank, seed, torch.bfloat16, ours.capacity)
+        drawn = draw(rank, ours, seed, torch.bfloat16).to(rank.device)
         torch.cuda.synchronize()
         for each in streams[seed % 2 :: 2]:
             with torch.cuda.stream(each):
                 torch.cuda._sleep(500_000 * (1 + seed % 3))
         with torch.cuda.stream(streams[seed % 3]):
-            plan = ours.plan(drawn[0])
+            plan = ours.plan(drawn.indices)
         with torch.cuda.stream(streams[(seed + 1) % 3]):
-            ours.plan(drawn[0])  # of which nothing is used
+            ours.plan(drawn.indices)  # of which nothing is used
         streams[(seed + 2) % 3].wait_stream(streams[seed % 3])
         with torch.cuda.stream(streams[(seed + 2) % 3]):
             made.append((drawn, step(ours, plan, drawn, True)))
     torch.cuda.synchronize()
-    for drawn, got in made:
-        expected = step(peer, peer.plan(drawn[0]), drawn, True)
-        for name in expected:
-            assert_same_bits(got[name], expected[name], name)
+    for seed, (drawn, got) in enumerate(made):
+        assert_all_same(got, step(peer, peer.plan(drawn.indices), drawn, True), f"seed {seed}")
 
 
 @pytest.mark.gpus(2)

@@ -43,6 +43,8 @@ int main(int count, char** arguments) {
 
 Program = Callable[..., list[str]]
 
+ONE_GPU = "ranks {} are on one GPU, {}, which TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 on every rank allows"
+
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
@@ -114,9 +116,10 @@ def facts(
     folder: str = "1:2",
     visible: str = "",
     reachable: str = "",
+    may_share: str = "0",
 ) -> str:
     """What a rank sends, as ``RankFacts::text`` writes it."""
-    lines = [refusal, "3", str(size), host, boot, folder, gpu, visible, reachable]
+    lines = [refusal, "3", str(size), host, boot, folder, gpu, visible, reachable, may_share]
     return "\n".join(lines) + "\n"
 
 
@@ -139,7 +142,13 @@ def test_refusals_name_ranks(program: Program) -> None:
             "the ranks have different folders of temporary files, through which they would pass memory: "
             "1:2 on rank 0; 1:3 on rank 1",
         ),
-        ([facts("A"), facts("B"), facts("B")], "ranks 1, 2 are on one GPU, B"),
+        ([facts("A"), facts("B"), facts("B")], ONE_GPU.format("1, 2", "B")),
+        ([facts("A", may_share="1"), facts("A")], ONE_GPU.format("0, 1", "A")),
+        ([facts("A", may_share="1")] * 4, ""),
+        (
+            [facts("A", may_share="1"), facts("A", may_share="1", size=1)],
+            "the ranks ask for different sizes: 4096 bytes on rank 0; 1 bytes on rank 1",
+        ),
         (
             [facts("A", visible="B"), facts("B", visible="A", reachable="A")],
             "the GPU of rank 0 cannot access the memory of the GPU of rank 1",
@@ -194,17 +203,22 @@ def test_a_rank_that_does_not_come() -> None:
         pool.run(check_missing)
 
 
-def check_one_gpu(rank: Rank) -> tuple[bool, str]:
+def check_one_gpu(rank: Rank, allowed_on: tuple[int, ...]) -> tuple[bool, str]:
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = str(int(rank.rank in allowed_on))
     return support(rank.group_name, torch.device("cuda", 0))
 
 
 @pytest.mark.gpus(1)
-def test_two_ranks_on_one_gpu() -> None:
+@pytest.mark.parametrize("allowed_on", [(), (0,), (0, 1)])
+def test_two_ranks_on_one_gpu(allowed_on: tuple[int, ...]) -> None:
     with RankPool(2) as pool:
-        answers = pool.run(check_one_gpu)
+        answers = pool.run(check_one_gpu, allowed_on)
     assert answers[0] == answers[1]
-    assert not answers[0][0]
-    assert answers[0][1].startswith("ranks 0, 1 are on one GPU, GPU-")
+    if len(allowed_on) == 2:
+        assert answers[0] == (True, "")
+    else:
+        assert not answers[0][0]
+        assert answers[0][1].startswith("ranks 0, 1 are on one GPU, GPU-")
 
 
 def check_supported(rank: Rank, backend: str) -> None:

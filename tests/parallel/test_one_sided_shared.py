@@ -1,0 +1,88 @@
+"""The transport "one_sided" between processes that share one GPU, over a Gloo group: the bits of "all_gather" on CPUs.
+The same checks run on CPUs with the transport "all_to_all"."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parallel.one_sided_cases import (
+    Setup,
+    check_graph,
+    check_many,
+    check_two_channels,
+    check_two_graphs,
+)
+from tests.parallel.test_all_to_all import CONFIGS, check_layers
+from transformer_plugin.testing.distributed import Rank, RankPool
+
+ON_ONE_GPU = Setup("one_sided", "cuda:0", "cpu")
+SETUPS = [
+    pytest.param(Setup("all_to_all", "cpu", "cpu"), id="cpu"),
+    pytest.param(ON_ONE_GPU, id="cuda", marks=pytest.mark.gpu),
+]
+DTYPES = (torch.bfloat16, torch.float32)
+#: of contexts that use one channel, which grows
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"num_topk": 1, "hidden_dim": 8, "max_tokens_per_rank": 70},
+    {},
+    {"capacity": 150, "overflow": "drop"},
+    {"max_received_tokens": 90, "overflow": "drop", "max_num_sms": 2},
+    {"local_experts": 2, "num_topk": 4, "alignment": 16},  # more than experts of a rank
+    {"local_experts": 3, "max_received_tokens": 120, "capacity": 130, "alignment": 4, "overflow": "drop"},
+)
+
+each_setup = pytest.mark.parametrize("setup", SETUPS)
+each_size = pytest.mark.parametrize("size", [2, 4])
+MakePool = Callable[[int, str], RankPool]
+
+
+@each_setup
+@each_size
+def test_many_exchanges(make_pool: MakePool, size: int, setup: Setup) -> None:
+    make_pool(size, "gloo").run(check_many, setup, 40, OPTIONS, DTYPES)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@each_setup
+@each_size
+def test_a_hundred_exchanges(make_pool: MakePool, size: int, setup: Setup) -> None:
+    for options in (OPTIONS, OPTIONS[::-1]):
+        make_pool(size, "gloo").run(check_many, setup, 100, options, DTYPES[::-1], timeout=400.0)
+
+
+@each_setup
+@each_size
+def test_graph(make_pool: MakePool, size: int, setup: Setup) -> None:
+    make_pool(size, "gloo").run(check_graph, setup)
+
+
+@each_setup
+@each_size
+def test_graphs_of_forward_and_backward(make_pool: MakePool, size: int, setup: Setup) -> None:
+    make_pool(size, "gloo").run(check_two_graphs, setup)
+
+
+@each_setup
+@each_size
+def test_two_channels_at_the_same_time(make_pool: MakePool, size: int, setup: Setup) -> None:
+    make_pool(size, "gloo").run(check_two_channels, setup, 8)
+
+
+def check_shared_layers(rank: Rank, recipe: str) -> None:
+    """Both layers on the GPU: Gloo moves the tokens of "all_gather"."""
+    rank = ON_ONE_GPU.place(rank)
+    for sizes in CONFIGS if rank.size == 2 else CONFIGS[-1:]:
+        for copies in (False, True):
+            check_layers(rank, recipe, sizes, copies, ("one_sided", "all_gather"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["none", "bf16", "fp8_block", "mxfp8", "nvfp4"])
+@each_size
+def test_layers(make_pool: MakePool, size: int, recipe: str) -> None:
+    make_pool(size, "gloo").run(check_shared_layers, recipe)
