@@ -25,6 +25,7 @@ from benchmarks.moe_layer_cases import (
 )
 from transformer_plugin import nn
 from transformer_plugin.formats import Format
+from transformer_plugin.parallel.expert import Transport
 from transformer_plugin.recipes import recipe_from_name
 from transformer_plugin.testing.distributed import Rank
 
@@ -174,10 +175,13 @@ class OursOverRanks(Ours):
 
     modes = ("eager", "graph")
 
-    def __init__(self, data: RankData, recipe: str, tight: bool = False) -> None:
+    def __init__(
+        self, data: RankData, recipe: str, tight: bool = False, transport: Transport = "auto"
+    ) -> None:
         Competitor.__init__(self, data)
         layer = data.layer
         self.name = f"ours {recipe}" + (f", capacity {CAPACITY_FACTOR}" if tight else "")
+        self.name += "" if transport == "auto" else f", {transport}"
         self.recipe = None if recipe == "bf16" else recipe_from_name(recipe)
         self.capacity = tight_capacity(data, alignment_of(self.recipe, data.device)) if tight else None
         dispatch = nn.DispatchConfig(
@@ -185,6 +189,7 @@ class OursOverRanks(Ours):
             capacity=self.capacity,
             # With a capacity the default is 1, which would be another difference.
             alignment=alignment_of(self.recipe, data.device) if tight else None,
+            transport=transport,
         )
         sizes = (layer.hidden, layer.ffn_hidden, layer.experts, layer.topk)
         options = {"device": data.device, "dtype": torch.bfloat16, "recipe": self.recipe}

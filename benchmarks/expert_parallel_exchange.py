@@ -29,6 +29,7 @@ from benchmarks.expert_parallel_measures import (
 from benchmarks.expert_parallel_peers import PEERS, Peer
 from benchmarks.moe_layer_peers import route
 from transformer_plugin.parallel import EpContext
+from transformer_plugin.parallel.expert import Transport
 from transformer_plugin.testing.numerics import relative_error
 
 Row = dict[str, Any]
@@ -48,6 +49,8 @@ class Exchange:
     form: str
     #: what is sent to another rank, as in :class:`Peer`; None: that is for the counters of the links to say.
     sends: str | None = None
+    #: whether combine adds up rows of experts, also where dispatch returns tokens.
+    sums = False
     #: whether the host reads nothing in the plan; whether the first dispatch is part of it.
     static_plan = True
     plan_dispatches = False
@@ -79,12 +82,21 @@ class Exchange:
 
 
 class Ours(Exchange):
-    """``EpContext``: copies of tokens for experts, or tokens once for each rank (``expand=False``)."""
+    """``EpContext``: copies of tokens for experts, or tokens once for each rank (``expand=False``); with ``sums`` rows
+    of experts come back to those, as in ``MoE``."""
 
-    def __init__(self, data: RankData, expand: bool = True, tight: bool = False) -> None:
+    def __init__(
+        self,
+        data: RankData,
+        expand: bool = True,
+        tight: bool = False,
+        sums: bool = False,
+        transport: Transport = "auto",
+    ) -> None:
         layer = data.layer
-        self.form = "copies" if expand else "tokens"
+        self.form, self.sums = "copies" if expand else "tokens", sums
         self.name = f"ours, {self.form}" + (f", capacity {CAPACITY_FACTOR}" if tight else "")
+        self.name += (", sums" if sums else "") + ("" if transport == "auto" else f", {transport}")
         self.context = EpContext(
             data.rank.group,
             num_experts=layer.experts,
@@ -93,6 +105,8 @@ class Ours(Exchange):
             num_topk=layer.topk,
             capacity=tight_capacity(data, 1) if tight else None,
             overflow="drop",
+            transport=transport,
+            max_token_dtype=torch.bfloat16,
         )
         self.expand = expand
 
@@ -104,15 +118,21 @@ class Ours(Exchange):
         return rows
 
     def combine(self, plan: Any, rows: Tensor) -> Tensor:
-        return self.context.combine(plan, rows, expand=self.expand)
+        return self.context.combine(plan, rows, expand=self.expand or self.sums)
 
     def received(self, plan: Any, rows: Tensor) -> Tensor | None:
         self.dropped = max(0, int(plan.required.max()) - self.context.capacity)
-        return rows if self.form == "copies" else self.experts(plan, rows)
+        return rows if self.form == "copies" else self._tokens_here(plan, rows)
 
     def experts(self, plan: Any, rows: Tensor) -> Tensor:
         if self.form == "copies":
             return rows
+        if self.sums:
+            of_rows = rows.index_select(0, plan.source.clamp(min=0))
+            return of_rows.masked_fill((plan.source < 0)[:, None], 0)
+        return self._tokens_here(plan, rows)
+
+    def _tokens_here(self, plan: Any, rows: Tensor) -> Tensor:
         return rows.masked_fill(
             (plan.slot < 0).all(1)[:, None], 0
         )  # experts leave zeros where they have no row
@@ -190,6 +210,11 @@ def of_peer(peer: type[Peer], data: RankData) -> OfPeer:
 def makers(data: RankData) -> dict[str, Callable[[], Exchange]]:
     """All exchanges by name, ours first; those whose library is not installed are left out."""
     ours = [partial(Ours, data, expand, tight) for expand in (True, False) for tight in (False, True)]
+    ours.append(partial(Ours, data, expand=False, sums=True))
+    if data.device.type == "cuda":
+        ours += [
+            partial(Ours, data, expand=False, sums=sums, transport="one_sided") for sums in (False, True)
+        ]
     found: dict[str, Callable[[], Exchange]] = {f"ours {i}": make for i, make in enumerate(ours)}
     found |= {name: partial(of_peer, peer, data) for name, (peer, fuses) in PEERS.items() if fuses}
     if data.device.type == "cuda" and importlib.util.find_spec("deep_ep"):
@@ -215,7 +240,8 @@ def fault(exchange: Exchange, plan: Any, data: RankData, everything: dict[str, T
             return f"wrong: sum of the dispatched rows: relative error {error:.1e}"
     mine = slice(data.index * data.layer.tokens, (data.index + 1) * data.layer.tokens)
     of_ranks = torch.stack([(experts[mine] == rank).sum(1) for rank in range(data.ranks)])
-    count = of_ranks.sum(0) if exchange.form == "copies" else (of_ranks > 0).sum(0)
+    of_rows = exchange.sums or exchange.form == "copies"
+    count = of_ranks.sum(0) if of_rows else (of_ranks > 0).sum(0)
     want = data.tokens.detach().double() * count[:, None]
     error_of = (back - want).abs() if not dropped else back.abs() - want.abs()  # then some rows are zero
     wrong = int((~(error_of <= data.ranks * BOUND * want.abs())).sum())
@@ -287,7 +313,7 @@ class Exchanges:
     ) -> dict[str, tuple[Call, str | None]]:
         """What is timed of an exchange, and why something is not captured."""
         device, tokens = self.data.device, self.data.tokens.detach()
-        received = exchange.dispatch(plan, tokens)
+        received = exchange.experts(plan, exchange.dispatch(plan, tokens))
 
         # Each is called later, too, where gradients are enabled.
         @torch.no_grad()
@@ -302,8 +328,11 @@ class Exchanges:
         def combine(rows: Tensor = received, with_plan: Any = plan) -> Tensor:
             return exchange.combine(with_plan, rows)
 
+        def back(rows: Tensor, with_plan: Any = plan) -> Tensor:
+            return combine(exchange.experts(with_plan, rows), with_plan)
+
         def from_plan(other: Any) -> Tensor:
-            return combine(dispatch(other), other)
+            return back(dispatch(other), other)
 
         def itself(output: Tensor) -> Tensor:
             return output
@@ -312,7 +341,7 @@ class Exchanges:
         reads = (Call(plan_again, "eager"), None)
         return {
             name: captured(plan_again, from_plan, device, pool) if exchange.static_plan else reads,
-            "dispatch": captured(dispatch, combine, device, pool),
+            "dispatch": captured(dispatch, back, device, pool),
             "combine": captured(combine, itself, device, pool),
         }
 

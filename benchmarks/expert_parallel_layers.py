@@ -34,6 +34,7 @@ from benchmarks.expert_parallel_peers import PEERS
 from benchmarks.moe_layer_cases import Competitor, Layer, errors, fault
 from benchmarks.moe_layer_cases import reference as reference_alone
 from benchmarks.moe_layer_measures import Entry
+from transformer_plugin.parallel.expert import Transport
 from transformer_plugin.testing.distributed import Rank
 
 Row = dict[str, Any]
@@ -42,6 +43,7 @@ MICRO_BATCHES = 4
 #: seconds of rest before steps, after which the GPU's clock is back.
 REST = 0.12
 TIGHT = f", capacity {CAPACITY_FACTOR}"
+ONE_SIDED = ", one_sided"
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ def competitor_names() -> tuple[str, ...]:
     return (*ours, *PEERS)
 
 
-_OURS = (("ours ", ""), ("ours ", TIGHT), ("one rank ", ""))
+_OURS = (("ours ", ""), ("ours ", TIGHT), ("ours ", ONE_SIDED), ("one rank ", ""))
 
 
 class Layers:
@@ -86,8 +88,9 @@ class Layers:
             assert self.alone is not None
             return OneRank(self.alone, name.removeprefix("one rank "))
         if name.startswith("ours "):
-            recipe = name.removeprefix("ours ").removesuffix(TIGHT)
-            return OursOverRanks(self.data, recipe, tight=name.endswith(TIGHT))
+            recipe, *options = name.removeprefix("ours ").split(", ")
+            transport: Transport = "one_sided" if ONE_SIDED.removeprefix(", ") in options else "auto"
+            return OursOverRanks(self.data, recipe, name.endswith(TIGHT), transport)
         peer, fuses = PEERS[name]
         return peer(self.data, fuses)
 
@@ -115,7 +118,7 @@ class Layers:
         if note is not None:
             self.notes.append({"kind": "layer", "competitor": name, "note": note})
         kept = entries if note is None or len(entries) > 1 else []
-        if len(kept) > 1 and not (name.startswith("ours") and not name.endswith(TIGHT)):
+        if len(kept) > 1 and not (name.startswith("ours") and "," not in name):
             kept = kept[1:]  # of these, the captured step is enough
         self.entries += kept
 
