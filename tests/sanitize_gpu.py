@@ -1,5 +1,5 @@
-"""Runs the cases of the quantize ops and of grouped products on a GPU under compute-sanitizer, which finds accesses out
-of bounds, races in shared memory, and wrong barriers.
+"""Runs the cases of the quantize ops, grouped products and one-sided exchanges on a GPU under compute-sanitizer, which
+finds accesses out of bounds, races in shared memory, and wrong barriers.
 
     python -m tests.sanitize_gpu            # memcheck, racecheck, synccheck; fails if one reports an error
     python -m tests.sanitize_gpu --jobs 6   # six processes on the same GPU share the cases
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from tests.sanitize_exchange import exchange_calls
 from tests.sanitize_products import product_calls
 from tests.sanitize_routing import routing_calls
 from transformer_plugin import ops
@@ -286,6 +287,7 @@ def calls(device: torch.device) -> Iterator[tuple[str, Call]]:
             yield f"{name} {case.name}", partial(_call_with_arguments, call, case, device)
     yield from product_calls(device)
     yield from routing_calls(device)
+    yield from exchange_calls()
     yield from _losses(device)
 
 
