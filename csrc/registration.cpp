@@ -312,7 +312,8 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "combine(Tensor rows, Tensor slot, Tensor source, SymInt num_tokens, str group_name=\"\", int timeout_ms=-1, "
       "int grads_needed=-1, bool expand=True, Tensor? received=None, Tensor? position=None) -> Tensor");
   m.def(
-      "combine_backward(Tensor grad, Tensor slot, Tensor source, str group_name=\"\", int timeout_ms=-1, bool expand=True, Tensor? received=None, Tensor? position=None) -> Tensor");
+      "combine_backward(Tensor grad, Tensor slot, Tensor source, str group_name=\"\", int timeout_ms=-1, "
+      "bool expand=True, Tensor? received=None, Tensor? position=None) -> Tensor");
   m.def(
       "combine_backward_out(Tensor grad, Tensor slot, Tensor source, Tensor(a!) grad_rows, str group_name=\"\", "
       "int timeout_ms=-1, Tensor? received=None, Tensor? position=None) -> ()");

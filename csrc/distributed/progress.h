@@ -20,7 +20,7 @@ struct ProgressPage {
 
 struct StreamProgress {
   ProgressPage* page;
-  int64_t* counters;  // device memory: begun, ended
+  int64_t* counters;  // device memory: begun, ended, and the most that the page has shown as begun
 };
 
 // For work whose kernels mark its begin and its end themselves, where they wait for long (progress.cuh).

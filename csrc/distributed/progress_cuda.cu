@@ -20,7 +20,7 @@ __global__ void begin_collective_kernel(WorkMarks marks) {
 
 __global__ void end_collective_kernel(WorkMarks marks) {
   count_work(&marks.progress.counters[1]);
-  publish_end(marks);
+  publish_end(marks.progress);
 }
 
 __global__ void hold_kernel(int64_t nanoseconds) {
@@ -59,12 +59,12 @@ StreamProgress allocate_progress() {
   void* counters = nullptr;
   check(cudaHostAlloc(&page, sizeof(ProgressPage), cudaHostAllocPortable | cudaHostAllocMapped));
   progress.page = new (page) ProgressPage{0, 0, 0, 0};
-  check(cudaMalloc(&counters, 2 * sizeof(int64_t)));
+  check(cudaMalloc(&counters, 3 * sizeof(int64_t)));
   progress.counters = static_cast<int64_t*>(counters);
   // A separate non-blocking stream: the default stream would join a capture that is in progress.
   cudaStream_t stream = nullptr;
   check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-  check(cudaMemsetAsync(counters, 0, 2 * sizeof(int64_t), stream));
+  check(cudaMemsetAsync(counters, 0, 3 * sizeof(int64_t), stream));
   check(cudaStreamSynchronize(stream));
   check(cudaStreamDestroy(stream));
   return progress;

@@ -20,8 +20,10 @@ int64_t row_bytes(const Tensor& rows) { return rows.size(1) * rows.element_size(
 // Where other ranks can put rows of the tensor.
 one_sided::OutputPlace place_of(const Tensor& tensor, const distributed::SymmetricAllocations& allocations) {
   const auto place = distributed::symmetric_place(tensor);
-  if (!place || place->allocation->owner() != &allocations) return {};
-  return {static_cast<uint32_t>(place->allocation->number()), place->offset};
+  // Another group, or one of this name before, has allocations of the same numbers.
+  if (!place || allocations.find(place->allocation->number()).get() != place->allocation) return {};
+  return {static_cast<uint32_t>(place->allocation->number()), static_cast<uint32_t>(tensor.size(0)),
+          place->offset};
 }
 
 }  // namespace
@@ -36,6 +38,10 @@ Exchange OneSidedTransport::begin(const TokenExchange& exchange, const Channel& 
   TP_CHECK_VALUE(bytes <= channel.sizes().record_bytes, op, "group_name",
                  "a channel for records of " << bytes << " bytes", channel.sizes().record_bytes,
                  "Make the EpContext with the largest hidden_dim, num_topk and dtype of its calls");
+  const int64_t received = std::min(layout.received_rows, layout.max_tokens * (group_.size() - 1));
+  TP_CHECK_VALUE(received <= channel.sizes().received_rows, op, "group_name",
+                 "a channel for " << received << " rows from other ranks", channel.sizes().received_rows,
+                 "Make the EpContext with the largest max_tokens_per_rank and capacity of its calls");
   const int64_t returned = layout.max_tokens * std::min(layout.position->size(2), group_.size() - 1);
   TP_CHECK_VALUE(returned <= channel.sizes().returned_rows, op, "group_name",
                  "a channel for " << returned << " records", channel.sizes().returned_rows,
@@ -52,7 +58,7 @@ Exchange OneSidedTransport::begin(const TokenExchange& exchange, const Channel& 
           .timeout_ns = one_sided::kernel_timeout_ns(group_),
           .max_sms = static_cast<int32_t>(group_.max_sms()),
           .marks = {},
-          .different_calls = channel.different_calls(),
+          .failure = channel.failure(),
           .allocations = nullptr};
 }
 

@@ -235,6 +235,8 @@ variable_list GroupedMlpFunction::gradients(AutogradContext* ctx, const variable
   const ComputedGrads computed = computed_grads(ctx, kept.ranks, fc1_count + fc2_count);
   const bool needs_fc1_grad = fc1_destination != nullptr, needs_fc2_grad = fc2_destination != nullptr;
   const bool needs_fc1_out_grad = computed.input || needs_fc1_grad || computed.fc1_bias || computed.probs;
+  // Checked before anything is sent or added up.
+  const OptionalTensor out = computed.input ? saved_dgrad_out(ctx, kOp, grads[0]) : std::nullopt;
   const Tensor grad = kept.ranks.given() ? kept.ranks.combine_backward(grads[0], rows) : grads[0];
   const at::ScalarType dtype = grad.scalar_type();
   auto [grad_fc2_bias, grad_probs] =
@@ -291,7 +293,6 @@ variable_list GroupedMlpFunction::gradients(AutogradContext* ctx, const variable
                            quantized_fc1_in_forward(ctx, kept) &&
                            grows(fc1_grad.columnwise, kept.input, group_sizes, dtype);
   if (!fc1_is_late) compute_fc1_wgrad();
-  const OptionalTensor out = computed.input ? saved_dgrad_out(ctx, kOp, grads[0]) : std::nullopt;
   if (computed.input) {
     grad_input = fc1_dgrad(std::move(fc1_grad.rowwise), kept, formats, shard, dtype, options,
                            rows.given() ? kNoTensor : out);

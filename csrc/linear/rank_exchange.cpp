@@ -20,6 +20,7 @@ void check_not_given(const char* op, const RankExchange& ranks) {
   const char* name = ranks.received.defined()    ? "received"
                      : ranks.position.defined()  ? "position"
                      : !ranks.group_name.empty() ? "group_name"
+                     : ranks.timeout_ms != -1    ? "timeout_ms"
                                                  : nullptr;
   TP_CHECK_VALUE(!name, op, name, "its default without 'over_ranks'", "another value",
                  "Pass over_ranks=True, with the maps of a plan");

@@ -144,7 +144,9 @@ std::shared_ptr<PeerMemory> allocate_peer_memory(ProcessGroupState& state, const
   TP_CHECK_VALUE(bytes > 0, "allocate_peer_memory", "bytes", "a size above 0", bytes,
                  "Ask for memory only where something is to be in it");
 #ifdef TRANSFORMER_PLUGIN_CUDA
-  if (device.is_cuda()) check_no_capture(device);
+  if (device.is_cuda())
+    check_no_capture(device, {"allocate_peer_memory", "device",
+                              "Make the context, which allocates the memory, before the capture"});
 #endif
   if (state.size == 1) {
     *reason = "the group has one rank";

@@ -14,6 +14,8 @@
 #include "common/tensor.h"
 #include "distributed/rank_group.h"
 #ifdef TRANSFORMER_PLUGIN_CUDA
+#include <c10/cuda/CUDAFunctions.h>
+
 #include "distributed/symmetric/torch_symmetric_memory.h"
 #endif
 
@@ -35,6 +37,14 @@ struct Block {
 
   ~Block() { allocation->release(place); }
 };
+
+// A CUDA device without a number is the current one.
+at::Device with_index(at::Device device) {
+#ifdef TRANSFORMER_PLUGIN_CUDA
+  if (device.is_cuda() && !device.has_index()) return {at::kCUDA, c10::cuda::current_device()};
+#endif
+  return device;
+}
 
 // Of a group of one rank, on any device.
 class OwnMemory : public PeerMemory {
@@ -96,11 +106,11 @@ int64_t SymmetricAllocations::add(std::shared_ptr<PeerMemory> memory, const at::
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto number = static_cast<int64_t>(allocations_.size()) + 1;
   if (memory->ranks() > 1) enter(number, *memory, device);
-  allocations_.push_back(std::make_shared<SymmetricAllocation>(this, number, std::move(memory), device));
+  allocations_.push_back(std::make_shared<SymmetricAllocation>(number, std::move(memory), device));
   return number;
 }
 
-std::shared_ptr<SymmetricAllocation> SymmetricAllocations::find(int64_t number) {
+std::shared_ptr<SymmetricAllocation> SymmetricAllocations::find(int64_t number) const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return number >= 1 && number <= static_cast<int64_t>(allocations_.size()) ? allocations_[number - 1]
                                                                             : nullptr;
@@ -124,7 +134,7 @@ std::tuple<int64_t, std::string> symmetric_allocate(std::string_view group_name,
                  "Pass the same size on every rank");
   const RankGroup group(op, group_name, timeout_ms, Tensor());
   auto& allocations = group.state().extension<SymmetricAllocations>();
-  const at::Device here = device.value_or(at::kCPU);
+  const at::Device here = with_index(device.value_or(at::kCPU));
   if (group.size() == 1)
     return {allocations.add(std::make_shared<OwnMemory>(rounded(bytes), here), here), ""};
   TP_CHECK_VALUE(!allocations.find(kMostAllocations), op, "group_name",
@@ -144,14 +154,14 @@ Tensor symmetric_empty(std::string_view group_name, int64_t allocation, int64_t 
   const auto from = group.state().extension<SymmetricAllocations>().find(allocation);
   TP_CHECK_VALUE(from != nullptr, op, "allocation", "a number that symmetric_allocate has returned",
                  allocation, "Call symmetric_allocate on every rank first");
+  const at::Device device = from->device();
+#ifdef TRANSFORMER_PLUGIN_CUDA
+  if (device.is_cuda()) check_no_capture(device, {op, "allocation", "Take the tensor before the capture"});
+#endif
   const std::optional<int64_t> place = from->take(bytes);
   TP_CHECK_VALUE(place.has_value(), op, "num_bytes",
                  "at most the " << from->largest_free() << " bytes that are free in one piece", bytes,
                  "Delete tensors of this allocation, or make a larger one on every rank");
-  const at::Device device = from->device();
-#ifdef TRANSFORMER_PLUGIN_CUDA
-  check_no_capture(device);
-#endif
   c10::DataPtr data(from->begin() + *place, new Block{from, *place}, &free_block, device);
   const c10::Storage storage(c10::Storage::use_byte_size_t(), static_cast<size_t>(bytes), std::move(data),
                              /*allocator=*/nullptr, /*resizable=*/false);

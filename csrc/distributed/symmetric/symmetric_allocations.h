@@ -16,16 +16,12 @@
 
 namespace transformer_plugin::distributed {
 
-class SymmetricAllocations;
-
 // One allocation, and which parts of it are in use.
 class SymmetricAllocation {
  public:
-  SymmetricAllocation(const SymmetricAllocations* owner, int64_t number, std::shared_ptr<PeerMemory> memory,
-                      const at::Device& device)
-      : owner_(owner), number_(number), memory_(std::move(memory)), device_(device) {}
+  SymmetricAllocation(int64_t number, std::shared_ptr<PeerMemory> memory, const at::Device& device)
+      : number_(number), memory_(std::move(memory)), device_(device) {}
 
-  const SymmetricAllocations* owner() const { return owner_; }
   int64_t number() const { return number_; }
   const at::Device& device() const { return device_; }
   int64_t bytes() const { return memory_->bytes(); }
@@ -37,7 +33,6 @@ class SymmetricAllocation {
   int64_t largest_free() const;
 
  private:
-  const SymmetricAllocations* const owner_;  // only compared
   const int64_t number_;
   const std::shared_ptr<PeerMemory> memory_;
   const at::Device device_;
@@ -50,7 +45,7 @@ class SymmetricAllocations {
  public:
   // Numbers from 1 on, alike on all ranks, because allocations are collective.
   int64_t add(std::shared_ptr<PeerMemory> memory, const at::Device& device);
-  std::shared_ptr<SymmetricAllocation> find(int64_t number);
+  std::shared_ptr<SymmetricAllocation> find(int64_t number) const;
   // On the device (allocation_table.h); null before the first.
   void* const* addresses() const { return addresses_; }
 
@@ -58,7 +53,7 @@ class SymmetricAllocations {
   // Puts the addresses of all ranks into the table.
   void enter(int64_t number, const PeerMemory& memory, const at::Device& device);
 
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::vector<std::shared_ptr<SymmetricAllocation>> allocations_;
   at::Tensor table_;
   void* const* addresses_ = nullptr;

@@ -195,13 +195,12 @@ void add_gpu_facts(RankFacts& facts, const at::Device& device) {
   }
 }
 
-void check_no_capture(const at::Device& device) {
+void check_no_capture(const at::Device& device, const CapturedCall& call) {
   if (c10::cuda::device_count() == 0) return;
   const c10::cuda::CUDAGuard guard(device);
-  TP_CHECK_VALUE(c10::cuda::currentStreamCaptureStatusMayInitCtx() == c10::cuda::CaptureStatus::None,
-                 "allocate_peer_memory", "device", "a current stream that no CUDA graph is captured from",
-                 "one that is being captured",
-                 "Make the context, which allocates the memory, before the capture");
+  TP_CHECK_VALUE(c10::cuda::currentStreamCaptureStatusMayInitCtx() == c10::cuda::CaptureStatus::None, call.op,
+                 call.argument, "a current stream that no CUDA graph is captured from",
+                 "one that is being captured", call.advice);
 }
 
 struct TorchRendezvous::State {

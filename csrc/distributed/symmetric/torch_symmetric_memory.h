@@ -13,8 +13,13 @@ namespace transformer_plugin::distributed {
 // Adds what is known of this rank's GPU, or a refusal.
 void add_gpu_facts(RankFacts& facts, const at::Device& device);
 
+// A call that must not be captured, for its error.
+struct CapturedCall {
+  const char *op, *argument, *advice;
+};
+
 // Raises where the device's current stream is being captured, into which no allocation belongs.
-void check_no_capture(const at::Device& device);
+void check_no_capture(const at::Device& device, const CapturedCall& call);
 
 struct RendezvousPlan {
   std::string name;          // unique in the process, and the same on all ranks

@@ -53,8 +53,8 @@ struct alignas(32) Announcement {
   uint32_t record_bytes;       // from one record to the next in the region
   uint32_t puts_into_outputs;  // whether the rank puts rows into the outputs that others announce
   uint32_t allocation;         // which holds the rank's output; 0: none
-  uint32_t unused;
-  int64_t offset;  // of the output in it
+  uint32_t output_rows;
+  int64_t offset;  // of the output in the allocation
 };
 
 // The symmetric memory of each rank, as this process addresses it. Its flags and credits are zero before the first exchange.
@@ -123,7 +123,8 @@ enum class ExchangeWait : int32_t {
   kCombineCredit,
   kCombineRows,
   kAnnouncement,
-  kSameCall,  // not in vain: another rank has announced another call
+  kDifferentCall,  // which another rank has announced; no wait
+  kPlan,
 };
 
 // In ordinary memory of the rank, zero at first. Once a wait has failed, ranks may differ in what they have finished: the
@@ -138,12 +139,12 @@ struct LocalState {
   uint32_t is_published;     // whether a long wait of this exchange is on the progress page
 };
 
-// In pinned memory of the host, zero at first: two ranks whose calls differ.
-struct DifferentCalls {
-  volatile int32_t is_set;  // written last
-  volatile int32_t rank;    // the other one
+// In pinned memory of the host, zero at first: why the calls of a channel do nothing any more.
+struct ChannelFailure {
+  volatile int32_t wait;  // an ExchangeWait, written last
+  volatile int32_t rank;  // the one that did not come, or made another call
   volatile int32_t phase_id, other_phase_id;
-  volatile int64_t record_bytes, other_record_bytes;
+  volatile int64_t record_bytes, other_record_bytes;  // where calls differ
 };
 
 using distributed::kMostAllocations;
@@ -151,6 +152,7 @@ using distributed::kMostAllocations;
 // Where the output of a rank is.
 struct OutputPlace {
   uint32_t allocation;  // its number, from 1; 0: in none
+  uint32_t rows;
   int64_t offset;
 };
 
@@ -167,8 +169,8 @@ struct Exchange {
   int64_t timeout_ns;  // of each wait
   int32_t max_sms;     // 0: all
   distributed::WorkMarks marks;
-  DifferentCalls* different_calls;  // or null
-  void* const* allocations;         // addresses (allocation_table.h); null: rows are put into no outputs
+  ChannelFailure* failure;   // or null
+  void* const* allocations;  // addresses (allocation_table.h); null: rows are put into no outputs
 };
 
 // output[j] = the row of the token of received row j, bit for bit; zeros past the last received row, and of tokens past the input.

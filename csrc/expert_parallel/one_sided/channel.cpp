@@ -5,6 +5,7 @@
 #include <c10/core/Device.h>
 
 #include <algorithm>
+#include <atomic>
 #include <map>
 #include <mutex>
 #include <vector>
@@ -69,7 +70,7 @@ Channel::Channel(const ChannelSizes& sizes, std::shared_ptr<distributed::PeerMem
       plan_layout_(plan_layout_of(sizes, memory->ranks())),
       memory_(std::move(memory)),
       states_(at::zeros({2 * kStateBytes}, at::TensorOptions().dtype(at::kByte).device(device))),
-      different_calls_(new_different_calls()) {}
+      failure_(new_channel_failure()) {}
 
 int64_t Channel::bytes(const ChannelSizes& sizes, int64_t ranks) {
   return plan_layout_of(sizes, ranks).bytes;
@@ -115,9 +116,16 @@ std::string describe_call(int32_t phase_id, int64_t record_bytes) {
 }
 
 // What a kernel of an earlier call has found.
-void check_same_calls(const char* op, const Channel& channel, int64_t rank) {
-  const DifferentCalls& found = *channel.different_calls();
-  if (!found.is_set) return;
+void check_works(const char* op, const Channel& channel, int64_t rank) {
+  const ChannelFailure& found = *channel.failure();
+  const auto wait = static_cast<ExchangeWait>(found.wait);
+  if (wait == ExchangeWait::kNone) return;
+  std::atomic_thread_fence(std::memory_order_acquire);  // the rest was written before
+  TORCH_CHECK(wait == ExchangeWait::kDifferentCall,
+              TP_FOUR_PARTS(op, "group_name", "a channel whose calls end in time",
+                            distributed::phase_text(distributed::find_phase(found.phase_id))
+                                << " that waited on the GPU of rank " << rank << " for rank " << found.rank,
+                            "Make a new group, and look at the output of that rank"));
   TP_CHECK_VALUE(false, op, "group_name", "the same calls in the same order on every rank",
                  describe_call(found.phase_id, found.record_bytes)
                      << " on rank " << rank << " and "
@@ -135,7 +143,7 @@ std::shared_ptr<const Channel> channel_of(const char* op, const ExpertParallelGr
   TP_CHECK_VALUE(channel != nullptr, op, "group_name",
                  "a group whose channel " << group.channel().value_or(0) << " is open", "one that is not",
                  "Make an EpContext with transport=\"one_sided\" on every rank first");
-  check_same_calls(op, *channel, group.rank());
+  check_works(op, *channel, group.rank());
   return channel;
 }
 

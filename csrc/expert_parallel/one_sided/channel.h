@@ -54,7 +54,7 @@ class Channel {
   PeerPointers peers() const;
   LocalState* state() const;
   PlanState* plan_state() const;
-  DifferentCalls* different_calls() const { return different_calls_; }
+  ChannelFailure* failure() const { return failure_; }
   ChannelOrder& order() const { return order_; }
 
  private:
@@ -63,7 +63,7 @@ class Channel {
   const PlanLayout plan_layout_;
   const std::shared_ptr<distributed::PeerMemory> memory_;
   at::Tensor states_;  // of exchanges, then of plans
-  DifferentCalls* const different_calls_;
+  ChannelFailure* const failure_;
   mutable ChannelOrder order_;
 };
 
@@ -84,7 +84,7 @@ class ChannelTurn {
   const distributed::StreamContext here_;
 };
 
-// The open channel of the number in the group's name. ValueError if it is not open, or if the ranks made different calls in it.
+// The open channel of the number in the group's name. An error if it is not open, or if an earlier call of it failed on the GPU.
 std::shared_ptr<const Channel> channel_of(const char* op, const ExpertParallelGroup& group);
 
 // How long a kernel waits for another rank. The watchdog ends the process after the timeout of the call; kernels wait longer, so

@@ -376,8 +376,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   run_steps(
       args.exchange, block, steps, call,
       [&](const Regions& regions) {
-        return put_rows(regions, block, PeerRows::kReceived, PeerRows::kReturned,
-                        ExchangeWait::kCombineCredit, [&](int64_t j, int rank, int64_t place, RowPart part) {
+        return put_rows(regions, block, PeerRows::kReceived, PeerRows::kReturned, call,
+                        [&](int64_t j, int rank, int64_t place, RowPart part) {
                           combine.put_row(j, regions.data(rank) + place * combine.stride, part);
                         });
       },

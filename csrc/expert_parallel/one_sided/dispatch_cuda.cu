@@ -6,7 +6,7 @@
 
 namespace transformer_plugin::expert_parallel::one_sided {
 
-DifferentCalls* new_different_calls() { return new_in_pinned_memory<DifferentCalls>(); }
+ChannelFailure* new_channel_failure() { return new_in_pinned_memory<ChannelFailure>(); }
 
 void launch_dispatch(const DispatchArgs& args, int steps, void* stream) {
   const Exchange& exchange = args.exchange;

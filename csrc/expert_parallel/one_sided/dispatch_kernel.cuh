@@ -84,7 +84,7 @@ struct Dispatch {
     source.copy(args.weights, n, record + weights_offset(), part);
     if (!block.output[rank]) return source.copy(args.rows, n, record, part);
     const int64_t slot = source.of_record(2, n);
-    if (slot < 0 || slot >= args.slots.capacity) return;
+    if (slot < 0 || slot >= block.output_rows[rank]) return;
     source.copy(args.rows, n, block.output[rank] + slot * args.rows.row_bytes, part);
   }
 
@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   run_steps(
       args.exchange, block, steps, call,
       [&](const Regions& regions) {
-        return put_rows(regions, block, PeerRows::kSent, PeerRows::kPut, ExchangeWait::kDispatchCredit,
+        return put_rows(regions, block, PeerRows::kSent, PeerRows::kPut, call,
                         [&](int64_t n, int rank, int64_t place, RowPart part) {
                           dispatch.put_row(regions, n, rank, place, part);
                         });

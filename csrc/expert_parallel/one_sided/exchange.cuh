@@ -26,6 +26,7 @@ struct BlockMemory {
   int32_t peer_rows[4][kMostPeers + 1];
   int32_t has_credit[kMostPeers];  // whether this block has seen that it may put rows to a rank
   char* output[kMostPeers];        // then: that rank's output, if rows go there
+  uint32_t output_rows[kMostPeers];
   uint32_t unit;
   uint32_t epoch;
   int32_t is_over;
@@ -87,6 +88,25 @@ struct Regions {
   }
 };
 
+// Ends the exchange and all later ones of the channel. `other`: what that rank has announced, if the calls differ.
+inline __device__ __noinline__ void fail_exchange(const Exchange& exchange, int rank, ExchangeWait what,
+                                                  const Announcement* other, uint32_t record_bytes) {
+  LocalState* const state = exchange.state;
+  if (atomicCAS(&state->failed, 0, static_cast<int32_t>(what)) != 0) return;
+  state->failed_rank = rank;
+  ChannelFailure* const failure = exchange.failure;
+  if (!failure) return;
+  failure->rank = rank;
+  failure->phase_id = exchange.marks.phase_id;
+  failure->record_bytes = record_bytes;
+  if (other) {
+    failure->other_phase_id = other->phase_id;
+    failure->other_record_bytes = other->record_bytes;
+  }
+  __threadfence_system();
+  failure->wait = static_cast<int32_t>(what);
+}
+
 // Waits until `reached(*word)`. False if that took too long, here or in another block.
 template <typename Reached>
 __device__ __noinline__ bool wait_for(const Exchange& exchange, const uint32_t* word, int rank,
@@ -102,7 +122,7 @@ __device__ __noinline__ bool wait_for(const Exchange& exchange, const uint32_t* 
     const uint64_t waited = nanoseconds() - begin;
     if (waited >= distributed::kLongWait) distributed::publish_wait(exchange.marks, &state->is_published);
     if (waited < static_cast<uint64_t>(exchange.timeout_ns)) continue;
-    if (atomicCAS(&state->failed, 0, static_cast<int32_t>(what)) == 0) state->failed_rank = rank;
+    fail_exchange(exchange, rank, what, nullptr, 0);
     return false;
   }
 }
@@ -132,19 +152,31 @@ __device__ __forceinline__ const Announcement* wait_for_announcement(const Regio
   return is_there ? slot : nullptr;
 }
 
+// What the announcement of an exchange says of it.
+struct ExchangeCall {
+  uint32_t record_bytes;
+  OutputPlace place;
+  ExchangeWait credit;
+};
+
 // Announces this rank's exchange to all others, a thread for each. Called by all threads of one block.
-__device__ __forceinline__ void announce_exchange(const Regions& regions, uint32_t record_bytes,
-                                                  OutputPlace place, ExchangeWait credit) {
+__device__ __forceinline__ void announce_exchange(const Regions& regions, const ExchangeCall& call) {
   const Exchange& exchange = regions.exchange;
   const int rank = threadIdx.x, me = exchange.peers.rank;
-  if (rank >= exchange.peers.ranks || rank == me || !wait_for_credit(regions, rank, credit)) return;
+  if (rank >= exchange.peers.ranks || rank == me || !wait_for_credit(regions, rank, call.credit)) return;
   Announcement* const slot = regions.announcement(rank, me);
   slot->phase_id = exchange.marks.phase_id;
-  slot->record_bytes = record_bytes;
+  slot->record_bytes = call.record_bytes;
   slot->puts_into_outputs = exchange.allocations != nullptr;
-  slot->allocation = place.allocation;
-  slot->offset = place.offset;
+  slot->allocation = call.place.allocation;
+  slot->output_rows = call.place.rows;
+  slot->offset = call.place.offset;
   store_release_system(&slot->epoch, regions.epoch);
+}
+
+__device__ __forceinline__ bool is_same_call(const Exchange& exchange, const Announcement& other,
+                                             uint32_t record_bytes) {
+  return other.phase_id == exchange.marks.phase_id && other.record_bytes == record_bytes;
 }
 
 // Compares what the other ranks have announced with this rank's call. Called by all threads of one block.
@@ -153,19 +185,8 @@ __device__ __forceinline__ void compare_calls(const Regions& regions, uint32_t r
   const int rank = threadIdx.x;
   if (rank >= exchange.peers.ranks || rank == exchange.peers.rank) return;
   const Announcement* const other = wait_for_announcement(regions, rank);
-  if (!other || (other->phase_id == exchange.marks.phase_id && other->record_bytes == record_bytes)) return;
-  LocalState* const state = exchange.state;
-  if (atomicCAS(&state->failed, 0, static_cast<int32_t>(ExchangeWait::kSameCall)) != 0) return;
-  state->failed_rank = rank;
-  DifferentCalls* const report = exchange.different_calls;
-  if (!report) return;
-  report->rank = rank;
-  report->phase_id = exchange.marks.phase_id;
-  report->other_phase_id = other->phase_id;
-  report->record_bytes = record_bytes;
-  report->other_record_bytes = other->record_bytes;
-  __threadfence_system();
-  report->is_set = 1;
+  if (!other || is_same_call(exchange, *other, record_bytes)) return;
+  fail_exchange(exchange, rank, ExchangeWait::kDifferentCall, other, record_bytes);
 }
 
 // Hands units of work 0 .. count - 1 to the blocks, in ascending order, by the counter `ticket`. `work(unit)`, called by all
@@ -260,15 +281,17 @@ __device__ __forceinline__ bool begin_exchange(const Exchange& exchange, BlockMe
 
 // Waits until rows may be put to `rank`, and finds the output there if they go into it. Called by one thread.
 __device__ __forceinline__ bool open_rank(const Regions& regions, BlockMemory& block, int rank,
-                                          ExchangeWait credit) {
+                                          const ExchangeCall& call) {
   const Exchange& exchange = regions.exchange;
-  if (!wait_for_credit(regions, rank, credit)) return false;
+  if (!wait_for_credit(regions, rank, call.credit)) return false;
   if (exchange.allocations) {
     const Announcement* const there = wait_for_announcement(regions, rank);
     if (!there) return false;
-    if (there->puts_into_outputs && there->allocation - 1 < kMostAllocations) {
+    const bool is_known = there->allocation - 1 < kMostAllocations;  // none is 0
+    if (there->puts_into_outputs && is_known && is_same_call(exchange, *there, call.record_bytes)) {
       void* const memory = exchange.allocations[(there->allocation - 1) * exchange.peers.ranks + rank];
       if (memory) block.output[rank] = static_cast<char*>(memory) + there->offset;
+      block.output_rows[rank] = there->output_rows;
     }
   }
   return true;
@@ -279,7 +302,7 @@ __device__ __forceinline__ bool open_rank(const Regions& regions, BlockMemory& b
 // False if a wait took too long.
 template <typename PutRow>
 __device__ __forceinline__ bool put_rows(const Regions& regions, BlockMemory& block, PeerRows from_row,
-                                         PeerRows to_row, ExchangeWait credit, PutRow put_row) {
+                                         PeerRows to_row, const ExchangeCall& call, PutRow put_row) {
   const PeerPointers& peers = regions.exchange.peers;
   const int32_t *const from = block[from_row], *const to = block[to_row];
   const uint32_t others = peers.ranks - 1;
@@ -291,7 +314,7 @@ __device__ __forceinline__ bool put_rows(const Regions& regions, BlockMemory& bl
     const int64_t first = chunk * regions.exchange.chunk_rows, rows = from[rank + 1] - from[rank];
     if (first >= rows) return true;
     if (!block.has_credit[rank]) {
-      const bool is_late = threadIdx.x == 0 && !open_rank(regions, block, rank, credit);
+      const bool is_late = threadIdx.x == 0 && !open_rank(regions, block, rank, call);
       if (__syncthreads_or(is_late)) return false;
       if (threadIdx.x == 0) block.has_credit[rank] = 1;  // all threads have read it
     }
@@ -333,24 +356,15 @@ __device__ __forceinline__ void end_exchange(const Exchange& exchange, BlockMemo
     store_release_system(regions.credit(r, peers.rank), regions.epoch);
 }
 
-// What the announcement of an exchange says of it.
-struct ExchangeCall {
-  uint32_t record_bytes;
-  OutputPlace place;
-  ExchangeWait credit;
-};
-
 // Runs the steps of an exchange that this block has part in.
 template <typename Put, typename Receive>
 __device__ __forceinline__ void run_steps(const Exchange& exchange, BlockMemory& block, int steps,
                                           const ExchangeCall& call, Put put, Receive receive) {
-  if (blockIdx.x == gridDim.x - 1 && threadIdx.x == 0 && (steps & kAnnounce))
-    distributed::count_begin(exchange.marks);
+  if (blockIdx.x == 0 && threadIdx.x == 0 && (steps & kAnnounce)) distributed::count_begin(exchange.marks);
   if (begin_exchange(exchange, block)) {
     const Regions regions{exchange, block.epoch};
     const bool is_first = blockIdx.x == 0;
-    if (is_first && (steps & kAnnounce))
-      announce_exchange(regions, call.record_bytes, call.place, call.credit);
+    if (is_first && (steps & kAnnounce)) announce_exchange(regions, call);
     const bool puts = (steps & kPut) && (steps != kWhole || blockIdx.x < (gridDim.x + 1) / 2);
     const bool goes_on = !puts || put(regions);
     if (goes_on && is_first && (steps & kReceive)) compare_calls(regions, call.record_bytes);

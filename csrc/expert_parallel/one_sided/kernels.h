@@ -8,7 +8,7 @@
 namespace transformer_plugin::expert_parallel::one_sided {
 
 // In pinned memory, and never freed.
-DifferentCalls* new_different_calls();
+ChannelFailure* new_channel_failure();
 
 void launch_dispatch(const DispatchArgs& args, int steps, void* stream);
 void launch_combine(const CombineArgs& args, int steps, void* stream);

@@ -86,6 +86,7 @@ PlanCall make_plan_call(const Tensor& topk_idx, int64_t max_tokens, const Record
   args.state = channel.state;
   args.timeout_ns = channel.timeout_ns;
   args.marks = channel.marks;
+  args.failure = channel.failure;
   args.capacity_may_overflow = capacity_may_overflow(args);
   call.memory = allocate_memory(topk_idx, args);
   call.plan = allocate_plan(topk_idx, args);

@@ -14,6 +14,7 @@ struct PlanChannel {
   PlanState* state;
   int64_t timeout_ns;  // of each wait
   distributed::WorkMarks marks = {};
+  ChannelFailure* failure = nullptr;
 };
 
 struct PlanCall {

@@ -74,6 +74,7 @@ struct PlanArgs {
   PlanState* state;
   int64_t timeout_ns;  // of each wait
   distributed::WorkMarks marks;
+  ChannelFailure* failure;  // or null
 
   // Memory of the call.
   // [chunks, chunk_stride()]: before each chunk, aligned to 16 bytes; [1]: without the tokens past the bound.

@@ -73,6 +73,17 @@ __device__ __forceinline__ Counts counts_of(const PlanArgs& args, int which) {
   return {words_of(args, args.peers.rank, args.layout.counts[which]), args.columns(), args.experts};
 }
 
+// Ends the plan and all later calls of the channel.
+inline __device__ __noinline__ void fail_plan(const PlanArgs& args, int rank, PlanWait what) {
+  if (atomicCAS(&args.state->failed, 0, static_cast<int32_t>(what)) != 0) return;
+  args.state->failed_rank = rank;
+  if (!args.failure) return;
+  args.failure->rank = rank;
+  args.failure->phase_id = args.marks.phase_id;
+  __threadfence_system();
+  args.failure->wait = static_cast<int32_t>(ExchangeWait::kPlan);
+}
+
 // Waits until all ranks have set their flag; called by all threads. False if one did not in time, or failed before.
 __device__ __forceinline__ bool wait_for_ranks(const PlanArgs& args, PlanWait what, uint32_t epoch) {
   const int rank = threadIdx.x;
@@ -89,7 +100,7 @@ __device__ __forceinline__ bool wait_for_ranks(const PlanArgs& args, PlanWait wh
       is_late = waited > static_cast<uint64_t>(args.timeout_ns) ||
                 *static_cast<volatile int32_t*>(&args.state->failed) != 0;
       if (!is_late) continue;
-      if (atomicCAS(&args.state->failed, 0, static_cast<int32_t>(what)) == 0) args.state->failed_rank = rank;
+      fail_plan(args, rank, what);
       break;
     }
   }

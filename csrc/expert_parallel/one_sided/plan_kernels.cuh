@@ -315,7 +315,9 @@ static __global__ void __launch_bounds__(kPlanThreads) receive_kernel(const __gr
     if (r == 0) is_bounded = drops_slots(args);
     if (r < ranks && args.capacity_may_overflow) first_place[r] = args.received_places[r];
   });
-  if (!begins || !wait_for_ranks(args, PlanWait::kSlots, chunk.epoch)) return;
+  const bool has_come = begins && wait_for_ranks(args, PlanWait::kSlots, chunk.epoch);
+  if (blockIdx.x == 0 && r == 0) distributed::count_end(args.marks, &args.state->is_published);
+  if (!has_come) return;
   const int32_t* const sent = words_of(args, me, args.layout.sent);
   const auto from_to = [&](int from, int to) { return __ldcg(sent + from * ranks + to); };
   if (r < ranks) {
@@ -353,7 +355,6 @@ static __global__ void __launch_bounds__(kPlanThreads) receive_kernel(const __gr
     args.slot[i] = slot;
     if (slot >= 0 && slot < args.capacity) args.source[slot] = row;
   }
-  if (blockIdx.x == 0 && threadIdx.x == 0) distributed::count_end(args.marks, &args.state->is_published);
 }
 
 }  // namespace transformer_plugin::expert_parallel::one_sided

@@ -21,7 +21,7 @@ using at::TensorList;
 
 constexpr const char* kOp = "virtual_exchange";
 constexpr int64_t kReportWords = 8;
-static_assert(sizeof(DifferentCalls) == kReportWords * sizeof(int32_t));
+static_assert(sizeof(ChannelFailure) == kReportWords * sizeof(int32_t));
 static_assert(sizeof(LocalState) <= kStateWords * sizeof(int32_t));
 
 // Where the outputs of a dispatch are, and which calls the ranks make.
@@ -32,7 +32,7 @@ struct VirtualCalls {
       offset;              // of each rank's output; 0: in none; -1: nor does it put into those of others
   at::IntArrayRef phases;  // of each rank; empty: 0
   int64_t chunk_rows;      // 0: as chosen by the transport
-  const std::optional<Tensor>& report;  // int32 [R, 8]: DifferentCalls
+  const std::optional<Tensor>& report;  // int32 [R, 8]: ChannelFailure
 };
 
 // The arguments, of which each list has an entry for each rank. `weights` and weights_out are empty where there are none,
@@ -179,7 +179,7 @@ void check_calls(const VirtualExchange& call) {
     check_same_device(argument, {kOp, "channel", call.channel});
   }
   if (!calls.report) return;
-  const Argument argument{kOp, "different_calls", *calls.report};
+  const Argument argument{kOp, "failure", *calls.report};
   check_dtype(argument, {at::kInt});
   check_size(argument, 0, call.ranks(), "the ranks");
   check_size(argument, 1, kReportWords, "the words of the report of a rank");
@@ -210,8 +210,8 @@ Exchange exchange_of(const VirtualExchange& call, int64_t rank) {
     exchange.allocations = reinterpret_cast<void* const*>(calls.allocations->const_data_ptr<int64_t>());
   if (!calls.phases.empty()) exchange.marks.phase_id = static_cast<int32_t>(calls.phases[rank]);
   if (calls.report)
-    exchange.different_calls =
-        reinterpret_cast<DifferentCalls*>(calls.report->mutable_data_ptr<int32_t>() + rank * kReportWords);
+    exchange.failure =
+        reinterpret_cast<ChannelFailure*>(calls.report->mutable_data_ptr<int32_t>() + rank * kReportWords);
   return exchange;
 }
 
@@ -234,7 +234,8 @@ void launch_step(const VirtualExchange& call, int64_t rank, int step, void* stre
                     call.slot[rank].size(1), call.source[rank].size(0)};
     }
     if (!call.calls.allocation.empty() && call.calls.allocation[rank] > 0)
-      args.place = {static_cast<uint32_t>(call.calls.allocation[rank]), call.calls.offset[rank]};
+      args.place = {static_cast<uint32_t>(call.calls.allocation[rank]),
+                    static_cast<uint32_t>(call.rows_out[rank].size(0)), call.calls.offset[rank]};
     return launch_dispatch(args, step, stream);
   }
   CombineArgs args{};
@@ -264,7 +265,7 @@ void virtual_exchange(const Tensor& channel, const Tensor& local_state, std::str
                       int64_t received_rows, int64_t returned_rows, int64_t record_bytes, int64_t max_sms,
                       int64_t timeout_ms, const std::optional<Tensor>& allocations,
                       at::IntArrayRef allocation, at::IntArrayRef offset, at::IntArrayRef phases,
-                      const std::optional<Tensor>& different_calls, int64_t chunk_rows) {
+                      const std::optional<Tensor>& failure, int64_t chunk_rows) {
   check_on_cuda(kOp, channel);
   TP_CHECK_VALUE(direction == "dispatch" || direction == "combine", kOp, "direction",
                  "\"dispatch\" or \"combine\"", '"' << direction << '"', "Name one of them");
@@ -284,7 +285,7 @@ void virtual_exchange(const Tensor& channel, const Tensor& local_state, std::str
       checked_layout(kOp, local_state.size(0), received_rows, returned_rows, record_bytes),
       max_sms,
       timeout_ms,
-      {allocations, allocation, offset, phases, chunk_rows, different_calls}};
+      {allocations, allocation, offset, phases, chunk_rows, failure}};
   check_channel(call);
   check_lists(call);
   check_sizes(call);
@@ -311,7 +312,7 @@ TORCH_LIBRARY(transformer_plugin_testing, m) {
       "virtual_exchange(Tensor(a!) channel, Tensor(b!) local_state, str direction, Tensor[] rows, Tensor[] weights, "
       "Tensor[] slot, Tensor[] source, Tensor[] peer_rows, Tensor[] records, Tensor(c!)[] rows_out, Tensor(d!)[] weights_out, "
       "int received_rows, int returned_rows, int record_bytes, int max_sms=0, int timeout_ms=10000, Tensor? allocations=None, "
-      "int[] allocation=[], int[] offset=[], int[] phases=[], Tensor(e!)? different_calls=None, int chunk_rows=0) -> ()");
+      "int[] allocation=[], int[] offset=[], int[] phases=[], Tensor(e!)? failure=None, int chunk_rows=0) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(transformer_plugin_testing, CPU, m) { m.impl("virtual_exchange", &virtual_exchange); }

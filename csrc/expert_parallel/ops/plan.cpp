@@ -281,7 +281,7 @@ RecordPlan plan_in_channel(const Tensor& topk_idx, const Sizes& sizes, const Rec
   one_sided::PlanCall call =
       one_sided::make_plan_call(topk_idx, sizes.max_tokens.expect_int(), record_sizes,
                                 {channel->plan_layout(), channel->peers(), channel->plan_state(),
-                                 one_sided::kernel_timeout_ns(group), watched.marks()},
+                                 one_sided::kernel_timeout_ns(group), watched.marks(), channel->failure()},
                                 report);
   for (const one_sided::PlanStep step : one_sided::kPlanSteps)
     one_sided::launch_plan(call.args, step, scope.stream());
