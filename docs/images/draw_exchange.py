@@ -61,7 +61,7 @@ def draw() -> str:
     notes = [
         "Every rank does the same at the same time, in one kernel; rank 0 to rank 1 is drawn. A flag is set after its "
         "rows, and names the exchange n.",
-        "Rows of n + 1 go to a second region. The credit, n consumed, comes from each rank and allows n + 2, which uses"
+        "Rows of n + 1 go to a second region. The credit, n consumed, comes from each rank and allows n + 2, which "
         "uses the first region again.",
     ]
     parts += [text(12, 330 + 18 * i, note, GREY, 11, "start") for i, note in enumerate(notes)]

@@ -121,8 +121,9 @@ def check_rows_of_experts(
             expected[j] = weights[r][t]
         assert_same_bits(of_weights[rank].cpu(), expected, f"weights of rank {rank}")
         if where and where[rank] == 1 and -1 not in where:
-            first_row = channel.memory.view(-1, channel.bytes)[rank, : width * dtype.itemsize]
-            assert (first_row == 0xFF).all(), "a row went to the region of a rank whose output is known"
+            for begin in channel.data:  # of both regions, which take turns
+                row = channel.memory.view(-1, channel.bytes)[rank, begin : begin + width * dtype.itemsize]
+                assert (row == 0xFF).all(), "a row went to the region of a rank whose output is known"
 
 
 @gpu
@@ -142,7 +143,6 @@ def test_rows_of_experts(ranks: int, dtype: torch.dtype) -> None:
         ]
         width = (64, 17, 1000)[number % 3]
         for where in patterns if ranks < 64 else [patterns[number % 4]]:
-            # Both sets of regions are clear, so that a first row of either would be seen.
             check_rows_of_experts(channel, routing, width, dtype, number, where)
     assert channel.state[:, 1:].count_nonzero() == 0
 
@@ -160,11 +160,11 @@ def test_different_calls_are_reported(direction: str) -> None:
     channel = channel_for(3, torch.float32)
     report = torch.zeros(3, REPORT_WORDS, dtype=torch.int32, device=DEVICE)
     arguments = (direction, plans, rows, [], heights if direction == "dispatch" else counts)
-    channel.exchange(*arguments, phases=[5, 5, 5], different_calls=report)
+    channel.exchange(*arguments, phases=[5, 5, 5], failure=report)
     assert not report.any() and channel.state[:, 0].tolist() == [1, 1, 1]
-    channel.exchange(*arguments, phases=[5, 6, 5], different_calls=report)
-    for rank, (is_set, other, own_phase, other_phase, *_) in enumerate(report.tolist()):
-        assert is_set == 1
+    channel.exchange(*arguments, phases=[5, 6, 5], failure=report)
+    for rank, (wait, other, own_phase, other_phase, *_) in enumerate(report.tolist()):
+        assert wait == 6
         assert (own_phase, other_phase) == ((6, 5) if rank == 1 else (5, 6))
         assert other == 1 if rank != 1 else other in (0, 2)
     assert channel.state[:, 0].tolist() == [1, 1, 1] and channel.state[:, 4].tolist() == [6, 6, 6]

@@ -38,9 +38,8 @@ class Setup:
             return rank
         device = torch.device(self.device)
         if device.type == "cuda":
-            os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = (
-                "1"  # which torch reads at each rendezvous
-            )
+            # torch reads it at each rendezvous.
+            os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
             torch.cuda.set_device(device)
         return replace(rank, device=device)
 

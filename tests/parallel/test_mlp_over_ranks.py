@@ -155,8 +155,8 @@ def test_gradients_of_some_inputs(pair: RankPool, form: str) -> None:
     pair.run(check_some_inputs, form)
 
 
-def check_unused_output(rank: Rank) -> None:
-    """A rank whose output gets no gradient exchanges zeros."""
+def check_zero_gradient(rank: Rank) -> None:
+    """A rank whose output gets a gradient of zeros exchanges it."""
     found = []
     call = Call(rank, CASES[0], "bf16", "all")
     for function in (call.one_op, call.three_ops):
@@ -170,8 +170,8 @@ def check_unused_output(rank: Rank) -> None:
         assert_same_bits(found[0][name], found[1][name], name)
 
 
-def test_unused_output(pair: RankPool) -> None:
-    pair.run(check_unused_output)
+def test_zero_gradient(pair: RankPool) -> None:
+    pair.run(check_zero_gradient)
 
 
 def check_main_grads(rank: Rank, queued: bool) -> None:
@@ -283,6 +283,7 @@ def check_layer(rank: Rank, recipe: str, transport: Any) -> None:
         layers: list[MoE] = [layer(rank, recipe, config) for _ in range(5)]
         fused, hooked, prehooked, back_hooked, copying = layers
         fused.dispatcher.context.dispatch = refuse  # type: ignore[union-attr, method-assign, assignment]
+        fused.experts._between_exchanges = refuse  # type: ignore[method-assign, assignment]
         calls: list[str] = []
         hooked.experts.register_forward_hook(lambda *_: calls.append("forward"))  # noqa: B023
         prehooked.experts.register_forward_pre_hook(lambda *_: calls.append("before"))  # noqa: B023
@@ -323,6 +324,7 @@ def check_fsdp2(rank: Rank) -> None:
             context: Any = moe.dispatcher.context  # type: ignore[union-attr]
             dispatch = context.dispatch
             context.dispatch = lambda *args, **options: calls.append(True) or dispatch(*args, **options)  # noqa: B023
+            moe.experts._between_exchanges = refuse  # type: ignore[method-assign, assignment]
             found.append(moe(torch.ones(5, 64, device=rank.device, dtype=bf16)).output)
             assert bool(calls) == (hooked or not exchanges), policy
         assert_same_bits(*(each.detach() for each in found))
@@ -336,10 +338,14 @@ def check_autocast(rank: Rank) -> None:
     moe = layer(rank, "none", DispatchConfig(max_tokens=48))
     other = layer(rank, "none", DispatchConfig(max_tokens=48))
     other.experts.__class__ = Copying
+    experts: Any = moe.experts
+    calls, three_ops = [], experts._between_exchanges
+    experts._between_exchanges = lambda *args: calls.append(True) or three_ops(*args)
     with torch.autocast(rank.device.type, dtype=torch.bfloat16):
         got, expected = (results(each, rank, 17) for each in (moe, other))
     for name in expected:
         assert_same_bits(got[name], expected[name], name)
+    assert calls
 
 
 def test_autocast(pair: RankPool) -> None:

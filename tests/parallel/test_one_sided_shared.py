@@ -11,10 +11,13 @@ import torch
 
 from tests.parallel.one_sided_cases import (
     Setup,
+    assert_all_same,
     check_graph,
     check_many,
     check_two_channels,
     check_two_graphs,
+    draw,
+    step,
 )
 from tests.parallel.test_all_to_all import CONFIGS, check_layers
 from transformer_plugin.testing.distributed import Rank, RankPool
@@ -86,3 +89,19 @@ def check_shared_layers(rank: Rank, recipe: str) -> None:
 @each_size
 def test_layers(make_pool: MakePool, size: int, recipe: str) -> None:
     make_pool(size, "gloo").run(check_shared_layers, recipe)
+
+
+def check_wider_dtype(rank: Rank) -> None:
+    """A context for bfloat16 that gets float32, between exchanges in bfloat16: its channel grows."""
+    rank = ON_ONE_GPU.place(rank)
+    ours, peer = ON_ONE_GPU.contexts(rank, max_token_dtype=torch.bfloat16)
+    for seed, dtype in enumerate((torch.bfloat16, torch.float32, torch.bfloat16, torch.float32)):
+        drawn = draw(rank, ours, seed, dtype)
+        mine = drawn.to(ours.device)
+        expected = step(peer, peer.plan(drawn.indices), drawn, True)
+        assert_all_same(step(ours, ours.plan(mine.indices), mine, True), expected, f"seed {seed}")
+
+
+@pytest.mark.gpu
+def test_wider_dtype(make_pool: MakePool) -> None:
+    make_pool(2, "gloo").run(check_wider_dtype)

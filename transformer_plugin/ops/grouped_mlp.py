@@ -23,13 +23,14 @@ With ``over_ranks`` the experts are distributed over the ranks of a group, each 
 ``group_sizes`` the plan's ``tokens_per_expert``, ``probs`` the routing weights float32 ``[tokens, K]``; ``group_name``
 and ``timeout_ms`` are as for :func:`~transformer_plugin.ops.expert_parallel.dispatch`. Bit for bit::
 
-    tokens, row_probs = dispatch(input, probs, slot, source, *group, expand=False, received, position)
+    maps = {"expand": False, "received": received, "position": position}
+    tokens, row_probs = dispatch(input, probs, slot, source, *group, **maps)
     sums = grouped_mlp(tokens, ..., row_probs, slot, source)
-    combine(sums, slot, source, len(input), *group, expand=False, received, position)
+    combine(sums, slot, source, len(input), *group, **maps)
 
-in one node. The sums over the rows of a received token, of the output and of the gradient of the input, are part of the
-exchange and not in memory between. Every rank makes the same exchanges, also one without tokens or rows: in the
-backward those of the gradients that the forward recorded.
+The op is one node. In it the sums over the rows of a received token, of the output and of the gradient of the input,
+are part of the exchange and are not stored in between. Every rank makes the same exchanges, also one without tokens or
+rows: in the backward those of the gradients that the forward recorded.
 
 Without formats no copy of the rows is made where Hopper's kernels read rows by an index: the products read ``input``,
 and in the backward the gradient of the output, where they lie; the tokens are saved once and not once for each expert

@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from transformer_plugin._arguments import check_strided
@@ -31,6 +32,13 @@ def device_named(device: Any, op: str) -> torch.device:
         return torch.device(device)
     except (TypeError, ValueError, RuntimeError):
         raise ValueError(message(op, "device", "a device", repr(device), "Pass for example 'cuda'")) from None
+
+
+def device_of(group: ProcessGroup | None) -> torch.device:
+    """The device of a group's tensors: this process's GPU with NCCL, else the CPU."""
+    if group is not None and dist.get_backend(group) != "gloo" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def refuse(

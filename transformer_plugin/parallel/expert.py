@@ -27,6 +27,7 @@ from transformer_plugin.parallel._ep_checks import (
     check_same,
     check_type,
     device_named,
+    device_of,
     group_exists,
     refuse,
 )
@@ -165,7 +166,7 @@ class EpContext:
         self.group_name = "" if group is None else group.group_name
         #: The argument of ops.
         self._name_with_rank = "" if group is None else name_with_rank(self.group_name, self.rank)
-        self.device = device_named(device, "EpContext") if device is not None else _device_of(group)
+        self.device = device_named(device, "EpContext") if device is not None else device_of(group)
         timeout = settings.peer_timeout if timeout is None else timeout
         check_config(self.config, self.num_ranks, timeout)
         self.timeout_ms = int(timeout * 1000)
@@ -179,7 +180,7 @@ class EpContext:
             self.transport = transport
         check_limit(self.config, self.transport)
         if self.transport == "one_sided":
-            self._open_channel()
+            self._open_channel(max_token_dtype)
         if self.num_ranks > 1:
             # The first call connects the ranks: NCCL creates its communicator, which cannot be captured in a graph.
             self.plan(torch.empty(0, num_topk, dtype=torch.int32, device=self.device))
@@ -190,10 +191,10 @@ class EpContext:
         texts = ops.all_gather_text(json.dumps(mine), self.group_name, self.timeout_ms)
         check_same(mine, texts, self.group_name)
 
-    def _open_channel(self) -> None:
-        """Opens the memory in which ranks store rows of ``self._dtype``: collective."""
+    def _open_channel(self, dtype: torch.dtype) -> None:
+        """Opens the memory in which ranks store rows of this dtype: collective."""
         name = f"{name_with_rank(self.group_name, self.rank)}#channel={self._channel}"
-        sizes = _channel_sizes(self.config, self.num_ranks, self.capacity, self._dtype.itemsize)
+        sizes = _channel_sizes(self.config, self.num_ranks, self.capacity, dtype.itemsize)
         reason = open_channel(name, **sizes, timeout_ms=self.timeout_ms, device=self.device)
         if reason:
             refuse("transport", "ranks that reach each other's memory", reason, "EpContext", "Pass 'auto'")
@@ -280,22 +281,25 @@ class EpContext:
     def _checked_weights(self, plan: EpPlan, tokens: Tensor, topk_weights: Tensor | None) -> Tensor | None:
         check_type("dispatch", "tokens", tokens, Tensor, "a tensor")
         self._check_tokens("tokens", tokens, plan.num_tokens, "dispatch")
-        self._make_room(tokens.dtype)
+        self.make_room(tokens.dtype)
         if topk_weights is None:
             return None
         check_type("dispatch", "topk_weights", topk_weights, Tensor, "a tensor or None")
         check_columns(topk_weights)
         return topk_weights.reshape(-1, topk_weights.shape[-1])
 
-    def _make_room(self, dtype: torch.dtype) -> None:
+    def make_room(self, dtype: torch.dtype) -> None:
         """Opens a larger channel for rows of a wider dtype. Collective: all ranks are in a call with such rows."""
         if self.transport == "one_sided" and dtype.itemsize > self._dtype.itemsize:
+            self._open_channel(dtype)
             self._dtype = dtype
-            self._open_channel()
 
     def slots_of(self, plan: EpPlan, tokens: Tensor, weights: Tensor) -> tuple[SlotsOfRanks, Tensor]:
-        """The arguments of a :class:`GroupedMLP` that exchanges its tokens itself, besides them."""
+        """Returns the maps of a plan, and the weights as ``[T, K]``, for a :class:`~transformer_plugin.nn.GroupedMLP`
+        that exchanges its tokens itself."""
         self._check_open()
+        check_type("slots_of", "plan", plan, EpPlan, "an EpPlan", "Pass what plan() returned")
+        check_type("slots_of", "weights", weights, Tensor, "a tensor")
         maps = (plan.slot, plan.source, plan.tokens_per_expert, plan.received, plan.position)
         checked = cast(Tensor, self._checked_weights(plan, tokens, weights))
         return SlotsOfRanks(*maps, self._name_with_rank, self.timeout_ms), checked
@@ -312,7 +316,7 @@ class EpContext:
         check_type("combine", "plan", plan, EpPlan, "an EpPlan", "Pass what plan() returned")
         check_type("combine", "expand", expand, bool, "True or False")
         if isinstance(rows, Tensor):
-            self._make_room(rows.dtype)
+            self.make_room(rows.dtype)
         tokens = plan.num_tokens if num_tokens is None else num_tokens
         maps, group = (plan.received, plan.position), (self._name_with_rank, self.timeout_ms)
         return ops.combine(rows, plan.slot, plan.source, tokens, *group, -1, expand, *maps)
@@ -385,9 +389,3 @@ def _aligned(size: int) -> int:
 
 
 _INTEGERS = (int, torch.SymInt)
-
-
-def _device_of(group: ProcessGroup | None) -> torch.device:
-    if group is not None and dist.get_backend(group) != "gloo" and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")

@@ -56,7 +56,7 @@ class DispatchConfig:
     #: how tokens move between the ranks, with the same bits: see :class:`~transformer_plugin.parallel.EpConfig`.
     transport: Transport = "auto"
     #: multiprocessors that an exchange of the transport "one_sided" uses at most; 0: all. See
-    #: :class:`~transformer_plugin.parallel.EpConfig`. Unused without a group.
+    #: :class:`~transformer_plugin.parallel.EpConfig`. Unused without a group, and with a group of one rank.
     max_num_sms: int = 0
 
     def __post_init__(self) -> None:

@@ -79,8 +79,8 @@ class CombineGradInto(torch.autograd.Function):
         # Not a saved tensor: torch checks the versions of those, but a second backward may write to the target again.
         ctx.target, ctx.new_target = target, new_target
         ctx.group = (name, timeout_ms)
-        wanted = int(ctx.needs_input_grad[0])
-        group = (name, timeout_ms, wanted)
+        grads_needed = int(ctx.needs_input_grad[0])
+        group = (name, timeout_ms, grads_needed)
         return ops.combine(rows, slot, source, num_tokens, *group, received=received, position=position)
 
     @staticmethod

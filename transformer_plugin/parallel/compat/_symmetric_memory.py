@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from transformer_plugin.ops.peer_memory import is_symmetric
 from transformer_plugin.parallel._ep_checks import check_type, refuse
-from transformer_plugin.parallel.symmetric import SymmetricPool
+from transformer_plugin.parallel.symmetric import UNIT, SymmetricPool
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -31,7 +31,10 @@ def symm_mem_alloc(
     use_pool: bool = False,
     backend: str = "CUDA",
 ) -> Tensor:
-    """Return an uninitialized tensor in memory that the other ranks of the group can write. Its memory is torch's.
+    """Return an uninitialized tensor in memory that the other ranks of the group can write.
+
+    Without ``use_pool`` each call makes an allocation of its own, which stays until the group is destroyed; a group has
+    at most 64.
 
     Args:
         shape, dtype: of the tensor.
@@ -59,7 +62,7 @@ def symm_mem_alloc(
 
 
 def release_symm_mem_pool() -> None:
-    """Take no more tensors from the pool. Its memory is the group's, and is freed with it."""
+    """Take no more tensors from the pool. Its memory stays until the group is destroyed, as that of each pool."""
     global _pool
     _pool = None
 
@@ -79,7 +82,7 @@ def check_zero_copy(zero_copy: bool, capacity: int | None, pool_bytes: int | Non
     if pool_bytes is None:
         return
     check_type("ep_bootstrap", "symm_mem_pool_bytes", pool_bytes, int, "an integer or None")
-    if not zero_copy or pool_bytes < 1:
+    if not zero_copy or isinstance(pool_bytes, bool) or pool_bytes < 1:
         expected = "1 or more, and zero_copy=True"
         refuse("symm_mem_pool_bytes", expected, pool_bytes, "ep_bootstrap", "Pass None")
 
@@ -87,10 +90,11 @@ def check_zero_copy(zero_copy: bool, capacity: int | None, pool_bytes: int | Non
 def open_pool(context: EpContext, num_bytes: int | None) -> None:
     """Take tensors for the calls of this context from a new pool; None: with room for four results."""
     global _pool
-    if context.group is None or context.num_ranks == 1:
+    if context.group is None:
         return
     config = context.config
-    size = num_bytes or 4 * context.capacity * config.hidden_dim * config.max_token_dtype.itemsize
+    result = context.capacity * config.hidden_dim * config.max_token_dtype.itemsize
+    size = num_bytes or 4 * max(UNIT, -(-result // UNIT) * UNIT)
     _pool = SymmetricPool(context.group, size, timeout=context.timeout_ms / 1000, device=context.device)
 
 
@@ -103,9 +107,6 @@ def pooled(group: ProcessGroup | None, shape: tuple[int, ...], like: Tensor) -> 
     """A tensor of the pool, where there is one with room and tensors can be taken from it."""
     if _pool is None or not has_pool(group) or torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         return None
-    if torch.cuda.is_current_stream_capturing():
+    if like.device != _pool.device or (like.is_cuda and torch.cuda.is_current_stream_capturing()):
         return None
-    try:
-        return _pool.empty(shape, like.dtype)
-    except ValueError:  # no room
-        return None
+    return _pool.try_empty(shape, like.dtype)

@@ -5,9 +5,9 @@ the payload may be float32, bfloat16 or float16; ``recv_capacity_per_rank=None``
 for which each call waits for the GPU, and the static worst case in compiled functions, in CUDA graphs and with buffers
 of the caller; overflow without ``drop_on_overflow`` raises an error and does not trap; ``num_local_tokens`` of
 ``ep_combine`` defaults to the number of dispatched tokens. With ``zero_copy`` other ranks store the rows of a dispatch,
-and of the gradient of a combine, into the tensors themselves where these are in symmetric memory, on each rank for
-itself; other tensors get their rows through the memory of the transport. Rows for a combine are read where they lie, in
-any memory.
+and of the gradient of a combine, directly into tensors that are in symmetric memory; each rank decides this for its own
+tensors. Others get their rows through the memory of the transport. Rows for a combine are read where they lie, in any
+memory.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def ep_bootstrap(
         num_experts, max_tokens_per_rank, hidden_dim, num_topk: see :class:`~transformer_plugin.parallel.EpConfig`.
         recv_capacity_per_rank: rows of the receive layout. None: as many as are in use, which an eager call reads from
             the GPU; the worst case where nothing can be read.
-        max_num_sms: as in :class:`~transformer_plugin.parallel.EpConfig`: 0 but with ``zero_copy``.
+        max_num_sms: as in :class:`~transformer_plugin.parallel.EpConfig`; 0 without ``zero_copy``, but for one rank.
         zero_copy: whether rows go to tensors in symmetric memory without a copy; needs ``recv_capacity_per_rank``, and
             GPUs of one host that NVLink connects. Other results come from a pool of such memory, if it has room,
             outside of CUDA graphs and compiled functions.
@@ -95,7 +95,7 @@ def ep_bootstrap(
     check_type("ep_bootstrap", "max_num_sms", max_num_sms, int, "an integer, 0 for all")
     check_type("ep_bootstrap", "drop_on_overflow", drop_on_overflow, bool, "True or False")
     check_zero_copy(zero_copy, recv_capacity_per_rank, symm_mem_pool_bytes)
-    _context = EpContext(
+    context = EpContext(
         ep_group,
         num_experts=num_experts,
         max_tokens_per_rank=max_tokens_per_rank,
@@ -110,7 +110,8 @@ def ep_bootstrap(
         device=device,
     )
     if zero_copy:
-        open_pool(_context, symm_mem_pool_bytes)
+        open_pool(context, symm_mem_pool_bytes)
+    _context = context
 
 
 def ep_finalize() -> None:
@@ -275,6 +276,7 @@ def ep_dispatch(
         "recv_topk_weights", recv_topk_weights, (buffer.recv_capacity_per_rank,), topk_weights.dtype, tokens
     )
     _check_routing(tokens, topk_idx, topk_weights)
+    buffer._context.make_room(tokens.dtype)
     if recv_tokens is None:
         shape = (buffer.recv_capacity_per_rank, buffer.hidden_dim)
         recv_tokens = pooled(buffer._context.group, shape, tokens)
@@ -342,7 +344,8 @@ def ep_combine(
     _check_target(
         "grad_out", grad_out, tuple(expert_out.shape), expert_out.dtype, expert_out, op="ep_combine"
     )
-    if grad_out is None and not has_pool(buffer._context.group):
+    buffer._context.make_room(expert_out.dtype)
+    if grad_out is None and (torch.compiler.is_compiling() or not has_pool(buffer._context.group)):
         return buffer._context.combine(plan, expert_out, num_local_tokens)
     buffer._context._check_open()
     tokens = plan.num_tokens if num_local_tokens is None else num_local_tokens
