@@ -72,15 +72,14 @@ def ep_bootstrap(
     Args:
         ep_group: the ranks that share the experts; None for this process alone.
         num_experts, max_tokens_per_rank, hidden_dim, num_topk: see :class:`~transformer_plugin.parallel.EpConfig`.
-        recv_capacity_per_rank: rows of the receive layout. None: as many as are in use, which an eager call reads from
-            the GPU; the worst case where nothing can be read.
+        recv_capacity_per_rank: rows of the receive layout. None: those in use, which an eager call reads from the GPU;
+            the worst case where nothing can be read.
         max_num_sms: as in :class:`~transformer_plugin.parallel.EpConfig`; 0 without ``zero_copy``, but for one rank.
         zero_copy: whether rows go to tensors in symmetric memory without a copy; needs ``recv_capacity_per_rank``, and
             GPUs of one host that NVLink connects. Other results come from a pool of such memory, if it has room,
             outside of CUDA graphs and compiled functions.
         drop_on_overflow: drop rows past the capacity instead of raising.
-        max_token_dtype: the widest dtype of tokens with ``zero_copy``; else every payload dtype works.
-        timeout, device: as of :class:`~transformer_plugin.parallel.EpContext`.
+        max_token_dtype: the widest dtype of tokens with ``zero_copy``. timeout, device: as of ``EpContext``.
         symm_mem_pool_bytes: the size of that pool on each rank; None for four results of ``max_token_dtype``.
 
     Raises:
