@@ -85,10 +85,6 @@ def check_same(mine: dict[str, Any], texts: list[str], group_name: str) -> None:
 def check_limit(config: EpConfig, transport: str) -> None:
     """Refuses a limit of multiprocessors that the transport would not obey. One rank obeys any."""
     limit = config.max_num_sms
-    check_type("EpContext", "max_num_sms", limit, int, "an integer")
-    if isinstance(limit, bool) or not 0 <= limit < 2**31:
-        advice = "Pass 0 for all multiprocessors"
-        refuse("max_num_sms", "from 0 to 2^31 - 1", limit, "EpContext", advice)
     if limit and transport not in ("one_sided", "none"):
         expected = f"0 with the transport '{transport}', whose kernels have no limit"
         refuse("max_num_sms", expected, limit, "EpContext", "Pass 0, or choose the transport 'one_sided'")
@@ -146,6 +142,10 @@ def check_config(config: EpConfig, ranks: int, timeout: float) -> None:
     if config.transport not in ("auto", "all_gather", "all_to_all", "one_sided"):
         refuse("transport", expected, repr(config.transport), op, "Choose one of them")
     check_type(op, "max_token_dtype", config.max_token_dtype, torch.dtype, "a dtype")
+    limit = config.max_num_sms
+    check_type(op, "max_num_sms", limit, int, "an integer")
+    if isinstance(limit, bool) or not 0 <= limit < 2**31:
+        refuse("max_num_sms", "from 0 to 2^31 - 1", limit, op, "Pass 0 for all multiprocessors")
     if not 0 < timeout < 1e9:
         refuse("timeout", "a positive number of seconds below 1e9", timeout, op, "Pass for example 60.0")
 
