@@ -118,7 +118,7 @@ def test_each_row_is_written_once(ranks: int, tokens: int, hidden: int, directio
 
 
 class FakeChannel:
-    """A channel on a CPU, whose exchange writes what it is told to."""
+    """A channel on a CPU, whose exchange writes the bytes of its masks."""
 
     def __init__(self, ranks: int, rows: int, record_bytes: int) -> None:
         layout = tp.virtual_channel_layout(ranks, rows, rows, record_bytes)

@@ -1,5 +1,5 @@
 // Symmetric memory for tensors of the caller: allocations of a group, made collectively, from which each rank takes tensors by
-// itself. Where such a tensor lies is known from its storage, so that another rank can be told to write into it.
+// itself. Where such a tensor lies is known from its storage, so that it can be announced to other ranks, which write into it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
