@@ -288,7 +288,7 @@ def test_many_plans_on_one_channel(ranks: int, shares: tuple[float | None, float
 @gpu
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_wrong_indices_are_none(dtype: torch.dtype) -> None:
-    """They have no expert in the plan, and the next call raises."""
+    """They have no expert in the plan. The next call raises, with the number of those of all ranks and a place."""
     problem = draw_problem(Case(2, 8, 300, kind="any", dtype=dtype))
     wrong = [
         problem.experts,
@@ -299,13 +299,25 @@ def test_wrong_indices_are_none(dtype: torch.dtype) -> None:
     ]
     for i, index in enumerate(wrong):
         problem.indices[1][3 * i :: 50, i] = index
+    experts = problem.experts
+    problem.indices[0][7, 3] = experts
+    is_wrong = [(i < -1) | (i >= experts) for i in problem.indices]
+    assert is_wrong[0].any()
     channel = PlanChannel(2, problem)
     plans = channel.plan(problem)
     indices = [torch.where((i >= 0) & (i < problem.experts), i, -1) for i in problem.indices]
     assert_same_plans(plans, expected_plans(replace(problem, indices=indices)))
-    with pytest.raises(ValueError, match="that are neither"):
+    count, place = sum(int(each.sum()) for each in is_wrong), 7 * problem.topk + 3
+    with pytest.raises(ValueError, match=f"got {count} that are neither, one of them element {place} of"):
         channel.plan(problem)
-    assert channel.state[:, 0].tolist() == [1, 1]
+    problem.indices[0][7, 3] = -1
+    channel.plan(problem)
+    torch.cuda.synchronize()
+    with pytest.raises(ValueError, match=f"got {count - 1} that are neither") as raised:
+        channel.plan(problem)
+    place = int(str(raised.value).partition("element ")[2].split()[0]) - problem.max_tokens * problem.topk
+    assert is_wrong[1].flatten()[place]
+    assert channel.state[:, 0].tolist() == [2, 2]
 
 
 @gpu

@@ -12,9 +12,10 @@ namespace transformer_plugin::expert_parallel::one_sided {
 
 inline constexpr int kPlanThreads = 512;
 inline constexpr int kPlanWarps = kPlanThreads / kWarpSize;
-inline constexpr int kMostPairs = 1024;  // indices of a chunk
-inline constexpr int kMostTokens = 512;  // of a chunk
-inline constexpr int kMaskWords = 3;     // of 32 ranks each
+inline constexpr int kMostPairs = 1024;                 // indices of a chunk
+inline constexpr int kMostTokens = 512;                 // of a chunk
+inline constexpr int kMaskWords = 3;                    // of 32 ranks each
+inline constexpr int32_t kWrongExpert = kNoExpert - 1;  // of an index that is neither an expert nor kNoExpert
 inline constexpr unsigned kWholeWarp = 0xffffffffu;
 static_assert(kMostPeers <= 32 * kMaskWords && kMostPeers < kPlanThreads, "a bit and a thread for each rank");
 
@@ -32,7 +33,7 @@ struct RankMask {
 };
 
 struct Chunk {
-  int32_t experts[kMostPairs];  // expert of each index, or -1
+  int32_t experts[kMostPairs];  // expert of each index, kNoExpert or kWrongExpert
   int32_t slots[kMostPairs];
   RankMask ranks[kMostTokens];
   int32_t records[kMostPairs];       // [tokens, destinations]: the record to each rank of a token
@@ -118,6 +119,7 @@ __device__ __forceinline__ void announce(const PlanArgs& args, PlanWait what, ui
 // comes before what this block announces to other ranks. Called by all threads.
 __device__ __forceinline__ bool is_last_block(PlanState* state, Chunk& chunk, bool puts) {
   __syncthreads();
+  if (gridDim.x == 1) return true;  // a block's barrier is enough for its own threads
   if (threadIdx.x == 0) {
     puts ? __threadfence_system() : __threadfence();  // for what all threads wrote before the barrier
     chunk.is_last = atomicAdd(&state->finished_blocks, 1u) == gridDim.x - 1;
@@ -150,13 +152,12 @@ __device__ __forceinline__ bool begin_step(const PlanArgs& args, Chunk& chunk, b
 }
 
 template <typename Index>
-__device__ __forceinline__ void load_experts(const PlanArgs& args, Chunk& chunk, bool reports) {
+__device__ __forceinline__ void load_experts(const PlanArgs& args, Chunk& chunk) {
   const int topk = static_cast<int>(args.topk);
   for (int i = threadIdx.x; i < chunk.tokens * topk; i += kPlanThreads) {
     const int64_t place = chunk.begin * topk + i;
     const auto index = static_cast<int64_t>(static_cast<const Index*>(args.indices)[place]);
-    if (reports) report_wrong_expert(args.range, index, place);
-    chunk.experts[i] = index >= 0 && index < args.experts ? static_cast<int32_t>(index) : -1;
+    chunk.experts[i] = args.range.allows(index) ? static_cast<int32_t>(index) : kWrongExpert;
   }
 }
 
@@ -231,7 +232,7 @@ __device__ __forceinline__ void drop_past_bound(const PlanArgs& args, Chunk& chu
     visit_tokens(chunk, rank, [&](int t, int n) {
       if (n < left) return;
       for (int i = t * topk; i < (t + 1) * topk; ++i)  // no other warp writes this rank's experts
-        if (chunk.experts[i] >= 0 && chunk.experts[i] / local == rank) chunk.experts[i] = -1;
+        if (chunk.experts[i] >= 0 && chunk.experts[i] / local == rank) chunk.experts[i] = kNoExpert;
     });
   }
   __syncthreads();

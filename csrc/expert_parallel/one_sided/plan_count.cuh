@@ -5,10 +5,12 @@
 
 namespace transformer_plugin::expert_parallel::one_sided {
 
+// `words`: aligned to 16 bytes.
 __device__ __forceinline__ void fill_unused(int32_t* words, int64_t count) {
   const int64_t step = static_cast<int64_t>(gridDim.x) * kPlanThreads;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kPlanThreads + threadIdx.x; i < count; i += step)
-    words[i] = -1;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kPlanThreads + threadIdx.x, units = count / 4;
+  for (int64_t i = first; i < units; i += step) reinterpret_cast<int4*>(words)[i] = int4{-1, -1, -1, -1};
+  if (first < count - units * 4) words[units * 4 + first] = -1;
 }
 
 __device__ __forceinline__ void add_to(int4& sum, const int4& value) {
@@ -71,6 +73,7 @@ __device__ __forceinline__ void put_counts(const PlanArgs& args, int which, uint
   for (int column = threadIdx.x; column < args.columns(); column += kPlanThreads) {
     int32_t total = 0;
     for (int s = 0; s < all.segments; ++s) total += words[s * all.units * 4 + column];
+    if (column == args.wrong_place()) total = __ldcg(&args.state->wrong_place);
     for (int r = 0; r < args.peers.ranks; ++r)
       words_of(args, r, args.layout.counts[which])[args.peers.rank * args.columns() + column] = total;
   }
@@ -88,15 +91,13 @@ inline size_t count_kernel_bytes(const PlanArgs& args) {
   return static_cast<size_t>(counters > sums ? counters : sums);
 }
 
-// `kept`: once more, without the tokens past the bound.
+// `kept`: once more, without the tokens past the bound. Called by all threads.
 template <typename Index, bool kept>
-__global__ void __launch_bounds__(kPlanThreads) count_kernel(const __grid_constant__ PlanArgs args) {
-  __shared__ Chunk chunk;
-  __shared__ TokenCounts tokens;
+__device__ __forceinline__ void count_chunk(const PlanArgs& args, Chunk& chunk, TokenCounts& tokens) {
   int32_t* const counts = dynamic_words();
   const int stride = static_cast<int>(args.chunk_stride());
   const bool begins = begin_step(args, chunk, !kept, [&](Chunk& loaded) {
-    load_experts<Index>(args, loaded, !kept);
+    load_experts<Index>(args, loaded);
     for (int i = threadIdx.x; i < stride; i += kPlanThreads) counts[i] = 0;
   });
   if (!kept && blockIdx.x == gridDim.x - 1 && threadIdx.x == 0) distributed::count_begin(args.marks);
@@ -110,8 +111,14 @@ __global__ void __launch_bounds__(kPlanThreads) count_kernel(const __grid_consta
     fill_unused(args.source, args.capacity);
     fill_unused(args.records, 3 * args.max_tokens * args.destinations());
   }
-  for (int i = threadIdx.x; i < chunk.tokens * static_cast<int>(args.topk); i += kPlanThreads)
-    if (chunk.experts[i] >= 0) atomicAdd(&counts[chunk.experts[i]], 1);
+  const int topk = static_cast<int>(args.topk);
+  for (int i = threadIdx.x; i < chunk.tokens * topk; i += kPlanThreads) {
+    const int32_t expert = chunk.experts[i];
+    if (expert >= 0) atomicAdd(&counts[expert], 1);
+    if (kept || expert != kWrongExpert) continue;
+    atomicAdd(&counts[args.wrong_count()], 1);
+    atomicExch(&args.state->wrong_place, static_cast<int32_t>(chunk.begin) * topk + i);
+  }
   find_ranks(args, chunk, [](int) { return true; });
   for (int rank = warp_in_block(); rank < args.peers.ranks; rank += kPlanWarps) {
     const int count = visit_tokens(chunk, rank, [](int, int) {});
@@ -123,6 +130,13 @@ __global__ void __launch_bounds__(kPlanThreads) count_kernel(const __grid_consta
   if (!is_last_block(args.state, chunk, false)) return;
   if (!kept && threadIdx.x == 0) args.state->epoch = chunk.epoch;  // all blocks have read it
   put_counts(args, kept, chunk.epoch, reinterpret_cast<int4*>(counts));
+}
+
+template <typename Index, bool kept>
+__global__ void __launch_bounds__(kPlanThreads) count_kernel(const __grid_constant__ PlanArgs args) {
+  __shared__ Chunk chunk;
+  __shared__ TokenCounts tokens;
+  count_chunk<Index, kept>(args, chunk, tokens);
 }
 
 }  // namespace transformer_plugin::expert_parallel::one_sided

@@ -7,9 +7,9 @@
 namespace transformer_plugin::expert_parallel::one_sided {
 namespace {
 
-// count_kernel and assign_kernel have the most; more would have to be asked for.
+// few_tokens_kernel has the most; more would have to be asked for.
 static_assert(sizeof(Chunk) + sizeof(TokenCounts) + sizeof(ExpertScan) +
-                      (kMostExperts + kMostPeers + 3) * sizeof(int32_t) <=
+                      (plan_columns(kMostExperts, kMostPeers) + 3) * sizeof(int32_t) <=
                   48 * 1024,
               "the shared memory that every block may have");
 
@@ -35,7 +35,14 @@ void launch(const PlanArgs& args, PlanStep step, cudaStream_t stream) {
       constexpr unsigned kMostBlocks = 256;
       const unsigned grid = grid_size(args.received_rows * args.topk, kPlanThreads);
       launch_pdl(receive_kernel, dim3(std::min(grid, kMostBlocks)), kPlanThreads, 0, stream, args);
+      break;
     }
+    case PlanStep::kWhole:
+      if (!args.is_of_one_block()) {
+        for (const PlanStep each : kPlanSteps) launch<Index>(args, each, stream);
+        return;
+      }
+      launch_pdl(few_tokens_kernel<Index>, dim3(1), kPlanThreads, count_kernel_bytes(args), stream, args);
   }
   check_launch("a kernel of the plan");
 }

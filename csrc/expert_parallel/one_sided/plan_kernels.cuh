@@ -5,6 +5,9 @@
 //                    the chunk are numbered, and their slots are put to the ranks that get them.
 //   number_kernel    the latter, where a capacity drops slots: after all chunks have their slots.
 //   receive_kernel   waits for the slots from all ranks and copies them.
+//   few_tokens_kernel
+//                    does all this in one block, for one chunk of tokens without bounds: the kernels' ends would take longer than
+//                    their work.
 // Shared memory: one counter for each expert and rank, and the indices, slots and ranks of a chunk. Integer atomics do not
 // change the result.
 //
@@ -14,6 +17,7 @@
 #pragma once
 
 #include "expert_parallel/one_sided/plan_count.cuh"
+#include "expert_parallel/one_sided/plan_receive.cuh"
 
 namespace transformer_plugin::expert_parallel::one_sided {
 
@@ -150,20 +154,32 @@ __device__ __forceinline__ void write_required(const PlanArgs& args, const Exper
   __threadfence_system();
 }
 
+// By the first block: every rank reports the wrong indices of all ranks, as with gathered indices. Called by all threads.
+__device__ __forceinline__ void report_wrong_experts(const PlanArgs& args, const Counts& counts) {
+  const int ranks = args.peers.ranks, rank = threadIdx.x;
+  if (!__syncthreads_or(rank < ranks && counts.of(rank, args.wrong_count()) != 0) || rank != 0) return;
+  int64_t wrong = 0, place = 0;
+  for (int r = ranks - 1; r >= 0; --r) {
+    const int32_t of_rank = counts.of(r, args.wrong_count());
+    if (of_rank != 0) place = r * args.max_tokens * args.topk + counts.of(r, args.wrong_place());
+    wrong += of_rank;
+  }
+  report_wrong_experts(args.range, wrong, place);
+}
+
 template <typename Index>
-__global__ void __launch_bounds__(kPlanThreads) assign_kernel(const __grid_constant__ PlanArgs args) {
-  __shared__ Chunk chunk;
-  __shared__ TokenCounts tokens;
-  __shared__ ExpertScan scan;
+__device__ __forceinline__ void assign_chunk(const PlanArgs& args, Chunk& chunk, TokenCounts& tokens,
+                                             ExpertScan& scan) {
   uint32_t* const next = reinterpret_cast<uint32_t*>(dynamic_words());  // of each expert; then of each rank
   const bool begins = begin_step(args, chunk, false, [&](Chunk& loaded) {
-    load_experts<Index>(args, loaded, false);
+    load_experts<Index>(args, loaded);
     load_before_chunk(args, 0, next);
   });
   if (!begins) return;
   if (!wait_for_ranks(args, PlanWait::kCounts, chunk.epoch)) return;
   load_tokens(args, counts_of(args, 0), tokens);
   const bool drops_tokens = is_past_bound(args, tokens), writes = blockIdx.x == 0;
+  if (writes) report_wrong_experts(args, counts_of(args, 0));
   if (drops_tokens) {
     if (writes) {
       scan_experts(args, counts_of(args, 0), scan, [](int, int, int64_t, int64_t, int64_t) {});
@@ -197,6 +213,14 @@ __global__ void __launch_bounds__(kPlanThreads) assign_kernel(const __grid_const
   }
 }
 
+template <typename Index>
+__global__ void __launch_bounds__(kPlanThreads) assign_kernel(const __grid_constant__ PlanArgs args) {
+  __shared__ Chunk chunk;
+  __shared__ TokenCounts tokens;
+  __shared__ ExpertScan scan;
+  assign_chunk<Index>(args, chunk, tokens, scan);
+}
+
 // Where a capacity drops slots: rows[q] = the rows of the memory of rank `to` that are for the slots from rank q: as many as q has
 // tokens there, or slots, whichever are fewer. Called by a warp; all ranks compute the same.
 __device__ __forceinline__ void bounded_rows(const PlanArgs& args, const Counts& counts, int to,
@@ -227,11 +251,6 @@ __device__ __forceinline__ void bounded_rows(const PlanArgs& args, const Counts&
   __syncwarp();
 }
 
-// Whether the capacity drops slots, as assign_kernel found.
-__device__ __forceinline__ bool drops_slots(const PlanArgs& args) {
-  return args.capacity_may_overflow && args.first_slots[args.experts] != 0;
-}
-
 // Sets chunk.first_place; the first block also keeps the places of what this rank receives. Called by all threads.
 __device__ __forceinline__ void find_bounded_places(const PlanArgs& args, const Counts& counts,
                                                     Chunk& chunk) {
@@ -259,7 +278,7 @@ __global__ void __launch_bounds__(kPlanThreads) number_kernel(const __grid_const
   __shared__ uint32_t before_chunk[kMostPeers];
   const int rank = threadIdx.x, ranks = args.peers.ranks;
   const bool begins = begin_step(args, chunk, false, [&](Chunk& loaded) {
-    load_experts<Index>(args, loaded, false);
+    load_experts<Index>(args, loaded);
     if (rank >= ranks) return;
     loaded.sent_rows[rank] = 0;
     before_chunk[rank] = 0;
@@ -280,81 +299,16 @@ __global__ void __launch_bounds__(kPlanThreads) number_kernel(const __grid_const
   finish_slots(args, chunk);
 }
 
-// The first block writes what the plan says about the rows between ranks. `from_to(q, r)`: the rows that rank q sends to rank r.
-template <typename FromTo>
-__device__ __forceinline__ void write_peer_rows(const PlanArgs& args, const int32_t* first_row,
-                                                const int32_t* first_record, FromTo from_to) {
-  const int me = args.peers.rank, ranks = args.peers.ranks, ends = ranks + 1;
-  if (threadIdx.x < ends) {
-    args.peer_rows[threadIdx.x] = first_row[threadIdx.x];
-    args.peer_rows[ends + threadIdx.x] = first_record[threadIdx.x];
-  }
-  for (int r = warp_in_block(); r < ends; r += kPlanWarps) {
-    uint32_t put = 0, returned = 0;
-    for (int q = lane_in_warp(); q < me && r < ranks; q += kWarpSize) {
-      if (q == r || r == me) continue;  // a rank's own rows do not travel
-      put += static_cast<uint32_t>(from_to(q, r));
-      returned += static_cast<uint32_t>(from_to(r, q));
-    }
-    put = __reduce_add_sync(kWholeWarp, put);
-    returned = __reduce_add_sync(kWholeWarp, returned);
-    if (lane_in_warp() != 0) continue;
-    args.peer_rows[2 * ends + r] = static_cast<int32_t>(put);
-    args.peer_rows[3 * ends + r] = static_cast<int32_t>(returned);
-  }
-}
-
-// A thread has one slot of a row at a time.
-static __global__ void __launch_bounds__(kPlanThreads) receive_kernel(const __grid_constant__ PlanArgs args) {
+template <typename Index>
+__global__ void __launch_bounds__(kPlanThreads) few_tokens_kernel(const __grid_constant__ PlanArgs args) {
   __shared__ Chunk chunk;
-  __shared__ int32_t rows[kMostPeers], records[kMostPeers];  // from and to each rank
-  __shared__ int32_t first_row[kMostPeers + 1], first_record[kMostPeers + 1], first_place[kMostPeers];
-  __shared__ bool is_bounded;  // then first_place is known
-  const int me = args.peers.rank, ranks = args.peers.ranks, r = threadIdx.x;
-  const bool begins = begin_step(args, chunk, false, [&](Chunk&) {
-    if (r == 0) is_bounded = drops_slots(args);
-    if (r < ranks && args.capacity_may_overflow) first_place[r] = args.received_places[r];
-  });
-  const bool has_come = begins && wait_for_ranks(args, PlanWait::kSlots, chunk.epoch);
-  if (blockIdx.x == 0 && r == 0) distributed::count_end(args.marks, &args.state->is_published);
-  if (!has_come) return;
-  const int32_t* const sent = words_of(args, me, args.layout.sent);
-  const auto from_to = [&](int from, int to) { return __ldcg(sent + from * ranks + to); };
-  if (r < ranks) {
-    rows[r] = from_to(r, me);
-    records[r] = from_to(me, r);
-  }
+  __shared__ TokenCounts tokens;
+  __shared__ ExpertScan scan;
+  count_chunk<Index, false>(args, chunk, tokens);
   __syncthreads();
-  if (r <= ranks) {
-    int32_t row = 0, record = 0;
-    for (int q = 0; q < r; ++q) {
-      row += rows[q];
-      record += records[q];
-    }
-    first_row[r] = row;
-    first_record[r] = record;
-    if (r < ranks && !is_bounded) first_place[r] = row;
-  }
+  assign_chunk<Index>(args, chunk, tokens, scan);
   __syncthreads();
-  if (blockIdx.x == 0) write_peer_rows(args, first_row, first_record, from_to);
-  const int32_t* const slots = words_of(args, me, args.layout.slots);
-  const auto topk = static_cast<uint32_t>(args.topk);
-  const uint32_t step = gridDim.x * kPlanThreads, end = static_cast<uint32_t>(args.received_rows) * topk;
-  for (uint32_t i = blockIdx.x * kPlanThreads + threadIdx.x; i < end; i += step) {
-    const auto row = static_cast<int32_t>(i / topk);
-    int32_t slot = -1;
-    if (row < first_row[ranks]) {
-      int low = 0, high = ranks;  // first_row[low] <= row < first_row[high]
-      while (high - low > 1) {
-        const int middle = (low + high) / 2;
-        (first_row[middle] <= row ? low : high) = middle;
-      }
-      const int64_t place = first_place[low] + row - first_row[low];
-      slot = __ldcg(slots + place * topk + i % topk);
-    }
-    args.slot[i] = slot;
-    if (slot >= 0 && slot < args.capacity) args.source[slot] = row;
-  }
+  receive_slots(args, chunk);
 }
 
 }  // namespace transformer_plugin::expert_parallel::one_sided

@@ -1,5 +1,5 @@
 // Ops for tests of the kernels of a plan, in the library of virtual_ranks.cpp. virtual_plan launches each step of a plan for every
-// rank before the next.
+// rank before the next, or a whole plan of one rank.
 #include <torch/library.h>
 
 #include <algorithm>
@@ -81,13 +81,18 @@ std::vector<Tensor> virtual_plan(TensorList topk_idx, const Tensor& channel, con
     auto* const of_rank = reinterpret_cast<PlanState*>(state.mutable_data_ptr<int32_t>() + r * kStateWords);
     calls.push_back(make_plan_call(topk_idx[r], max_tokens, sizes,
                                    {layout, peers, of_rank, timeout_ms * 1000000}, nullptr));
+    if (r > 0) calls.back().args.range.word = nullptr;  // which all ranks of the process share
     const RecordPlan& plan = calls.back().plan;
     for (const Tensor& each : {plan.slot, plan.source, plan.tokens_per_expert, plan.required, plan.overflow,
                                plan.peer_rows, plan.records, plan.required_tokens})
       plans.push_back(each);
   }
-  for (const PlanStep step : kPlanSteps) {
-    for (const PlanCall& call : calls) launch_plan(call.args, step, scope.stream());
+  if (ranks == 1) {  // which waits for no other
+    launch_plan(calls[0].args, PlanStep::kWhole, scope.stream());
+  } else {
+    for (const PlanStep step : kPlanSteps) {
+      for (const PlanCall& call : calls) launch_plan(call.args, step, scope.stream());
+    }
   }
 #endif
   mark_written(channel);
