@@ -320,7 +320,7 @@ TORCH_LIBRARY(transformer_plugin, m) {
   m.def(
       "open_channel(str group_name, int received_rows, int returned_rows, int record_bytes, int num_experts, "
       "int planned_rows, int topk, int timeout_ms=-1, Device? device=None) -> str");  // for one-sided exchanges; "" or a reason
-  m.def("select_transport(int num_ranks, str device_type) -> (str transport, str reason)");
+  m.def("select_transport(int num_ranks, str device_type, bool peer_memory) -> (str transport, str reason)");
   // tensor_parallel: collectives along the first dimension, over c10d groups. num_ranks: the size of the group. needs_grad: 1 if
   // autograd will compute the gradient, which autograd fills in.
   m.def(

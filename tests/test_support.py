@@ -134,6 +134,18 @@ def test_what_decides_whether_experts_are_one_op() -> None:
     assert "experts: GroupedMLP calls its two layers" in tp.explain_support(DelayedScaling(), "cpu")
 
 
+def test_how_tokens_travel() -> None:
+    assert (
+        "\nbetween ranks: the transport all_gather moves tokens, by collectives of Gloo"
+        in tp.explain_support(None, "cpu")
+    )
+    text = tp.explain_support(None, "cuda")
+    if "this build has no CUDA kernels" in text:
+        pytest.skip("what a GPU does is said where there are kernels for one")
+    assert "the transport one_sided moves tokens, by stores of each row" in text
+    assert "elsewhere the transport all_gather moves tokens, by collectives of NCCL" in text
+
+
 def test_which_recipe_is_faster(device: torch.device) -> None:
     """The line is there on devices with a measurement, and recommends no other recipe beside the fastest one."""
     recipes = (None, BFloat16(), Float8CurrentScaling(), Float8BlockScaling())

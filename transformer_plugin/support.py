@@ -114,8 +114,15 @@ def _tokens(recipe: Recipe | None, formats: list[Format], device: torch.device) 
 
 def _ranks(device: torch.device) -> str:
     """Says how the tokens of a MoE over a group of ranks travel."""
-    transport, reason = select_transport(2, device.type)
-    return f"the transport {transport} moves tokens, by {reason}"
+    transport, reason = select_transport(2, device.type, peer_memory=False)
+    text = f"the transport {transport} moves tokens, by {reason}"
+    if device.type != "cuda":
+        return text
+    transport, reason = select_transport(2, device.type, peer_memory=True)
+    return (
+        f"where the GPUs of all ranks reach each other's memory, as over NVLink in one host, the transport {transport} "
+        f"moves tokens, by {reason}; elsewhere {text}"
+    )
 
 
 def _speed(recipe: Recipe | None, device: torch.device) -> str:

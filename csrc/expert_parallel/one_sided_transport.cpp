@@ -13,6 +13,7 @@ namespace {
 using at::Tensor;
 using distributed::WatchedWork;
 using one_sided::Channel;
+using one_sided::ChannelSizes;
 using one_sided::Exchange;
 
 int64_t row_bytes(const Tensor& rows) { return rows.size(1) * rows.element_size(); }
@@ -26,47 +27,60 @@ one_sided::OutputPlace place_of(const Tensor& tensor, const distributed::Symmetr
           place->offset};
 }
 
+// The room that the exchange needs in a channel.
+ChannelSizes sizes_of(const TokenExchange& exchange, int64_t ranks) {
+  const TokenLayout& layout = exchange.layout;
+  ChannelSizes sizes{};
+  for (const Payload& payload : exchange.payloads)
+    sizes.record_bytes += one_sided::record_stride(row_bytes(payload.rows), 0);
+  sizes.received_rows = std::min(layout.received_rows, layout.max_tokens * (ranks - 1));
+  sizes.returned_rows = layout.max_tokens * std::min(layout.position->size(2), ranks - 1);
+  return sizes;
+}
+
+std::string describe(const ChannelSizes& sizes) {
+  return std::to_string(sizes.received_rows) + " received and " + std::to_string(sizes.returned_rows) +
+         " returned rows of " + std::to_string(sizes.record_bytes) + " bytes";
+}
+
 }  // namespace
 
-// Checks that the exchange fits into the channel.
-Exchange OneSidedTransport::begin(const TokenExchange& exchange, const Channel& channel) const {
+// Finds the channel of the exchange. If the open one is too small, for example for a wider dtype, all ranks open a larger one.
+Exchange OneSidedTransport::begin(const TokenExchange& exchange,
+                                  std::shared_ptr<const Channel>& channel) const {
   const TokenLayout& layout = exchange.layout;
   const char* const op = exchange.call.phase().op;
-  int64_t bytes = 0;
-  for (const Payload& payload : exchange.payloads)
-    bytes += one_sided::record_stride(row_bytes(payload.rows), 0);
-  TP_CHECK_VALUE(bytes <= channel.sizes().record_bytes, op, "group_name",
-                 "a channel for records of " << bytes << " bytes", channel.sizes().record_bytes,
-                 "Make the EpContext with the largest hidden_dim, num_topk and dtype of its calls");
-  const int64_t received = std::min(layout.received_rows, layout.max_tokens * (group_.size() - 1));
-  TP_CHECK_VALUE(received <= channel.sizes().received_rows, op, "group_name",
-                 "a channel for " << received << " rows from other ranks", channel.sizes().received_rows,
-                 "Make the EpContext with the largest max_tokens_per_rank and capacity of its calls");
-  const int64_t returned = layout.max_tokens * std::min(layout.position->size(2), group_.size() - 1);
-  TP_CHECK_VALUE(returned <= channel.sizes().returned_rows, op, "group_name",
-                 "a channel for " << returned << " records", channel.sizes().returned_rows,
-                 "Make the EpContext with the largest max_tokens_per_rank and num_topk of its calls");
+  channel = one_sided::channel_of(op, group_);
+  const ChannelSizes sizes = sizes_of(exchange, group_.size());
+  const bool has_room = channel->sizes().cover(sizes);
+  const CudaScope scope(exchange.payloads[0].rows);
+  TP_CHECK_VALUE(
+      has_room || !distributed::stream_is_captured(scope.stream()), op, "group_name",
+      "room for " << describe(sizes), describe(channel->sizes()),
+      "Make the EpContext with the largest hidden_dim, num_topk and dtype of its calls, or make this "
+      "call once before the stream is captured");
   group_.begin_call(exchange.call, 1);
+  if (!has_room) channel = one_sided::enlarge_channel(op, group_, sizes, exchange.payloads[0].rows.device());
   return {.peer_rows = layout.received->const_data_ptr<int32_t>(),
           .records = layout.position->const_data_ptr<int32_t>(),
           .max_tokens = layout.max_tokens,
           .destinations = layout.position->size(2),
           .chunk_rows = one_sided::chunk_rows_for(layout.max_tokens, row_bytes(exchange.payloads[0].rows)),
-          .layout = channel.layout(),
-          .peers = channel.peers(),
-          .state = channel.state(),
+          .layout = channel->layout(),
+          .peers = channel->peers(),
+          .state = channel->state(),
           .timeout_ns = one_sided::kernel_timeout_ns(group_),
           .max_sms = static_cast<int32_t>(group_.max_sms()),
           .marks = {},
-          .failure = channel.failure(),
+          .failure = channel->failure(),
           .allocations = nullptr};
 }
 
 std::vector<Tensor> OneSidedTransport::dispatch(const TokenExchange& exchange) const {
-  const auto channel = one_sided::channel_of(exchange.call.phase().op, group_);
   const CudaScope scope(exchange.payloads[0].rows);
+  std::shared_ptr<const Channel> channel;
   one_sided::DispatchArgs args{};
-  args.exchange = begin(exchange, *channel);
+  args.exchange = begin(exchange, channel);
   args.received_rows = exchange.layout.received_rows;
   args.tokens = exchange.payloads[0].rows.size(0);
   std::vector<Tensor> inputs, outputs;
@@ -97,11 +111,11 @@ std::vector<Tensor> OneSidedTransport::dispatch(const TokenExchange& exchange) c
 }
 
 std::vector<Tensor> OneSidedTransport::combine(const TokenExchange& exchange, int64_t tokens) const {
-  const auto channel = one_sided::channel_of(exchange.call.phase().op, group_);
   const Payload& first = exchange.payloads[0];
   const CudaScope scope(first.rows);
+  std::shared_ptr<const Channel> channel;
   one_sided::CombineArgs args{};
-  args.exchange = begin(exchange, *channel);
+  args.exchange = begin(exchange, channel);
   const Tensor rows = first.rows.contiguous();
   const Tensor slot = first.slot ? first.slot->contiguous() : Tensor();
   std::vector<Tensor> outputs{distributed::empty_rows(rows, tokens)};

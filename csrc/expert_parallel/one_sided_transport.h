@@ -15,7 +15,8 @@ class OneSidedTransport : public TokenTransport {
   std::vector<at::Tensor> combine(const TokenExchange& exchange, int64_t tokens) const override;
 
  private:
-  one_sided::Exchange begin(const TokenExchange& exchange, const one_sided::Channel& channel) const;
+  one_sided::Exchange begin(const TokenExchange& exchange,
+                            std::shared_ptr<const one_sided::Channel>& channel) const;
 
   ExpertParallelGroup& group_;
 };

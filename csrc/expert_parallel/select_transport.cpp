@@ -16,13 +16,19 @@ namespace transformer_plugin::expert_parallel {
 
 TransportSelection select_transport(const TransportDesc& desc) {
   if (desc.ranks == 1) return {Transport::kNone, "all experts are on one rank"};
-  return {Transport::kAllGather, desc.on_cuda
-                                     ? "collectives of NCCL, which take any number of ranks and hosts"
-                                     : "collectives of Gloo, the only ones on a CPU"};
+  if (!desc.on_cuda) return {Transport::kAllGather, "collectives of Gloo, the only ones on a CPU"};
+  if (desc.peer_memory)
+    return {Transport::kOneSided, "stores of each row, once, into the memory of the ranks that need it"};
+  return {Transport::kAllGather, "collectives of NCCL, which take any number of ranks and hosts"};
 }
 
 const char* transport_name(Transport transport) {
-  return transport == Transport::kNone ? "none" : "all_gather";
+  switch (transport) {
+    case Transport::kNone: return "none";
+    case Transport::kAllGather: return "all_gather";
+    case Transport::kOneSided: return "one_sided";
+  }
+  return "";
 }
 
 std::unique_ptr<TokenTransport> make_transport(ExpertParallelGroup& group, const TokenLayout& layout) {
@@ -47,12 +53,13 @@ at::Tensor Payload::result_of(const at::Tensor& received) const {
 
 namespace {
 
-std::tuple<std::string, std::string> select_transport_op(int64_t ranks, std::string_view device_type) {
+std::tuple<std::string, std::string> select_transport_op(int64_t ranks, std::string_view device_type,
+                                                         bool peer_memory) {
   constexpr const char* op = "select_transport";
   TP_CHECK_VALUE(ranks >= 1, op, "num_ranks", "1 or more", ranks, "Pass the size of the group");
   TP_CHECK_VALUE(device_type == "cpu" || device_type == "cuda", op, "device_type", "'cpu' or 'cuda'",
                  "'" << device_type << "'", "Pass the type of the tokens' device");
-  const TransportSelection selection = select_transport({ranks, device_type == "cuda"});
+  const TransportSelection selection = select_transport({ranks, device_type == "cuda", peer_memory});
   return {transport_name(selection.transport), selection.reason};
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from tests.faults.test_expert_parallel_faults import leave
 from transformer_plugin.ops import expert_parallel as ep
 from transformer_plugin.parallel import EpContext
+from transformer_plugin.parallel.expert import Transport
 from transformer_plugin.testing.distributed import Rank, RankPool
 
 TIMEOUT = 4.0
@@ -26,11 +28,10 @@ def redirect_stderr(path: str, rank: Rank) -> None:
     os.dup2(file, 2)
 
 
-def lose_in_phase(rank: Rank, phase: str, how: str, path: str) -> None:
+def lose_in_phase(rank: Rank, phase: str, how: str, path: str, transport: Transport = "auto") -> None:
     redirect_stderr(path, rank)
-    context = EpContext(
-        rank.group, num_experts=4, max_tokens_per_rank=6, hidden_dim=8, num_topk=2, timeout=TIMEOUT
-    )
+    sizes = {"num_experts": 4, "max_tokens_per_rank": 6, "hidden_dim": 8, "num_topk": 2}
+    context = EpContext(rank.group, **sizes, timeout=TIMEOUT, transport=transport)
     indices = torch.tensor([[0, 2], [1, 3]], device=rank.device)
     tokens = torch.randn(2, 8, device=rank.device, requires_grad=True)
 
@@ -84,9 +85,13 @@ def lose_before_the_first_call(rank: Rank, phase: str, how: str, path: str) -> N
     [(phase, how) for phase in ("plan", "dispatch", "combine", "graph") for how in ("dies", "stops")]
     + [("first-call", "stops")],
 )
-def test_survivors_end_in_time_with_the_name(tmp_path: Path, phase: str, how: str) -> None:
+@pytest.mark.parametrize("transport", ["all_gather", "one_sided"])
+def test_survivors_end_in_time_with_the_name(
+    tmp_path: Path, transport: Transport, phase: str, how: str
+) -> None:
     path = str(tmp_path / "stderr")
-    function = lose_before_the_first_call if phase == "first-call" else lose_in_phase
+    is_first = phase == "first-call"
+    function = lose_before_the_first_call if is_first else partial(lose_in_phase, transport=transport)
     with RankPool(2, "nccl", group_timeout=600) as pool:
         pool.start(function, phase, how, path)
         code = pool.wait(1 - VICTIM, 120)
@@ -94,9 +99,11 @@ def test_survivors_end_in_time_with_the_name(tmp_path: Path, phase: str, how: st
         words = Path(f"{path}.{1 - VICTIM}").read_text()
         assert code == 1, (code, words)
         begun = float(Path(f"{path}.begun").read_text())
-        limit = FIRST_CALL if phase == "first-call" else TIMEOUT
+        limit = FIRST_CALL if is_first else TIMEOUT
         assert ended - begun < limit + 5.0, words
         op = "plan" if phase in ("graph", "first-call") else phase
+        if op == "plan" and transport == "one_sided" and not is_first:
+            op = "compact_plan"
         assert f"PeerTimeoutError: transformer_plugin::{op}: phase '" in words, words
         assert f"rank(s) {VICTIM} did not take part. This is rank {1 - VICTIM};" in words, words
 

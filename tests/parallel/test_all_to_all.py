@@ -186,11 +186,16 @@ def test_a_capture_is_an_error(make_pool: Any) -> None:
 
 
 def test_select_transport() -> None:
-    assert ep.select_transport(1, "cuda").transport == "none"
-    for device in ("cpu", "cuda"):
-        for ranks_of_group in (2, 8, 64):
-            transport, reason = ep.select_transport(ranks_of_group, device)
-            assert transport == "all_gather" and ("NCCL" if device == "cuda" else "Gloo") in reason
-    for wrong, argument in (((0, "cpu"), "num_ranks"), ((2, "meta"), "device_type")):
+    for ranks_of_group in (2, 8, 64):
+        for device, peer_memory, expected in (
+            ("cpu", False, ("all_gather", "Gloo")),
+            ("cpu", True, ("all_gather", "Gloo")),
+            ("cuda", False, ("all_gather", "NCCL")),
+            ("cuda", True, ("one_sided", "into the memory of the ranks")),
+        ):
+            transport, reason = ep.select_transport(ranks_of_group, device, peer_memory)
+            assert transport == expected[0] and expected[1] in reason
+            assert ep.select_transport(1, device, peer_memory).transport == "none"
+    for wrong, argument in (((0, "cpu", True), "num_ranks"), ((2, "meta", False), "device_type")):
         with pytest.raises(ValueError, match=f"select_transport: argument '{argument}': expected"):
             ep.select_transport(*wrong)

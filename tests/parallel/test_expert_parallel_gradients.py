@@ -127,15 +127,14 @@ def test_absent_gradients_count_as_zero_and_hold_nobody_up(pool: RankPool) -> No
 
 def check_absent_combine_gradient(rank: Rank) -> None:
     context = context_of(rank)
-    indices, _, _ = drawn_leaves(rank)
+    indices, tokens, _ = drawn_leaves(rank)
     plan = context.plan(indices)
     rows = torch.randn(CASE.capacity, CASE.hidden, device=rank.device, requires_grad=True)
     used = rank.rank == 0
     output, _ = Passing.apply(context.combine(plan, rows), torch.zeros((), device=rank.device), used, False)
     output.sum().backward()
-    source = plan.source.cpu()
-    from_rank_0 = (source >= 0) & (source // CASE.max_tokens == 0)
-    assert rows.grad.cpu().tolist() == from_rank_0.float()[:, None].expand_as(rows).tolist()
+    from_rank_0, _ = context.dispatch(plan, torch.full_like(tokens, float(used)))
+    assert from_rank_0.any() and rows.grad.tolist() == from_rank_0.tolist()
 
 
 def test_an_absent_gradient_of_combine_counts_as_zero(pool: RankPool) -> None:

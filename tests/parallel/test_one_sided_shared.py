@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.parallel.one_sided_cases import (
+    Drawn,
     Setup,
     assert_all_same,
     check_graph,
@@ -19,8 +21,10 @@ from tests.parallel.one_sided_cases import (
     draw,
     step,
 )
-from tests.parallel.test_all_to_all import CONFIGS, check_layers
+from tests.parallel.test_all_to_all import CONFIGS, check_layers, error_of
+from transformer_plugin.parallel import EpContext, EpPlan
 from transformer_plugin.testing.distributed import Rank, RankPool
+from transformer_plugin.testing.numerics import assert_same_bits
 
 ON_ONE_GPU = Setup("one_sided", "cuda:0", "cpu")
 SETUPS = [
@@ -100,6 +104,40 @@ def check_wider_dtype(rank: Rank) -> None:
         mine = drawn.to(ours.device)
         expected = step(peer, peer.plan(drawn.indices), drawn, True)
         assert_all_same(step(ours, ours.plan(mine.indices), mine, True), expected, f"seed {seed}")
+
+
+def check_wider_dtype_compiled(rank: Rank) -> None:
+    """The first call in float32 is one of a compiled function, in its backward too; a capture cannot make room."""
+    rank = ON_ONE_GPU.place(rank)
+    ours, peer = ON_ONE_GPU.contexts(rank, max_token_dtype=torch.bfloat16)
+    drawn = draw(rank, ours, 2, torch.float32)
+    mine = drawn.to(ours.device)
+    plan = ours.plan(mine.indices)
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        graph.capture_begin()
+        text = error_of(lambda: ours.dispatch(plan, mine.tokens, mine.weights))
+        graph.capture_end()
+    assert "transformer_plugin::dispatch: argument 'group_name': expected room for " in text, text
+    assert text.endswith("or make this call once before the stream is captured."), text
+
+    def results(context: EpContext, plan: EpPlan, each: Drawn, compiles: bool) -> tuple[Tensor, Tensor]:
+        def exchange(x: Tensor) -> Tensor:
+            recv, weights = context.dispatch(plan, x, each.weights)
+            return context.combine(plan, recv * weights[:, None])
+
+        x = each.tokens.clone().requires_grad_()
+        out = torch.compile(exchange, fullgraph=True, backend="aot_eager")(x) if compiles else exchange(x)
+        return out.detach(), *torch.autograd.grad(out, x, each.grad)
+
+    expected = results(peer, peer.plan(drawn.indices), drawn, compiles=False)
+    for each, other in zip(results(ours, plan, mine, compiles=True), expected, strict=True):
+        assert_same_bits(each.cpu(), other)
+
+
+@pytest.mark.gpu
+def test_wider_dtype_in_a_compiled_function(make_pool: MakePool) -> None:
+    make_pool(2, "gloo").run(check_wider_dtype_compiled)
 
 
 @pytest.mark.gpu

@@ -362,21 +362,22 @@ def combine_backward_out(
 class TransportSelection(NamedTuple):
     """How tokens move between the ranks of a group."""
 
-    #: ``"all_gather"``, or ``"none"`` of one rank: see :class:`~transformer_plugin.parallel.EpConfig`.
+    #: as in :class:`~transformer_plugin.parallel.EpConfig`, or ``"none"`` of one rank.
     transport: str
     reason: str
 
 
-def select_transport(num_ranks: int, device_type: str) -> TransportSelection:
+def select_transport(num_ranks: int, device_type: str, peer_memory: bool) -> TransportSelection:
     """Return the transport that contexts of a group of this size choose by themselves, and why.
 
     Args:
         num_ranks: the size of the group. device_type: ``"cpu"`` or ``"cuda"``, of the tokens.
+        peer_memory: what :func:`~transformer_plugin.ops.peer_memory.peer_memory_support` says of the group.
 
     Raises:
         ValueError: another device type, or fewer than one rank.
     """
-    return TransportSelection(*_ops.select_transport.default(num_ranks, device_type))
+    return TransportSelection(*_ops.select_transport.default(num_ranks, device_type, peer_memory))
 
 
 def all_gather_text(text: str, group_name: str, timeout_ms: int = -1) -> list[str]:

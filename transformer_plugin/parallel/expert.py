@@ -19,7 +19,7 @@ from torch import Tensor
 from transformer_plugin.config import settings
 from transformer_plugin.nn._slots import SlotsOfRanks
 from transformer_plugin.ops import expert_parallel as ops
-from transformer_plugin.ops.peer_memory import open_channel
+from transformer_plugin.ops.peer_memory import open_channel, peer_memory_support
 from transformer_plugin.parallel._ep_checks import (
     check_columns,
     check_config,
@@ -65,11 +65,12 @@ class EpConfig:
     #: how tokens move between the ranks, with the same bits. "all_gather": every rank receives all tokens.
     #: "all_to_all": each rank receives exactly the tokens of its experts; the host reads how many, so that a GPU's
     #: stream is waited for and the call cannot be captured in a CUDA graph. "one_sided": ranks store exactly these rows
-    #: into each other's memory, for GPUs of one host that NVLink connects; the host reads nothing. "auto": what
-    #: :func:`~transformer_plugin.ops.expert_parallel.select_transport` names.
+    #: into each other's memory, for GPUs of one host that NVLink connects; the host reads nothing. "auto": "one_sided"
+    #: where all ranks have it, otherwise "all_gather": see
+    #: :func:`~transformer_plugin.ops.expert_parallel.select_transport`.
     transport: Transport = "auto"
-    #: the widest dtype of tokens; the memory of "one_sided" is as large as they need. An eager call with a wider one
-    #: makes it larger, for which it waits for the other ranks.
+    #: the widest dtype of tokens; the memory of "one_sided" is as large as they need. The first call with a wider one
+    #: makes it larger, for which it waits for the other ranks; while a CUDA graph is captured it is an error.
     max_token_dtype: torch.dtype = torch.float32
     #: multiprocessors that dispatch and combine of "one_sided", and their gradients, use at most to move rows; 0: all.
     #: The kernels of other transports have no such limit: with these it must be 0.
@@ -172,15 +173,11 @@ class EpContext:
         self.timeout_ms = int(timeout * 1000)
         self.num_local_experts = num_experts // self.num_ranks
         self.capacity = self.capacity_for(alignment)
-        self._open, self._channel, self._dtype = True, channel, max_token_dtype
+        self._open, self._channel = True, channel
         self._compare()
-        #: how tokens move between the ranks; "none": there is one.
-        self.transport = ops.select_transport(self.num_ranks, self.device.type).transport
-        if transport != "auto" and self.num_ranks > 1:
-            self.transport = transport
+        #: how tokens move between the ranks ("none": there is one), and why so.
+        self.transport, self.transport_reason = self._choose_transport()
         check_limit(self.config, self.transport)
-        if self.transport == "one_sided":
-            self._open_channel(max_token_dtype)
         if self.num_ranks > 1:
             # The first call connects the ranks: NCCL creates its communicator, which cannot be captured in a graph.
             self.plan(torch.empty(0, num_topk, dtype=torch.int32, device=self.device))
@@ -191,16 +188,34 @@ class EpContext:
         texts = ops.all_gather_text(json.dumps(mine), self.group_name, self.timeout_ms)
         check_same(mine, texts, self.group_name)
 
-    def _open_channel(self, dtype: torch.dtype) -> None:
-        """Opens the memory in which ranks store rows of this dtype: collective."""
-        name = f"{name_with_rank(self.group_name, self.rank)}#channel={self._channel}"
-        sizes = _channel_sizes(self.config, self.num_ranks, self.capacity, dtype.itemsize)
+    def _choose_transport(self) -> tuple[str, str]:
+        """Returns the transport and the reason, after the memory that it needs is open. Collective, with one answer."""
+        wanted, asked = self.config.transport, (self.group_name, self.timeout_ms, self.device)
+        has_memory, why_not = False, ""
+        if wanted == "auto" and self.num_ranks > 1 and self.device.type == "cuda":
+            has_memory, why_not = peer_memory_support(*asked)
+        chosen, reason = ops.select_transport(self.num_ranks, self.device.type, has_memory)
+        if wanted != "auto" and self.num_ranks > 1:
+            chosen, reason = wanted, "the argument"
+        if chosen == "one_sided":
+            why_not = self._open_channel()
+        if chosen == "one_sided" and why_not:
+            if wanted != "auto":
+                refuse(
+                    "transport", "ranks that reach each other's memory", why_not, "EpContext", "Pass 'auto'"
+                )
+            chosen, reason = ops.select_transport(self.num_ranks, self.device.type, False)
+        return chosen, f"{reason}; not one_sided: {why_not}" if why_not else reason
+
+    def _open_channel(self) -> str:
+        """Opens the memory in which ranks store rows, collectively. Returns why the ranks cannot have it, or ""."""
+        name = f"{self._name_with_rank}#channel={self._channel}"
+        sizes = _channel_sizes(self.config, self.num_ranks, self.capacity)
         reason = open_channel(name, **sizes, timeout_ms=self.timeout_ms, device=self.device)
-        if reason:
-            refuse("transport", "ranks that reach each other's memory", reason, "EpContext", "Pass 'auto'")
-        self._name_with_rank = name
-        if self.config.max_num_sms:
-            self._name_with_rank += f"#max_sms={self.config.max_num_sms}"
+        if not reason:
+            limit = self.config.max_num_sms
+            self._name_with_rank = name + (f"#max_sms={limit}" if limit else "")
+        return reason
 
     def capacity_for(self, alignment: int) -> int:
         """Returns the capacity of a call without its own: the context's, or enough rows for any routing."""
@@ -281,18 +296,11 @@ class EpContext:
     def _checked_weights(self, plan: EpPlan, tokens: Tensor, topk_weights: Tensor | None) -> Tensor | None:
         check_type("dispatch", "tokens", tokens, Tensor, "a tensor")
         self._check_tokens("tokens", tokens, plan.num_tokens, "dispatch")
-        self.make_room(tokens.dtype)
         if topk_weights is None:
             return None
         check_type("dispatch", "topk_weights", topk_weights, Tensor, "a tensor or None")
         check_columns(topk_weights)
         return topk_weights.reshape(-1, topk_weights.shape[-1])
-
-    def make_room(self, dtype: torch.dtype) -> None:
-        """Opens a larger channel for rows of a wider dtype. Collective: all ranks are in a call with such rows."""
-        if self.transport == "one_sided" and dtype.itemsize > self._dtype.itemsize:
-            self._open_channel(dtype)
-            self._dtype = dtype
 
     def slots_of(self, plan: EpPlan, tokens: Tensor, weights: Tensor) -> tuple[SlotsOfRanks, Tensor]:
         """Returns the maps of a plan, and the weights as ``[T, K]``, for a :class:`~transformer_plugin.nn.GroupedMLP`
@@ -315,8 +323,6 @@ class EpContext:
         self._check_open()
         check_type("combine", "plan", plan, EpPlan, "an EpPlan", "Pass what plan() returned")
         check_type("combine", "expand", expand, bool, "True or False")
-        if isinstance(rows, Tensor):
-            self.make_room(rows.dtype)
         tokens = plan.num_tokens if num_tokens is None else num_tokens
         maps, group = (plan.received, plan.position), (self._name_with_rank, self.timeout_ms)
         return ops.combine(rows, plan.slot, plan.source, tokens, *group, -1, expand, *maps)
@@ -368,8 +374,9 @@ class EpContext:
             )
 
 
-def _channel_sizes(config: EpConfig, ranks: int, capacity: int, item: int) -> dict[str, int]:
-    """The sizes of ``open_channel`` for the calls of a context, with elements of ``item`` bytes."""
+def _channel_sizes(config: EpConfig, ranks: int, capacity: int) -> dict[str, int]:
+    """The sizes of ``open_channel`` for the calls of a context."""
+    item = config.max_token_dtype.itemsize
     tokens = ranks * config.max_tokens_per_rank
     bound = tokens if config.max_received_tokens is None else min(tokens, config.max_received_tokens)
     planned = min(capacity, bound)

@@ -278,7 +278,11 @@ def _expert_parallel_calls(draw: Draw, indices: Tensor, experts: int, capacity: 
     yield "plan", "", {**plan, "alignment": 1, "num_ranks": 1, "raise_on_overflow": False, **group}
     yield "compact_plan", "", {**plan, "alignment": 1, "num_ranks": 1, "max_received_tokens": 3, **group}
     yield "compact_plan", "by records", {**plan, "alignment": 1, "num_ranks": 1, "records": True, **group}
-    yield "select_transport", "", {"num_ranks": 2, "device_type": indices.device.type}
+    yield (
+        "select_transport",
+        "",
+        {"num_ranks": 2, "device_type": indices.device.type, "peer_memory": False},
+    )
     slot, source, *_ = ops.plan(indices, experts, tokens, capacity)
     slots = {"slot": slot, "source": source}
     weights = draw.rand(tokens, topk)

@@ -34,7 +34,7 @@ inline constexpr Op<"combine_backward_out", void(const Tensor& grad, const Tenso
 inline constexpr Op<"open_channel", std::string(std::string_view group_name, int64_t received_rows, int64_t returned_rows,
     int64_t record_bytes, int64_t num_experts, int64_t planned_rows, int64_t topk, int64_t timeout_ms,
     std::optional<c10::Device> device)> open_channel;
-inline constexpr Op<"select_transport", std::tuple<std::string, std::string>(int64_t num_ranks,
-    std::string_view device_type)> select_transport;
+inline constexpr Op<"select_transport", std::tuple<std::string, std::string>(int64_t num_ranks, std::string_view device_type,
+    bool peer_memory)> select_transport;
 
 }  // namespace transformer_plugin::ops

@@ -147,6 +147,33 @@ std::shared_ptr<const Channel> channel_of(const char* op, const ExpertParallelGr
   return channel;
 }
 
+namespace {
+
+// Opens a channel of at least these sizes, if the group has none. Returns why the ranks cannot have one; "": it is open.
+std::string open(const distributed::RankGroup& group, ChannelSizes sizes, const at::Device& device) {
+  auto& channels = group.state().extension<GroupChannels>();
+  const int64_t number = group.channel().value_or(0);
+  const std::shared_ptr<const Channel> open = channels.find(number);
+  if (open && open->sizes().cover(sizes)) return "";
+  if (open) sizes = sizes.with(open->sizes());
+  std::string reason;
+  auto memory = distributed::allocate_peer_memory(group.state(), device, Channel::bytes(sizes, group.size()),
+                                                  group.timeout(), &reason);
+  if (memory) channels.add(number, std::make_shared<const Channel>(sizes, std::move(memory), device));
+  return reason;
+}
+
+}  // namespace
+
+std::shared_ptr<const Channel> enlarge_channel(const char* op, const ExpertParallelGroup& group,
+                                               const ChannelSizes& sizes, const at::Device& device) {
+  const std::string reason = open(group, sizes, device);
+  TORCH_CHECK(reason.empty(),
+              TP_FOUR_PARTS(op, "group_name", "memory for records of " << sizes.record_bytes << " bytes",
+                            reason, "Free memory of the GPU, or choose the transport \"all_gather\""));
+  return channel_of(op, group);
+}
+
 int64_t kernel_timeout_ns(const ExpertParallelGroup& group) {
   constexpr int64_t kMoreMs = 60'000, kLongestMs = 1'000'000'000;
   return std::min(group.timeout().count() + kMoreMs, kLongestMs) * 1'000'000;
@@ -172,17 +199,8 @@ std::string open_channel(std::string_view group_name, int64_t received_rows, int
   if (device && device->is_cuda()) {
     if (group.size() > kMostPeers) return "more than " + std::to_string(kMostPeers) + " ranks";
     if (num_experts > kMostExperts) return "more than " + std::to_string(kMostExperts) + " experts";
-    ChannelSizes sizes{received_rows, returned_rows, record_bytes, num_experts, planned_rows, topk};
-    auto& channels = group.state().extension<GroupChannels>();
-    const int64_t number = group.channel().value_or(0);
-    const std::shared_ptr<const Channel> open = channels.find(number);
-    if (open && open->sizes().cover(sizes)) return "";
-    if (open) sizes = sizes.with(open->sizes());
-    std::string reason;
-    auto memory = distributed::allocate_peer_memory(
-        group.state(), *device, Channel::bytes(sizes, group.size()), group.timeout(), &reason);
-    if (memory) channels.add(number, std::make_shared<const Channel>(sizes, std::move(memory), *device));
-    return reason;
+    return open(group, {received_rows, returned_rows, record_bytes, num_experts, planned_rows, topk},
+                *device);
   }
 #endif
   return "symmetric memory is of GPUs";

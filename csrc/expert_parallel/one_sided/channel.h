@@ -87,6 +87,11 @@ class ChannelTurn {
 // The open channel of the number in the group's name. An error if it is not open, or if an earlier call of it failed on the GPU.
 std::shared_ptr<const Channel> channel_of(const char* op, const ExpertParallelGroup& group);
 
+// Opens a channel that is also large enough for these sizes, in place of the open one, which stays as it is for CUDA graphs.
+// Collective, in a call that the ranks have compared.
+std::shared_ptr<const Channel> enlarge_channel(const char* op, const ExpertParallelGroup& group,
+                                               const ChannelSizes& sizes, const at::Device& device);
+
 // How long a kernel waits for another rank. The watchdog ends the process after the timeout of the call; kernels wait longer, so
 // that it finds the missing ranks first.
 int64_t kernel_timeout_ns(const ExpertParallelGroup& group);

@@ -74,12 +74,12 @@ def ep_bootstrap(
         num_experts, max_tokens_per_rank, hidden_dim, num_topk: see :class:`~transformer_plugin.parallel.EpConfig`.
         recv_capacity_per_rank: rows of the receive layout. None: those in use, which an eager call reads from the GPU;
             the worst case where nothing can be read.
-        max_num_sms: as in :class:`~transformer_plugin.parallel.EpConfig`; 0 without ``zero_copy``, but for one rank.
+        max_num_sms: as in :class:`~transformer_plugin.parallel.EpConfig`.
         zero_copy: whether rows go to tensors in symmetric memory without a copy; needs ``recv_capacity_per_rank``, and
             GPUs of one host that NVLink connects. Other results come from a pool of such memory, if it has room,
             outside of CUDA graphs and compiled functions.
         drop_on_overflow: drop rows past the capacity instead of raising.
-        max_token_dtype: the widest dtype of tokens with ``zero_copy``. timeout, device: as of ``EpContext``.
+        max_token_dtype: likewise. timeout, device: as of ``EpContext``.
         symm_mem_pool_bytes: the size of that pool on each rank; None for four results of ``max_token_dtype``.
 
     Raises:
@@ -103,7 +103,7 @@ def ep_bootstrap(
         capacity=recv_capacity_per_rank,
         overflow="drop" if drop_on_overflow else "raise",
         transport="one_sided" if zero_copy else "auto",
-        max_token_dtype=max_token_dtype if zero_copy else torch.float32,
+        max_token_dtype=max_token_dtype,
         max_num_sms=max_num_sms,
         timeout=timeout,
         device=device,
@@ -275,7 +275,6 @@ def ep_dispatch(
         "recv_topk_weights", recv_topk_weights, (buffer.recv_capacity_per_rank,), topk_weights.dtype, tokens
     )
     _check_routing(tokens, topk_idx, topk_weights)
-    buffer._context.make_room(tokens.dtype)
     if recv_tokens is None:
         shape = (buffer.recv_capacity_per_rank, buffer.hidden_dim)
         recv_tokens = pooled(buffer._context.group, shape, tokens)
@@ -343,7 +342,6 @@ def ep_combine(
     _check_target(
         "grad_out", grad_out, tuple(expert_out.shape), expert_out.dtype, expert_out, op="ep_combine"
     )
-    buffer._context.make_room(expert_out.dtype)
     if grad_out is None and (torch.compiler.is_compiling() or not has_pool(buffer._context.group)):
         return buffer._context.combine(plan, expert_out, num_local_tokens)
     buffer._context._check_open()
