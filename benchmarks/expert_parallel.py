@@ -6,7 +6,7 @@ gradients are compared with float64; a wrong peer is reported, not timed.
 
 ``nn.MoE`` runs with its default capacity, which fits any routing, and with one of 1.25 times a balanced routing; and on
 one rank with its share of the experts, the same tokens and choices for each, and no exchange; and with the transport
-"one_sided". Peers are layers in stock PyTorch: ``stock`` sends each token once to each rank and sums before it sends
+"all_gather". Peers are layers in stock PyTorch: ``stock`` sends each token once to each rank and sums before it sends
 back; the others send a copy for each expert, or all tokens to all ranks. DeepEP's exchange is timed where ``deep_ep``
 is installed.
 
@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from benchmarks.common import Time, write
 from benchmarks.expert_parallel_cases import LAYERS, QUICK_LAYERS, RECIPES, USED_ROUTINGS
-from benchmarks.expert_parallel_layers import ONE_SIDED, TIGHT, Options, competitor_names, measure
+from benchmarks.expert_parallel_layers import ALL_GATHER, TIGHT, Options, competitor_names, measure
 from benchmarks.expert_parallel_peers import PEERS
 from benchmarks.moe_layer_cases import Layer
 from transformer_plugin.testing.distributed import RankError, RankPool
@@ -149,7 +149,7 @@ def main() -> None:
     ranks = arguments.ranks or (2 if quick else 2 ** (min(gpus, 8).bit_length() - 1))
     if ranks < 2 or (not quick and ranks > gpus):
         parser.error(f"--ranks: expected from 2 to the number of GPUs, got {ranks}")
-    names = tuple(arguments.competitors or [n for n in competitor_names() if not (quick and ONE_SIDED in n)])
+    names = tuple(arguments.competitors or [n for n in competitor_names() if not (quick and ALL_GATHER in n)])
     if not set(names) <= set(competitor_names()):
         parser.error(f"--competitors: expected some of {', '.join(competitor_names())}")
     text = arguments.layers.lower()

@@ -213,7 +213,7 @@ def makers(data: RankData) -> dict[str, Callable[[], Exchange]]:
     ours.append(partial(Ours, data, expand=False, sums=True))
     if data.device.type == "cuda":
         ours += [
-            partial(Ours, data, expand=False, sums=sums, transport="one_sided") for sums in (False, True)
+            partial(Ours, data, expand=False, sums=sums, transport="all_gather") for sums in (False, True)
         ]
     found: dict[str, Callable[[], Exchange]] = {f"ours {i}": make for i, make in enumerate(ours)}
     found |= {name: partial(of_peer, peer, data) for name, (peer, fuses) in PEERS.items() if fuses}

@@ -43,7 +43,7 @@ MICRO_BATCHES = 4
 #: seconds of rest before steps, after which the GPU's clock is back.
 REST = 0.12
 TIGHT = f", capacity {CAPACITY_FACTOR}"
-ONE_SIDED = ", one_sided"
+ALL_GATHER = ", all_gather"
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def competitor_names() -> tuple[str, ...]:
     return (*ours, *PEERS)
 
 
-_OURS = (("ours ", ""), ("ours ", TIGHT), ("ours ", ONE_SIDED), ("one rank ", ""))
+_OURS = (("ours ", ""), ("ours ", TIGHT), ("ours ", ALL_GATHER), ("one rank ", ""))
 
 
 class Layers:
@@ -89,7 +89,7 @@ class Layers:
             return OneRank(self.alone, name.removeprefix("one rank "))
         if name.startswith("ours "):
             recipe, *options = name.removeprefix("ours ").split(", ")
-            transport: Transport = "one_sided" if ONE_SIDED.removeprefix(", ") in options else "auto"
+            transport: Transport = "all_gather" if ALL_GATHER.removeprefix(", ") in options else "auto"
             return OursOverRanks(self.data, recipe, name.endswith(TIGHT), transport)
         peer, fuses = PEERS[name]
         return peer(self.data, fuses)

@@ -29,6 +29,7 @@ float64 first.
   the sum back, with `torch._grouped_mm`, sums and elementwise parts compiled. It reads its sizes on the host.
 - `all-to-all of copies`, and `all-gather` of all tokens, which static sizes need in plain PyTorch: likewise.
 - `capacity {factor}`: rows for {factor} times a balanced routing. The default fits any routing.
+- `all_gather`: with that transport. By itself a context takes `one_sided` where the GPUs reach each other's memory.
 - `one rank`: the same layer with a rank's share of the experts, the same tokens and choices for each, no exchange.
 
 Weights in FP8 were quantized once for {micro_batches} steps.
