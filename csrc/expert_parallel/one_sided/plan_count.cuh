@@ -91,9 +91,31 @@ inline size_t count_kernel_bytes(const PlanArgs& args) {
   return static_cast<size_t>(counters > sums ? counters : sums);
 }
 
-// `kept`: once more, without the tokens past the bound. Called by all threads.
+// Counts the experts and ranks of the chunk, and with `wrong` its wrong indices. `counts`: zeros, in shared memory. Called by all
+// threads.
+template <bool wrong>
+__device__ __forceinline__ void count_chunk(const PlanArgs& args, Chunk& chunk, int32_t* counts) {
+  const int topk = static_cast<int>(args.topk);
+  for (int i = threadIdx.x; i < chunk.tokens * topk; i += kPlanThreads) {
+    const int32_t expert = chunk.experts[i];
+    if (expert >= 0) atomicAdd(&counts[expert], 1);
+    if (!wrong || expert != kWrongExpert) continue;
+    atomicAdd(&counts[args.wrong_count()], 1);
+    atomicExch(&args.state->wrong_place, static_cast<int32_t>(chunk.begin) * topk + i);
+  }
+  find_ranks(args, chunk, [](int) { return true; });
+  for (int rank = warp_in_block(); rank < args.peers.ranks; rank += kPlanWarps) {
+    const int count = visit_tokens(chunk, rank, [](int, int) {});
+    if (lane_in_warp() == 0) counts[args.experts + rank] = count;
+  }
+  __syncthreads();
+}
+
+// `kept`: once more, without the tokens past the bound.
 template <typename Index, bool kept>
-__device__ __forceinline__ void count_chunk(const PlanArgs& args, Chunk& chunk, TokenCounts& tokens) {
+__global__ void __launch_bounds__(kPlanThreads) count_kernel(const __grid_constant__ PlanArgs args) {
+  __shared__ Chunk chunk;
+  __shared__ TokenCounts tokens;
   int32_t* const counts = dynamic_words();
   const int stride = static_cast<int>(args.chunk_stride());
   const bool begins = begin_step(args, chunk, !kept, [&](Chunk& loaded) {
@@ -111,32 +133,12 @@ __device__ __forceinline__ void count_chunk(const PlanArgs& args, Chunk& chunk, 
     fill_unused(args.source, args.capacity);
     fill_unused(args.records, 3 * args.max_tokens * args.destinations());
   }
-  const int topk = static_cast<int>(args.topk);
-  for (int i = threadIdx.x; i < chunk.tokens * topk; i += kPlanThreads) {
-    const int32_t expert = chunk.experts[i];
-    if (expert >= 0) atomicAdd(&counts[expert], 1);
-    if (kept || expert != kWrongExpert) continue;
-    atomicAdd(&counts[args.wrong_count()], 1);
-    atomicExch(&args.state->wrong_place, static_cast<int32_t>(chunk.begin) * topk + i);
-  }
-  find_ranks(args, chunk, [](int) { return true; });
-  for (int rank = warp_in_block(); rank < args.peers.ranks; rank += kPlanWarps) {
-    const int count = visit_tokens(chunk, rank, [](int, int) {});
-    if (lane_in_warp() == 0) counts[args.experts + rank] = count;
-  }
-  __syncthreads();
+  count_chunk<!kept>(args, chunk, counts);
   int32_t* const of_chunk = args.chunk_counts[kept] + blockIdx.x * args.chunk_stride();
   for (int i = threadIdx.x; i < stride; i += kPlanThreads) __stcg(of_chunk + i, counts[i]);
   if (!is_last_block(args.state, chunk, false)) return;
   if (!kept && threadIdx.x == 0) args.state->epoch = chunk.epoch;  // all blocks have read it
   put_counts(args, kept, chunk.epoch, reinterpret_cast<int4*>(counts));
-}
-
-template <typename Index, bool kept>
-__global__ void __launch_bounds__(kPlanThreads) count_kernel(const __grid_constant__ PlanArgs args) {
-  __shared__ Chunk chunk;
-  __shared__ TokenCounts tokens;
-  count_chunk<Index, kept>(args, chunk, tokens);
 }
 
 }  // namespace transformer_plugin::expert_parallel::one_sided

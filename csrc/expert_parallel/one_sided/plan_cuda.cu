@@ -2,14 +2,14 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "expert_parallel/one_sided/plan_kernels.cuh"
+#include "expert_parallel/one_sided/plan_few_tokens.cuh"
 
 namespace transformer_plugin::expert_parallel::one_sided {
 namespace {
 
 // few_tokens_kernel has the most; more would have to be asked for.
 static_assert(sizeof(Chunk) + sizeof(TokenCounts) + sizeof(ExpertScan) +
-                      (plan_columns(kMostExperts, kMostPeers) + 3) * sizeof(int32_t) <=
+                      (plan_columns(kMostExperts, kMostPeers) + 3 + kMostPeers) * sizeof(int32_t) <=
                   48 * 1024,
               "the shared memory that every block may have");
 
@@ -42,7 +42,7 @@ void launch(const PlanArgs& args, PlanStep step, cudaStream_t stream) {
         for (const PlanStep each : kPlanSteps) launch<Index>(args, each, stream);
         return;
       }
-      launch_pdl(few_tokens_kernel<Index>, dim3(1), kPlanThreads, count_kernel_bytes(args), stream, args);
+      launch_pdl(few_tokens_kernel<Index>, dim3(1), kPlanThreads, counters, stream, args);
   }
   check_launch("a kernel of the plan");
 }

@@ -5,9 +5,8 @@
 //                    the chunk are numbered, and their slots are put to the ranks that get them.
 //   number_kernel    the latter, where a capacity drops slots: after all chunks have their slots.
 //   receive_kernel   waits for the slots from all ranks and copies them.
-//   few_tokens_kernel
-//                    does all this in one block, for one chunk of tokens without bounds: the kernels' ends would take longer than
-//                    their work.
+// Plans of few tokens have a kernel of their own (plan_few_tokens.cuh).
+//
 // Shared memory: one counter for each expert and rank, and the indices, slots and ranks of a chunk. Integer atomics do not
 // change the result.
 //
@@ -76,12 +75,11 @@ __device__ __forceinline__ void assign_slots(const PlanArgs& args, Chunk& chunk,
   __syncthreads();
 }
 
-// Numbers the rows of the chunk, from before_chunk[r] on for rank r, writes the records, and puts the slots. chunk.sent_rows and
-// first_place are known. Called by all threads.
-__device__ __forceinline__ void put_slots(const PlanArgs& args, Chunk& chunk, const uint32_t* before_chunk) {
-  const int ranks = args.peers.ranks, topk = static_cast<int>(args.topk);
-  const int local = static_cast<int>(args.local_experts()),
-            destinations = static_cast<int>(args.destinations());
+// Numbers the rows of the chunk, from before_chunk[r] on for rank r, and writes the records but for their slots. chunk.ranks and
+// sent_rows are known. Called by all threads.
+__device__ __forceinline__ void number_records(const PlanArgs& args, Chunk& chunk,
+                                               const uint32_t* before_chunk) {
+  const int ranks = args.peers.ranks, destinations = static_cast<int>(args.destinations());
   for (int i = threadIdx.x; i < chunk.tokens * destinations; i += kPlanThreads) chunk.destinations[i] = -1;
   if (threadIdx.x < ranks) {
     int32_t first = 0;
@@ -98,19 +96,29 @@ __device__ __forceinline__ void put_slots(const PlanArgs& args, Chunk& chunk, co
     });
   }
   __syncthreads();
+  int32_t* const tokens = args.records + args.max_tokens * destinations;
+  for (int i = threadIdx.x; i < chunk.tokens * destinations; i += kPlanThreads) {
+    if (chunk.destinations[i] < 0) continue;
+    const int record = chunk.records[i];
+    args.records[chunk.begin * destinations + i] = record;
+    tokens[record] = static_cast<int32_t>(chunk.begin) + i / destinations;
+  }
+}
+
+// Puts the slots of the numbered rows of the chunk. chunk.first_place is known. Called by all threads.
+__device__ __forceinline__ void put_slots(const PlanArgs& args, Chunk& chunk) {
+  const int topk = static_cast<int>(args.topk), local = static_cast<int>(args.local_experts());
+  const int destinations = static_cast<int>(args.destinations());
   const auto is_slot_at = [&](int pair, int rank) {
     return chunk.slots[pair] >= 0 && chunk.experts[pair] / local == rank;
   };
-  int32_t* const tokens = args.records + args.max_tokens * destinations;
-  int32_t* const first_slots = tokens + args.max_tokens * destinations;
+  int32_t* const first_slots = args.records + 2 * args.max_tokens * destinations;
   for (int i = threadIdx.x; i < chunk.tokens * destinations; i += kPlanThreads) {
-    const int to = chunk.destinations[i], record = chunk.records[i];
+    const int to = chunk.destinations[i];
     if (to < 0) continue;
-    args.records[chunk.begin * destinations + i] = record;
-    tokens[record] = static_cast<int32_t>(chunk.begin) + i / destinations;
     int pair = i / destinations * topk;
     while (!is_slot_at(pair, to)) ++pair;  // there is one, or there were no record
-    first_slots[record] = chunk.slots[pair];
+    first_slots[chunk.records[i]] = chunk.slots[pair];
   }
   for (int i = threadIdx.x; i < chunk.tokens * destinations * topk; i += kPlanThreads) {
     const int row = i / topk, k = i % topk, to = chunk.destinations[row];
@@ -121,15 +129,19 @@ __device__ __forceinline__ void put_slots(const PlanArgs& args, Chunk& chunk, co
   }
 }
 
-// The last block puts how many rows this rank sends to each rank. Called by all threads.
-__device__ __forceinline__ void finish_slots(const PlanArgs& args, Chunk& chunk) {
-  if (!is_last_block(args.state, chunk, true)) return;
+// Puts how many rows this rank sends to each rank, after all slots are put. Called by all threads.
+__device__ __forceinline__ void put_sent_rows(const PlanArgs& args, const Chunk& chunk) {
   const int ranks = args.peers.ranks;
   for (int i = threadIdx.x; i < ranks * ranks; i += kPlanThreads) {
     const int at = i / ranks, to = i % ranks;
     words_of(args, at, args.layout.sent)[args.peers.rank * ranks + to] = chunk.sent_rows[to];
   }
   announce(args, PlanWait::kSlots, chunk.epoch);
+}
+
+// By the last block. Called by all threads.
+__device__ __forceinline__ void finish_slots(const PlanArgs& args, Chunk& chunk) {
+  if (is_last_block(args.state, chunk, true)) put_sent_rows(args, chunk);
 }
 
 // By the first block: what the plan says about all ranks, by the first counts. Called by all threads.
@@ -168,8 +180,10 @@ __device__ __forceinline__ void report_wrong_experts(const PlanArgs& args, const
 }
 
 template <typename Index>
-__device__ __forceinline__ void assign_chunk(const PlanArgs& args, Chunk& chunk, TokenCounts& tokens,
-                                             ExpertScan& scan) {
+__global__ void __launch_bounds__(kPlanThreads) assign_kernel(const __grid_constant__ PlanArgs args) {
+  __shared__ Chunk chunk;
+  __shared__ TokenCounts tokens;
+  __shared__ ExpertScan scan;
   uint32_t* const next = reinterpret_cast<uint32_t*>(dynamic_words());  // of each expert; then of each rank
   const bool begins = begin_step(args, chunk, false, [&](Chunk& loaded) {
     load_experts<Index>(args, loaded);
@@ -202,7 +216,8 @@ __device__ __forceinline__ void assign_chunk(const PlanArgs& args, Chunk& chunk,
       chunk.first_place[rank] = tokens.before[rank];
     }
     __syncthreads();
-    put_slots(args, chunk, next + args.experts);
+    number_records(args, chunk, next + args.experts);
+    put_slots(args, chunk);
     return finish_slots(args, chunk);
   }
   for (int i = threadIdx.x; i < chunk.tokens * static_cast<int>(args.topk); i += kPlanThreads)
@@ -211,14 +226,6 @@ __device__ __forceinline__ void assign_chunk(const PlanArgs& args, Chunk& chunk,
     const int rows = visit_tokens(chunk, r, [](int, int) {});
     if (lane_in_warp() == 0) args.kept_rows[blockIdx.x * ranks + r] = rows;
   }
-}
-
-template <typename Index>
-__global__ void __launch_bounds__(kPlanThreads) assign_kernel(const __grid_constant__ PlanArgs args) {
-  __shared__ Chunk chunk;
-  __shared__ TokenCounts tokens;
-  __shared__ ExpertScan scan;
-  assign_chunk<Index>(args, chunk, tokens, scan);
 }
 
 // Where a capacity drops slots: rows[q] = the rows of the memory of rank `to` that are for the slots from rank q: as many as q has
@@ -295,20 +302,9 @@ __global__ void __launch_bounds__(kPlanThreads) number_kernel(const __grid_const
   load_tokens(args, counts_of(args, 0), tokens);
   find_bounded_places(args, counts_of(args, is_past_bound(args, tokens)), chunk);
   find_ranks(args, chunk, [&](int i) { return chunk.slots[i] >= 0; });
-  put_slots(args, chunk, before_chunk);
+  number_records(args, chunk, before_chunk);
+  put_slots(args, chunk);
   finish_slots(args, chunk);
-}
-
-template <typename Index>
-__global__ void __launch_bounds__(kPlanThreads) few_tokens_kernel(const __grid_constant__ PlanArgs args) {
-  __shared__ Chunk chunk;
-  __shared__ TokenCounts tokens;
-  __shared__ ExpertScan scan;
-  count_chunk<Index, false>(args, chunk, tokens);
-  __syncthreads();
-  assign_chunk<Index>(args, chunk, tokens, scan);
-  __syncthreads();
-  receive_slots(args, chunk);
 }
 
 }  // namespace transformer_plugin::expert_parallel::one_sided
