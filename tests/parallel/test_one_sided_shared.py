@@ -96,9 +96,10 @@ def test_layers(make_pool: MakePool, size: int, recipe: str) -> None:
 
 
 def check_wider_dtype(rank: Rank) -> None:
-    """A context for bfloat16 that gets float32, between exchanges in bfloat16: its channel grows."""
+    """A context for bfloat16 that gets float32, between exchanges in bfloat16: its channel, which no other context
+    uses, grows."""
     rank = ON_ONE_GPU.place(rank)
-    ours, peer = ON_ONE_GPU.contexts(rank, max_token_dtype=torch.bfloat16)
+    ours, peer = ON_ONE_GPU.contexts(rank, max_token_dtype=torch.bfloat16, channel=7)
     for seed, dtype in enumerate((torch.bfloat16, torch.float32, torch.bfloat16, torch.float32)):
         drawn = draw(rank, ours, seed, dtype)
         mine = drawn.to(ours.device)
@@ -109,7 +110,7 @@ def check_wider_dtype(rank: Rank) -> None:
 def check_wider_dtype_compiled(rank: Rank) -> None:
     """The first call in float32 is one of a compiled function, in its backward too; a capture cannot make room."""
     rank = ON_ONE_GPU.place(rank)
-    ours, peer = ON_ONE_GPU.contexts(rank, max_token_dtype=torch.bfloat16)
+    ours, peer = ON_ONE_GPU.contexts(rank, max_token_dtype=torch.bfloat16, channel=8)
     drawn = draw(rank, ours, 2, torch.float32)
     mine = drawn.to(ours.device)
     plan = ours.plan(mine.indices)
