@@ -171,7 +171,7 @@ def test_memory_grows_by_counts_only(hidden: int) -> None:
     )
     counts_of = {}
     for ranks in (2, 4, 8, 16, 32, 64):
-        sizes = _channel_sizes(config, ranks, bound * min(TOPK, experts // ranks), 2)
+        sizes = _channel_sizes(config, ranks, bound * min(TOPK, experts // ranks))
         of_rows = [sizes[name] for name in ("received_rows", "returned_rows", "record_bytes")]
         channel = tp.virtual_channel_layout(ranks, *of_rows)[0]
         planned = sizes["planned_rows"]
@@ -182,7 +182,7 @@ def test_memory_grows_by_counts_only(hidden: int) -> None:
         flags = 2 * round_up((rows + ranks + 1) * 4) + round_up(ranks * 4)
         announcements = 2 * round_up(ranks * 32)
         assert channel == 2 * data + flags + announcements
-        counts = 2 * round_up(ranks * (experts + ranks) * 4) + round_up(ranks * ranks * 4)
+        counts = 2 * round_up(ranks * (experts + ranks + 2) * 4) + round_up(ranks * ranks * 4)
         assert plan == slots + counts + 3 * round_up(ranks * 4)
         counts_of[ranks] = channel + plan - 2 * data - slots - 2 * round_up(rows * 4)
     assert counts_of[64] < 256 * 1024  # beside 2 regions of more than 128 MB with a flag for each row
