@@ -9,6 +9,7 @@
 #include "common/register.h"
 #include "expert_parallel/all_gather_transport.h"
 #include "expert_parallel/all_to_all_transport.h"
+#include "expert_parallel/one_sided/args.h"
 #include "expert_parallel/one_sided_transport.h"
 #include "routing/rows.h"
 
@@ -17,9 +18,10 @@ namespace transformer_plugin::expert_parallel {
 TransportSelection select_transport(const TransportDesc& desc) {
   if (desc.ranks == 1) return {Transport::kNone, "all experts are on one rank"};
   if (!desc.on_cuda) return {Transport::kAllGather, "collectives of Gloo, the only ones on a CPU"};
-  if (desc.peer_memory)
+  if (desc.peer_memory && desc.ranks <= one_sided::kMostPeers)
     return {Transport::kOneSided, "stores of each row, once, into the memory of the ranks that need it"};
-  return {Transport::kAllGather, "collectives of NCCL, which take any number of ranks and hosts"};
+  return {Transport::kAllGather,
+          "collectives of the group, such as NCCL's, which take any number of ranks and hosts"};
 }
 
 const char* transport_name(Transport transport) {

@@ -336,6 +336,17 @@ def test_missing_rank_ends_the_plan() -> None:
 
 
 @gpu
+def test_one_rank_after_a_failure() -> None:
+    """The plan of few tokens, in one kernel, does nothing after an earlier one has failed."""
+    problem = draw_problem(Case(1, 4, 9))
+    channel = PlanChannel(1, problem)
+    channel.state[0, 2] = 1
+    before = channel.memory.clone(), channel.state.clone()
+    channel.plan(problem)
+    assert torch.equal(channel.memory, before[0]) and torch.equal(channel.state, before[1])
+
+
+@gpu
 def test_plan_is_captured() -> None:
     """A CUDA graph of a plan makes one of the indices that are there when it runs."""
     case = Case(2, 8, 300, 16, "any", 16, (0.7, 0.7))

@@ -186,13 +186,15 @@ def test_a_capture_is_an_error(make_pool: Any) -> None:
 
 
 def test_select_transport() -> None:
-    for ranks_of_group in (2, 8, 64):
+    for ranks_of_group in (2, 8, 72, 73, 512):
         for device, peer_memory, expected in (
             ("cpu", False, ("all_gather", "Gloo")),
             ("cpu", True, ("all_gather", "Gloo")),
             ("cuda", False, ("all_gather", "NCCL")),
             ("cuda", True, ("one_sided", "into the memory of the ranks")),
         ):
+            if ranks_of_group > 72 and device == "cuda":
+                expected = ("all_gather", "NCCL")
             transport, reason = ep.select_transport(ranks_of_group, device, peer_memory)
             assert transport == expected[0] and expected[1] in reason
             assert ep.select_transport(1, device, peer_memory).transport == "none"

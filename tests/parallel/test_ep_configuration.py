@@ -64,10 +64,12 @@ def check_limits_of_multiprocessors(rank: Rank) -> None:
     assert text.startswith("transformer_plugin::EpContext: argument 'max_num_sms': expected an integer, got ")
     for transport in ("auto", "all_gather", "all_to_all"):
         text = error_of(lambda t=transport: EpContext(rank.group, **SIZES, transport=t, max_num_sms=8))
-        name = "all_gather" if transport == "auto" else transport
+        name, reason = transport, f'transport="{transport}" was given'
+        if transport == "auto":
+            name, reason = "all_gather", "collectives of Gloo, the only ones on a CPU"
         assert text == (
             "transformer_plugin::EpContext: argument 'max_num_sms': expected 0 with the transport "
-            f"'{name}', whose kernels have no limit, got 8. Pass 0, or choose the transport 'one_sided'."
+            f"'{name}' ({reason}), whose kernels have no limit, got 8. Pass 0, or choose the transport 'one_sided'."
         )
     # Of "one_sided" the limits are compared first, and then there is no such memory on a CPU.
     text = error_of(lambda: EpContext(rank.group, **SIZES, transport="one_sided", max_num_sms=8 + rank.rank))
@@ -76,7 +78,7 @@ def check_limits_of_multiprocessors(rank: Rank) -> None:
     assert "argument 'transport': expected ranks that reach each other's memory" in text
     assert EpContext(rank.group, **SIZES).config.max_num_sms == 0
     text = error_of(lambda: ep_bootstrap(rank.group, 4, 8, 3, 2, max_num_sms=8))
-    assert "argument 'max_num_sms': expected 0 with the transport 'all_gather'" in text
+    assert "argument 'max_num_sms': expected 0 with the transport 'all_gather' (" in text
     ep_bootstrap(rank.group, 4, 8, 3, 2)
     ep_finalize()
 

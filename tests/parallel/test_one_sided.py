@@ -93,6 +93,28 @@ def test_streams_take_turns(two: RankPool) -> None:
     two.run(check_streams)
 
 
+def check_default(rank: Rank) -> None:
+    """By itself a context takes this transport where all ranks have it, and says why where they have not."""
+    sizes = {**SIZES, "num_experts": 8 * rank.size}
+    for device in (None, "cuda", rank.device):
+        with EpContext(rank.group, **sizes, device=device) as context:
+            assert context.transport == "one_sided"
+            assert context.transport_reason.startswith("stores of each row")
+    with EpContext(rank.group, **{**sizes, "num_experts": 8192}) as context:
+        assert context.transport == "all_gather"
+        assert context.transport_reason.endswith("; not one_sided: more than 4096 experts")
+    with EpContext(rank.group, **sizes, transport="all_gather") as context:
+        assert (context.transport, context.transport_reason) == (
+            "all_gather",
+            'transport="all_gather" was given',
+        )
+
+
+@pytest.mark.gpus(2)
+def test_default(two: RankPool) -> None:
+    two.run(check_default)
+
+
 def check_refusals(rank: Rank) -> None:
     sizes = {**SIZES, "num_experts": 2 * rank.size}
     text = error_of(lambda: EpContext(rank.group, **sizes, transport="one_sided", device="cpu"))

@@ -39,6 +39,8 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"capacity": 150, "overflow": "drop"},
     {"max_received_tokens": 90, "overflow": "drop", "max_num_sms": 2},
     {"local_experts": 2, "num_topk": 4, "alignment": 16},  # more than experts of a rank
+    # Ranks of up to three chunks of tokens, whose plan takes several kernels, beside ranks whose plan takes one.
+    {"max_tokens_per_rank": 600, "hidden_dim": 8},
     {"local_experts": 3, "max_received_tokens": 120, "capacity": 130, "alignment": 4, "overflow": "drop"},
 )
 

@@ -82,11 +82,11 @@ def check_same(mine: dict[str, Any], texts: list[str], group_name: str) -> None:
     )
 
 
-def check_limit(config: EpConfig, transport: str) -> None:
+def check_limit(config: EpConfig, transport: str, reason: str) -> None:
     """Refuses a limit of multiprocessors that the transport would not obey. One rank obeys any."""
     limit = config.max_num_sms
     if limit and transport not in ("one_sided", "none"):
-        expected = f"0 with the transport '{transport}', whose kernels have no limit"
+        expected = f"0 with the transport '{transport}' ({reason}), whose kernels have no limit"
         refuse("max_num_sms", expected, limit, "EpContext", "Pass 0, or choose the transport 'one_sided'")
 
 

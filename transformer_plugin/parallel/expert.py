@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 Overflow = Literal["raise", "drop"]
 Transport = Literal["auto", "all_gather", "all_to_all", "one_sided"]
+#: the least timeout of what connects the ranks: their GPUs may be first used in it.
+FIRST_CALL_MS = 30_000
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class EpConfig:
     #: :func:`~transformer_plugin.ops.expert_parallel.select_transport`.
     transport: Transport = "auto"
     #: the widest dtype of tokens; the memory of "one_sided" is as large as they need. The first call with a wider one
-    #: makes it larger, for which it waits for the other ranks; while a CUDA graph is captured it is an error.
+    #: adds larger memory, for which it waits for the other ranks; while a CUDA graph is captured it is an error.
     max_token_dtype: torch.dtype = torch.float32
     #: multiprocessors that dispatch and combine of "one_sided", and their gradients, use at most to move rows; 0: all.
     #: The kernels of other transports have no such limit: with these it must be 0.
@@ -95,7 +97,7 @@ class EpPlan(NamedTuple):
     num_tokens: int
     #: the index of this rank in the group.
     rank: int
-    #: int32 ``[N]``, or ``[4, R + 1]`` with the transport "all_to_all"; see
+    #: int32 ``[N]``, or ``[4, R + 1]`` with the transports "all_to_all" and "one_sided"; see
     #: :class:`transformer_plugin.ops.expert_parallel.CompactPlan`. None where the received rows are the tokens of all
     #: ranks, as are the next two.
     received: Tensor | None = None
@@ -177,7 +179,7 @@ class EpContext:
         self._compare()
         #: how tokens move between the ranks ("none": there is one), and why so.
         self.transport, self.transport_reason = self._choose_transport()
-        check_limit(self.config, self.transport)
+        check_limit(self.config, self.transport, self.transport_reason)
         if self.num_ranks > 1:
             # The first call connects the ranks: NCCL creates its communicator, which cannot be captured in a graph.
             self.plan(torch.empty(0, num_topk, dtype=torch.int32, device=self.device))
@@ -190,13 +192,13 @@ class EpContext:
 
     def _choose_transport(self) -> tuple[str, str]:
         """Returns the transport and the reason, after the memory that it needs is open. Collective, with one answer."""
-        wanted, asked = self.config.transport, (self.group_name, self.timeout_ms, self.device)
-        has_memory, why_not = False, ""
+        wanted, has_memory, why_not = self.config.transport, False, ""
         if wanted == "auto" and self.num_ranks > 1 and self.device.type == "cuda":
-            has_memory, why_not = peer_memory_support(*asked)
+            timeout = max(self.timeout_ms, FIRST_CALL_MS)
+            has_memory, why_not = peer_memory_support(self.group_name, timeout, self.device)
         chosen, reason = ops.select_transport(self.num_ranks, self.device.type, has_memory)
         if wanted != "auto" and self.num_ranks > 1:
-            chosen, reason = wanted, "the argument"
+            chosen, reason = wanted, f'transport="{wanted}" was given'
         if chosen == "one_sided":
             why_not = self._open_channel()
         if chosen == "one_sided" and why_not:
@@ -211,7 +213,8 @@ class EpContext:
         """Opens the memory in which ranks store rows, collectively. Returns why the ranks cannot have it, or ""."""
         name = f"{self._name_with_rank}#channel={self._channel}"
         sizes = _channel_sizes(self.config, self.num_ranks, self.capacity)
-        reason = open_channel(name, **sizes, timeout_ms=self.timeout_ms, device=self.device)
+        timeout = max(self.timeout_ms, FIRST_CALL_MS)
+        reason = open_channel(name, **sizes, timeout_ms=timeout, device=self.device)
         if not reason:
             limit = self.config.max_num_sms
             self._name_with_rank = name + (f"#max_sms={limit}" if limit else "")
@@ -238,7 +241,7 @@ class EpContext:
             alignment: alignment of this call, the same on every rank; None for the context's.
             compact: whether to keep of the tokens of all ranks only those that have a row here; the same on every rank.
                 It saves memory where the capacity is less than R * max_tokens_per_rank, and is done only there. With a
-                smaller ``max_received_tokens``, or the transport "all_to_all", it is always done.
+                smaller ``max_received_tokens``, or another transport than "all_gather", it is always done.
 
         Raises:
             ValueError: an invalid argument; an index of any rank that is neither an expert nor -1; or rows do not fit

@@ -13,6 +13,10 @@
 #include "distributed/symmetric/rendezvous_store.h"
 #include "distributed/symmetric/torch_symmetric_memory.h"
 
+#ifdef TRANSFORMER_PLUGIN_CUDA
+#include <c10/cuda/CUDAFunctions.h>
+#endif
+
 namespace transformer_plugin::distributed {
 namespace {
 
@@ -134,6 +138,13 @@ TorchRendezvous::Result allocate(ProcessGroupState& state, const at::Device& dev
 #endif
 
 }  // namespace
+
+at::Device with_index(at::Device device) {
+#ifdef TRANSFORMER_PLUGIN_CUDA
+  if (device.is_cuda() && !device.has_index()) return {at::kCUDA, c10::cuda::current_device()};
+#endif
+  return device;
+}
 
 std::string agree_on_peer_memory(ProcessGroupState& state, const std::string& report, Milliseconds timeout) {
   return merge_reports(exchange(state, report, timeout));

@@ -26,6 +26,9 @@ class PeerMemory {
   virtual void* pointer(int64_t rank) const = 0;
 };
 
+// A CUDA device without a number is the current one.
+at::Device with_index(at::Device device);
+
 // Allocates `bytes` bytes on `device`, which every rank of the group calls with its own device. Every piece is zero before any rank
 // returns. Null on every rank, with the same `reason`, if a rank could not: the reason names ranks. A rank that does not come is
 // a PeerTimeoutError. The group keeps the memory as long as its state lives, because CUDA graphs may hold the addresses.

@@ -37,10 +37,9 @@ at::Device device_of(const std::optional<c10::Device>& given) {
   TP_CHECK_VALUE(!given || given->is_cpu() || given->is_cuda(), kOp, "device", "a CPU or a CUDA device",
                  *given, "Pass the device of the tensors that are to be exchanged");
 #ifdef TRANSFORMER_PLUGIN_CUDA
-  if (!given && c10::cuda::device_count() == 0) return at::kCPU;
-  if (!given || (given->is_cuda() && !given->has_index())) return {at::kCUDA, c10::cuda::current_device()};
+  if (!given && c10::cuda::device_count() > 0) return with_index(at::kCUDA);
 #endif
-  return given.value_or(at::kCPU);
+  return with_index(given.value_or(at::kCPU));
 }
 
 #ifdef TRANSFORMER_PLUGIN_CUDA

@@ -38,14 +38,6 @@ struct Block {
   ~Block() { allocation->release(place); }
 };
 
-// A CUDA device without a number is the current one.
-at::Device with_index(at::Device device) {
-#ifdef TRANSFORMER_PLUGIN_CUDA
-  if (device.is_cuda() && !device.has_index()) return {at::kCUDA, c10::cuda::current_device()};
-#endif
-  return device;
-}
-
 // Of a group of one rank, on any device.
 class OwnMemory : public PeerMemory {
  public:

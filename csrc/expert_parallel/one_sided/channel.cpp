@@ -8,16 +8,18 @@
 #include <atomic>
 #include <map>
 #include <mutex>
-#include <vector>
 
 #include "common/check.h"
 #include "common/ops/expert_parallel.h"
 #include "common/register.h"
 #include "common/tensor.h"
+#include "distributed/symmetric/torch_symmetric_memory.h"
 #include "expert_parallel/group.h"
 #include "expert_parallel/one_sided/kernels.h"
 
 namespace transformer_plugin::expert_parallel::one_sided {
+
+static constexpr const char* kOp = "open_channel";
 
 #ifdef TRANSFORMER_PLUGIN_CUDA
 namespace {
@@ -25,19 +27,19 @@ namespace {
 constexpr int64_t kStateBytes = 64;
 static_assert(sizeof(LocalState) <= kStateBytes && sizeof(PlanState) <= kStateBytes);
 
-// Of one process group. Channels that were replaced by larger ones stay, because CUDA graphs hold their addresses.
+// Of one process group, by their numbers.
 struct GroupChannels {
   std::mutex mutex;
-  std::map<int64_t, std::vector<std::shared_ptr<const Channel>>> channels;
+  std::map<int64_t, std::shared_ptr<const Channel>> channels;
 
   std::shared_ptr<const Channel> find(int64_t number) {
     const std::lock_guard<std::mutex> lock(mutex);
     const auto found = channels.find(number);
-    return found == channels.end() ? nullptr : found->second.back();
+    return found == channels.end() ? nullptr : found->second;
   }
-  void add(int64_t number, std::shared_ptr<const Channel> channel) {
+  void set(int64_t number, std::shared_ptr<const Channel> channel) {
     const std::lock_guard<std::mutex> lock(mutex);
-    channels[number].push_back(std::move(channel));
+    channels[number] = std::move(channel);
   }
 };
 
@@ -63,14 +65,15 @@ ChannelSizes ChannelSizes::with(const ChannelSizes& other) const {
           std::max(planned_rows, other.planned_rows),   std::max(topk, other.topk)};
 }
 
-Channel::Channel(const ChannelSizes& sizes, std::shared_ptr<distributed::PeerMemory> memory,
-                 const at::Device& device)
+Channel::Channel(const ChannelSizes& sizes, std::shared_ptr<distributed::PeerMemory> memory, OwnState own,
+                 std::shared_ptr<const Channel> replaced)
     : sizes_(sizes),
       layout_(layout_of(sizes, memory->ranks())),
       plan_layout_(plan_layout_of(sizes, memory->ranks())),
       memory_(std::move(memory)),
-      states_(at::zeros({2 * kStateBytes}, at::TensorOptions().dtype(at::kByte).device(device))),
-      failure_(new_channel_failure()) {}
+      own_(std::move(own)),
+      replaced_(std::move(replaced)),
+      order_(replaced_ ? replaced_->order_ : std::make_shared<ChannelOrder>()) {}
 
 int64_t Channel::bytes(const ChannelSizes& sizes, int64_t ranks) {
   return plan_layout_of(sizes, ranks).bytes;
@@ -84,10 +87,10 @@ PeerPointers Channel::peers() const {
   return peers;
 }
 
-LocalState* Channel::state() const { return static_cast<LocalState*>(states_.mutable_data_ptr()); }
+LocalState* Channel::state() const { return static_cast<LocalState*>(own_.states.mutable_data_ptr()); }
 
 PlanState* Channel::plan_state() const {
-  return reinterpret_cast<PlanState*>(static_cast<char*>(states_.mutable_data_ptr()) + kStateBytes);
+  return reinterpret_cast<PlanState*>(static_cast<char*>(own_.states.mutable_data_ptr()) + kStateBytes);
 }
 
 ChannelTurn::ChannelTurn(const Channel& channel, c10::Device device)
@@ -143,23 +146,43 @@ std::shared_ptr<const Channel> channel_of(const char* op, const ExpertParallelGr
   TP_CHECK_VALUE(channel != nullptr, op, "group_name",
                  "a group whose channel " << group.channel().value_or(0) << " is open", "one that is not",
                  "Make an EpContext with transport=\"one_sided\" on every rank first");
-  check_works(op, *channel, group.rank());
+  for (const Channel* each = channel.get(); each; each = each->replaced().get())
+    check_works(op, *each, group.rank());
   return channel;
 }
 
 namespace {
 
-// Opens a channel of at least these sizes, if the group has none. Returns why the ranks cannot have one; "": it is open.
+// Of a new channel; an error is the reason why it cannot be opened.
+OwnState allocate_own(const at::Device& device, std::string* reason) {
+  try {
+    const auto options = at::TensorOptions().dtype(at::kByte).device(device);
+    const OwnState own{at::zeros({2 * kStateBytes}, options), new_channel_failure()};
+    const CudaScope scope(own.states);
+    c10::cuda::getCurrentCUDAStream().synchronize();  // calls on any stream read them
+    return own;
+  } catch (const std::exception& error) {
+    *reason = distributed::first_line(error);
+    return {};
+  }
+}
+
+// Opens a channel of at least these sizes, if the group has none. Returns why the ranks cannot have one; "": it is open. Whatever
+// may fail on one rank is agreed before any rank has another channel than the others.
 std::string open(const distributed::RankGroup& group, ChannelSizes sizes, const at::Device& device) {
   auto& channels = group.state().extension<GroupChannels>();
   const int64_t number = group.channel().value_or(0);
-  const std::shared_ptr<const Channel> open = channels.find(number);
-  if (open && open->sizes().cover(sizes)) return "";
-  if (open) sizes = sizes.with(open->sizes());
+  const std::shared_ptr<const Channel> before = channels.find(number);
+  if (before && before->sizes().cover(sizes)) return "";
+  if (before) sizes = sizes.with(before->sizes());
+  distributed::check_no_capture(device, {kOp, "device", "Make the context before the capture"});
   std::string reason;
+  const OwnState own = allocate_own(device, &reason);
+  reason = distributed::agree_on_peer_memory(group.state(), reason, group.timeout());
+  if (!reason.empty()) return reason;
   auto memory = distributed::allocate_peer_memory(group.state(), device, Channel::bytes(sizes, group.size()),
                                                   group.timeout(), &reason);
-  if (memory) channels.add(number, std::make_shared<const Channel>(sizes, std::move(memory), device));
+  if (memory) channels.set(number, std::make_shared<const Channel>(sizes, std::move(memory), own, before));
   return reason;
 }
 
@@ -181,8 +204,6 @@ int64_t kernel_timeout_ns(const ExpertParallelGroup& group) {
 #endif
 
 namespace {
-
-constexpr const char* kOp = "open_channel";
 
 // Returns why the ranks cannot exchange rows this way; "": the channel is open. Without a device it is the CPU's.
 std::string open_channel(std::string_view group_name, int64_t received_rows, int64_t returned_rows,

@@ -40,10 +40,17 @@ struct ChannelOrder {
   distributed::StreamContext context;  // of it
 };
 
+// What a channel has in memory of this rank alone.
+struct OwnState {
+  at::Tensor states;  // of exchanges, then of plans
+  ChannelFailure* failure;
+};
+
 class Channel {
  public:
-  Channel(const ChannelSizes& sizes, std::shared_ptr<distributed::PeerMemory> memory,
-          const at::Device& device);
+  // `replaced`: the channel of this number before, or null.
+  Channel(const ChannelSizes& sizes, std::shared_ptr<distributed::PeerMemory> memory, OwnState own,
+          std::shared_ptr<const Channel> replaced);
 
   // Bytes of each rank's memory.
   static int64_t bytes(const ChannelSizes& sizes, int64_t ranks);
@@ -54,17 +61,20 @@ class Channel {
   PeerPointers peers() const;
   LocalState* state() const;
   PlanState* plan_state() const;
-  ChannelFailure* failure() const { return failure_; }
-  ChannelOrder& order() const { return order_; }
+  ChannelFailure* failure() const { return own_.failure; }
+  // Of all channels of this number: they take turns with those that they replaced.
+  ChannelOrder& order() const { return *order_; }
+  // It stays as it was, because CUDA graphs hold its addresses.
+  const std::shared_ptr<const Channel>& replaced() const { return replaced_; }
 
  private:
   const ChannelSizes sizes_;
   const ChannelLayout layout_;
   const PlanLayout plan_layout_;
   const std::shared_ptr<distributed::PeerMemory> memory_;
-  at::Tensor states_;  // of exchanges, then of plans
-  ChannelFailure* const failure_;
-  mutable ChannelOrder order_;
+  const OwnState own_;
+  const std::shared_ptr<const Channel> replaced_;
+  const std::shared_ptr<ChannelOrder> order_;
 };
 
 // A call's turn, from the construction to the destruction. Calls of a channel run one after the other in the order in which the host
@@ -84,11 +94,11 @@ class ChannelTurn {
   const distributed::StreamContext here_;
 };
 
-// The open channel of the number in the group's name. An error if it is not open, or if an earlier call of it failed on the GPU.
+// The open channel of the number in the group's name. An error if it is not open, or if an earlier call of it, or of one that it
+// replaced, failed on the GPU.
 std::shared_ptr<const Channel> channel_of(const char* op, const ExpertParallelGroup& group);
 
-// Opens a channel that is also large enough for these sizes, in place of the open one, which stays as it is for CUDA graphs.
-// Collective, in a call that the ranks have compared.
+// Opens a channel that is also large enough for these sizes, in place of the open one. Collective, in a call that all ranks make.
 std::shared_ptr<const Channel> enlarge_channel(const char* op, const ExpertParallelGroup& group,
                                                const ChannelSizes& sizes, const at::Device& device);
 

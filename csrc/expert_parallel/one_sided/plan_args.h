@@ -2,11 +2,10 @@
 // ranks, without torch.
 //
 // Every rank puts its counts to all ranks: how many (token, k) name each expert, how many of its tokens each rank gets, and how
-// many of its indices are wrong, with the place of one of them. From
-// the counts of all ranks each computes the first slot of its (token, k) of every expert, and the first row of its tokens at every
-// rank; then it puts the slots of each token there. Where a bound drops tokens, ranks put their counts once more, without them;
-// where a capacity drops slots, the rows that are left are counted before they are numbered, and their slots lie from a place on
-// that all ranks compute from the counts.
+// many of its indices are wrong, with the place of one of them. From the counts of all ranks each computes the first slot of its
+// (token, k) of every expert, and the first row of its tokens at every rank; then it puts the slots of each token there. Where a
+// bound drops tokens, ranks put their counts once more, without them; where a capacity drops slots, the rows that are left are
+// counted before they are numbered, and their slots lie from a place on that all ranks compute from the counts.
 #pragma once
 
 #include <cstdint>
@@ -103,8 +102,8 @@ struct PlanArgs {
 
   TP_HOST_DEVICE int64_t local_experts() const { return experts / peers.ranks; }
   // Columns of counts: the experts, the ranks, and then these two.
-  TP_HOST_DEVICE int64_t wrong_count() const { return experts + peers.ranks; }
-  TP_HOST_DEVICE int64_t wrong_place() const { return wrong_count() + 1; }
+  TP_HOST_DEVICE int64_t wrong_count_column() const { return experts + peers.ranks; }
+  TP_HOST_DEVICE int64_t wrong_place_column() const { return wrong_count_column() + 1; }
   TP_HOST_DEVICE int64_t columns() const { return plan_columns(experts, peers.ranks); }
   TP_HOST_DEVICE int64_t destinations() const { return topk < peers.ranks ? topk : peers.ranks; }
   // Columns of a chunk's counts: whole units of 16 bytes.
@@ -122,8 +121,8 @@ struct PlanArgs {
   }
 };
 
-// Steps of a plan. Ranks of one process on one GPU launch each for all ranks before the next. kWhole: all of them.
-enum class PlanStep : int32_t { kCount, kCountKept, kAssign, kNumber, kReceive, kWhole };
+// Steps of a plan. Ranks of one process on one GPU launch each for all ranks before the next. kAll: all of them.
+enum class PlanStep : int32_t { kCount, kCountKept, kAssign, kNumber, kReceive, kAll };
 inline constexpr PlanStep kPlanSteps[] = {PlanStep::kCount, PlanStep::kCountKept, PlanStep::kAssign,
                                           PlanStep::kNumber, PlanStep::kReceive};
 

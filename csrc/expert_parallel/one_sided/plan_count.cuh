@@ -73,7 +73,7 @@ __device__ __forceinline__ void put_counts(const PlanArgs& args, int which, uint
   for (int column = threadIdx.x; column < args.columns(); column += kPlanThreads) {
     int32_t total = 0;
     for (int s = 0; s < all.segments; ++s) total += words[s * all.units * 4 + column];
-    if (column == args.wrong_place()) total = __ldcg(&args.state->wrong_place);
+    if (column == args.wrong_place_column()) total = __ldcg(&args.state->wrong_place);
     for (int r = 0; r < args.peers.ranks; ++r)
       words_of(args, r, args.layout.counts[which])[args.peers.rank * args.columns() + column] = total;
   }
@@ -100,7 +100,7 @@ __device__ __forceinline__ void count_chunk(const PlanArgs& args, Chunk& chunk, 
     const int32_t expert = chunk.experts[i];
     if (expert >= 0) atomicAdd(&counts[expert], 1);
     if (!wrong || expert != kWrongExpert) continue;
-    atomicAdd(&counts[args.wrong_count()], 1);
+    atomicAdd(&counts[args.wrong_count_column()], 1);
     atomicExch(&args.state->wrong_place, static_cast<int32_t>(chunk.begin) * topk + i);
   }
   find_ranks(args, chunk, [](int) { return true; });

@@ -8,7 +8,7 @@ namespace transformer_plugin::expert_parallel::one_sided {
 namespace {
 
 // few_tokens_kernel has the most; more would have to be asked for.
-static_assert(sizeof(Chunk) + sizeof(TokenCounts) + sizeof(ExpertScan) +
+static_assert(sizeof(Chunk) + sizeof(TokenCounts) + sizeof(ExpertScan) + sizeof(ReceiveMemory) +
                       (plan_columns(kMostExperts, kMostPeers) + 3 + kMostPeers) * sizeof(int32_t) <=
                   48 * 1024,
               "the shared memory that every block may have");
@@ -37,7 +37,7 @@ void launch(const PlanArgs& args, PlanStep step, cudaStream_t stream) {
       launch_pdl(receive_kernel, dim3(std::min(grid, kMostBlocks)), kPlanThreads, 0, stream, args);
       break;
     }
-    case PlanStep::kWhole:
+    case PlanStep::kAll:
       if (!args.is_of_one_block()) {
         for (const PlanStep each : kPlanSteps) launch<Index>(args, each, stream);
         return;

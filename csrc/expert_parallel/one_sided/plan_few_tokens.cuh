@@ -12,7 +12,8 @@ __device__ __forceinline__ void put_own_counts(const PlanArgs& args, const Chunk
   const int columns = static_cast<int>(args.columns()), ranks = args.peers.ranks;
   for (int i = threadIdx.x; i < columns * ranks; i += kPlanThreads) {
     const int to = i / columns, column = i % columns;
-    const int32_t count = column == args.wrong_place() ? __ldcg(&args.state->wrong_place) : counts[column];
+    const int32_t count =
+        column == args.wrong_place_column() ? __ldcg(&args.state->wrong_place) : counts[column];
     words_of(args, to, args.layout.counts[0])[args.peers.rank * columns + column] = count;
   }
   announce(args, PlanWait::kCounts, chunk.epoch);
@@ -23,6 +24,7 @@ __global__ void __launch_bounds__(kPlanThreads) few_tokens_kernel(const __grid_c
   __shared__ Chunk chunk;
   __shared__ TokenCounts tokens;
   __shared__ ExpertScan scan;
+  __shared__ ReceiveMemory received;
   __shared__ uint32_t before_chunk[kMostPeers];  // nothing: there is one chunk
   int32_t* const counts = dynamic_words();
   const int experts = static_cast<int>(args.experts), ranks = args.peers.ranks, rank = threadIdx.x;
@@ -52,7 +54,7 @@ __global__ void __launch_bounds__(kPlanThreads) few_tokens_kernel(const __grid_c
     if (wait_for_ranks(args, PlanWait::kCounts, chunk.epoch)) {
       const Counts all = counts_of(args, 0);
       load_tokens(args, all, tokens);
-      report_wrong_experts(args, all);
+      report_wrong_of_all_ranks(args, all);
       find_first_slots(args, all, next, scan);
       write_required(args, scan, tokens);
       for (int i = threadIdx.x; i < chunk.tokens * static_cast<int>(args.topk); i += kPlanThreads)
@@ -64,7 +66,7 @@ __global__ void __launch_bounds__(kPlanThreads) few_tokens_kernel(const __grid_c
     }
   }
   __syncthreads();
-  receive_slots(args, chunk);
+  receive_slots(args, chunk, received);
 }
 
 }  // namespace transformer_plugin::expert_parallel::one_sided

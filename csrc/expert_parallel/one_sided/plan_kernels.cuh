@@ -167,13 +167,13 @@ __device__ __forceinline__ void write_required(const PlanArgs& args, const Exper
 }
 
 // By the first block: every rank reports the wrong indices of all ranks, as with gathered indices. Called by all threads.
-__device__ __forceinline__ void report_wrong_experts(const PlanArgs& args, const Counts& counts) {
+__device__ __forceinline__ void report_wrong_of_all_ranks(const PlanArgs& args, const Counts& counts) {
   const int ranks = args.peers.ranks, rank = threadIdx.x;
-  if (!__syncthreads_or(rank < ranks && counts.of(rank, args.wrong_count()) != 0) || rank != 0) return;
+  if (!__syncthreads_or(rank < ranks && counts.of(rank, args.wrong_count_column()) != 0) || rank != 0) return;
   int64_t wrong = 0, place = 0;
   for (int r = ranks - 1; r >= 0; --r) {
-    const int32_t of_rank = counts.of(r, args.wrong_count());
-    if (of_rank != 0) place = r * args.max_tokens * args.topk + counts.of(r, args.wrong_place());
+    const int32_t of_rank = counts.of(r, args.wrong_count_column());
+    if (of_rank != 0) place = r * args.max_tokens * args.topk + counts.of(r, args.wrong_place_column());
     wrong += of_rank;
   }
   report_wrong_experts(args.range, wrong, place);
@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(kPlanThreads) assign_kernel(const __grid_const
   if (!wait_for_ranks(args, PlanWait::kCounts, chunk.epoch)) return;
   load_tokens(args, counts_of(args, 0), tokens);
   const bool drops_tokens = is_past_bound(args, tokens), writes = blockIdx.x == 0;
-  if (writes) report_wrong_experts(args, counts_of(args, 0));
+  if (writes) report_wrong_of_all_ranks(args, counts_of(args, 0));
   if (drops_tokens) {
     if (writes) {
       scan_experts(args, counts_of(args, 0), scan, [](int, int, int64_t, int64_t, int64_t) {});

@@ -34,11 +34,16 @@ __device__ __forceinline__ void write_peer_rows(const PlanArgs& args, const int3
   }
 }
 
+// Shared memory of receive_slots().
+struct ReceiveMemory {
+  int32_t rows[kMostPeers], records[kMostPeers];  // from and to each rank
+  int32_t first_row[kMostPeers + 1], first_record[kMostPeers + 1], first_place[kMostPeers];
+  bool is_bounded;  // then first_place is known
+};
+
 // A thread has one slot of a row at a time. Called by all threads.
-__device__ __forceinline__ void receive_slots(const PlanArgs& args, Chunk& chunk) {
-  __shared__ int32_t rows[kMostPeers], records[kMostPeers];  // from and to each rank
-  __shared__ int32_t first_row[kMostPeers + 1], first_record[kMostPeers + 1], first_place[kMostPeers];
-  __shared__ bool is_bounded;  // then first_place is known
+__device__ __forceinline__ void receive_slots(const PlanArgs& args, Chunk& chunk, ReceiveMemory& shared) {
+  auto& [rows, records, first_row, first_record, first_place, is_bounded] = shared;
   const int me = args.peers.rank, ranks = args.peers.ranks, r = threadIdx.x;
   const bool begins = begin_step(args, chunk, false, [&](Chunk&) {
     if (r == 0) is_bounded = drops_slots(args);
@@ -88,7 +93,8 @@ __device__ __forceinline__ void receive_slots(const PlanArgs& args, Chunk& chunk
 
 static __global__ void __launch_bounds__(kPlanThreads) receive_kernel(const __grid_constant__ PlanArgs args) {
   __shared__ Chunk chunk;
-  receive_slots(args, chunk);
+  __shared__ ReceiveMemory memory;
+  receive_slots(args, chunk, memory);
 }
 
 }  // namespace transformer_plugin::expert_parallel::one_sided

@@ -88,7 +88,7 @@ std::vector<Tensor> virtual_plan(TensorList topk_idx, const Tensor& channel, con
       plans.push_back(each);
   }
   if (ranks == 1) {  // which waits for no other
-    launch_plan(calls[0].args, PlanStep::kWhole, scope.stream());
+    launch_plan(calls[0].args, PlanStep::kAll, scope.stream());
   } else {
     for (const PlanStep step : kPlanSteps) {
       for (const PlanCall& call : calls) launch_plan(call.args, step, scope.stream());

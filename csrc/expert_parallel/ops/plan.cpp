@@ -283,7 +283,7 @@ RecordPlan plan_in_channel(const Tensor& topk_idx, const Sizes& sizes, const Rec
                                 {channel->plan_layout(), channel->peers(), channel->plan_state(),
                                  one_sided::kernel_timeout_ns(group), watched.marks(), channel->failure()},
                                 report);
-  one_sided::launch_plan(call.args, one_sided::PlanStep::kWhole, scope.stream());
+  one_sided::launch_plan(call.args, one_sided::PlanStep::kAll, scope.stream());
   return std::move(call.plan);
 }
 #endif
