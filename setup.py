@@ -1,4 +1,4 @@
-"""Builds the one shared library, transformer_plugin/_C.torch*.so. Metadata is in pyproject.toml."""
+"""Builds the shared libraries, transformer_plugin/_kernels.cu*.so and _C.torch*.so. Metadata is in pyproject.toml."""
 
 import sys
 from pathlib import Path
@@ -12,12 +12,12 @@ from build_tools.toolchain import ToolchainError, check_torch  # noqa: E402
 
 try:
     check_torch()
-    from build_tools.extension import build_command, library
+    from build_tools.extension import build_command, libraries
 
-    extension = library(ROOT)
+    extensions = libraries(ROOT)
     setup(
-        ext_modules=[extension],
-        cmdclass={"build_ext": build_command(extension)},
+        ext_modules=extensions,
+        cmdclass={"build_ext": build_command(extensions)},
         options={"bdist_wheel": {"py_limited_api": "cp310"}},
     )
 except ToolchainError as error:

@@ -1,4 +1,8 @@
-"""Sources, flags and name of the one shared library."""
+"""Sources, flags and names of the shared libraries.
+
+The kernels are one library for a major version of CUDA. They use nothing of torch, so that it serves every torch. The
+other library has the ops: it is built for a minor version of torch, and loads the kernels from its own folder.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +21,11 @@ from build_tools.toolchain import check_compiler, job_count, toolkit_of_torch, t
 CXX_FLAGS = ["-std=c++20", "-fvisibility=hidden", "-ffp-contract=off", "-fopenmp"]
 CXX_FLAGS += ["-fno-math-errno", "-fno-trapping-math"]
 CXX_FLAGS += ["-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-unknown-pragmas", "-g0"]
-NVCC_FLAGS = [
-    "-O3",
-    "-std=c++20",
-    "--fmad=false",
-    "--threads=1",
-    "-Xcompiler=-fvisibility=hidden",
-    "-lineinfo",
-]
+NVCC_FLAGS = ["-O3", "-std=c++20", "--fmad=false", "--threads=1", "-lineinfo"]
 NVCC_FLAGS += ["--expt-relaxed-constexpr", "--expt-extended-lambda"]
 # Device code that nobody has packed is five times as large. It is unpacked when a kernel is first called.
 PACK_FLAGS = ["--compress-mode=size"]
-LINK_FLAGS = ["-fopenmp", "-Wl,--no-undefined", "-Wl,--as-needed"]
+LINK_FLAGS = ["-Wl,--no-undefined", "-Wl,--as-needed"]
 # `make sanitize`.
 SANITIZE_FLAGS = [
     "-fsanitize=address,undefined",
@@ -37,6 +34,9 @@ SANITIZE_FLAGS = [
     "-g",
     "-fno-omit-frame-pointer",
 ]
+
+
+KERNELS, OPS = "transformer_plugin._kernels", "transformer_plugin._C"
 
 
 def optimization() -> list[str]:
@@ -49,10 +49,9 @@ def sanitize() -> bool:
     return os.environ.get("TRANSFORMER_PLUGIN_SANITIZE") == "1"
 
 
-def library(root: Path) -> Any:
-    """The one extension. It holds no Python symbol, so one build serves every Python from 3.10."""
-    from torch.utils.cpp_extension import CppExtension, CUDAExtension
-
+def libraries(root: Path) -> list[Any]:
+    """The extensions, in the order in which they are built. They hold no Python symbol, so that one build serves every
+    Python from 3.10."""
     check_compiler()
     cuda = use_cuda()
     os.environ.setdefault("MAX_JOBS", str(job_count()))
@@ -60,22 +59,52 @@ def library(root: Path) -> Any:
     os.environ["PATH"] = os.pathsep.join(
         [os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)]
     )
-    sources = sorted(str(p.relative_to(root)) for p in (root / "csrc").rglob("*.cpp"))
-    flags: dict[str, list[str]] = {"cxx": optimization() + CXX_FLAGS + (SANITIZE_FLAGS if sanitize() else [])}
-    macros = [("Py_LIMITED_API", "0x030A0000")]
-    if cuda:
-        sources += sorted(str(p.relative_to(root)) for p in (root / "csrc").rglob("*.cu"))
-        macros.append(("TRANSFORMER_PLUGIN_CUDA", "1"))
-        if "9.0a" in os.environ["TORCH_CUDA_ARCH_LIST"]:  # what Hopper alone has is in it
-            macros.append(("TRANSFORMER_PLUGIN_SM90A", "1"))
-        flags["nvcc"] = NVCC_FLAGS + (PACK_FLAGS if toolkit_of_torch() >= 13 else [])
+    return [_kernels(root), _ops(root, cuda)] if cuda else [_ops(root, cuda)]
+
+
+def _sources(root: Path, suffix: str) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in (root / "csrc").rglob(f"*{suffix}"))
+
+
+def _macros() -> list[tuple[str, str | None]]:
+    macros: list[tuple[str, str | None]] = [("TRANSFORMER_PLUGIN_CUDA", "1")]
+    if "9.0a" in os.environ["TORCH_CUDA_ARCH_LIST"]:  # what Hopper alone has is in it
+        macros.append(("TRANSFORMER_PLUGIN_SM90A", "1"))
+    return macros
+
+
+def _kernels(root: Path) -> Any:
+    """The .cu files."""
+    from torch.utils.cpp_extension import CUDAExtension
+
+    kernels = CUDAExtension(
+        KERNELS,
+        _sources(root, ".cu"),
+        define_macros=_macros(),
+        extra_compile_args={"nvcc": NVCC_FLAGS + (PACK_FLAGS if toolkit_of_torch() >= 13 else [])},
+        extra_link_args=[
+            *LINK_FLAGS,
+            f"-Wl,-soname,{torch_versions.kernels_name(_cuda())}",
+            f"-Wl,--version-script={root / 'build_tools' / 'kernels.map'}",
+        ],
+        py_limited_api=True,
+    )
+    kernels.include_dirs, kernels.libraries = [str(root / "csrc")], ["cudart"]  # and not torch's
+    return kernels
+
+
+def _ops(root: Path, cuda: bool) -> Any:
+    """The .cpp files."""
+    from torch.utils.cpp_extension import CppExtension, CUDAExtension
+
+    linked = ["-fopenmp", "-Wl,-rpath,$ORIGIN", *LINK_FLAGS] if cuda else ["-fopenmp", *LINK_FLAGS]
     return (CUDAExtension if cuda else CppExtension)(
-        "transformer_plugin._C",
-        sources,
+        OPS,
+        _sources(root, ".cpp"),
         include_dirs=[str(root / "csrc")],
-        define_macros=macros,
-        extra_compile_args=flags,
-        extra_link_args=LINK_FLAGS if not sanitize() else ["-fopenmp", *SANITIZE_FLAGS[:1]],
+        define_macros=[("Py_LIMITED_API", "0x030A0000"), *(_macros() if cuda else [])],
+        extra_compile_args={"cxx": optimization() + CXX_FLAGS + (SANITIZE_FLAGS if sanitize() else [])},
+        extra_link_args=linked if not sanitize() else ["-fopenmp", *SANITIZE_FLAGS[:1]],
         py_limited_api=True,
     )
 
@@ -85,37 +114,40 @@ def portable(linker: list[str]) -> list[str]:
     return [word for word in linker if not word.startswith(("-Wl,-rpath", "-Wl,-R", "-L"))]
 
 
+def _cuda() -> str | None:
+    import torch
+
+    return torch.version.cuda
+
+
 def file_name(ext: Any) -> str:
     """The library's file: it names the versions of torch and CUDA that it serves."""
     import torch
 
-    cuda = torch.version.cuda if ("TRANSFORMER_PLUGIN_CUDA", "1") in ext.define_macros else None
+    if ext.name == KERNELS:
+        return str(torch_versions.kernels_name(_cuda()))
+    cuda = _cuda() if ("TRANSFORMER_PLUGIN_CUDA", "1") in ext.define_macros else None
     return str(torch_versions.library_name(torch.__version__, cuda))
 
 
 def remove_others(library: Path, other_torch: bool) -> None:
-    """Removes libraries of earlier builds from the folder: those for the same torch, or for any."""
+    """Removes libraries of ops of earlier builds from the folder: those for the same torch, or for any."""
     same = ".".join(library.name.split(".")[:3])  # _C.torch2.11
     for path in library.parent.glob("_C.*so" if other_torch else f"{same}.*so"):
         if path.name != library.name:
             path.unlink()
 
 
-def build_command(ext: Any) -> Any:
-    """torch's build helper, keeping its object files where every way to build finds them again."""
+def build_command(extensions: list[Any]) -> Any:
+    """torch's build helper, keeping object files where every way to build finds them again."""
     from torch.utils.cpp_extension import BuildExtension
 
-    name = file_name(ext)
+    names = {each.name: file_name(each) for each in extensions}
 
-    class BuildLibrary(BuildExtension):  # type: ignore[misc]
-        def finalize_options(self) -> None:
-            super().finalize_options()
-            # `pip install -e` would otherwise compile in a temporary folder, anew each time.
-            kind = "asan" if sanitize() else name.removeprefix("_C.").removesuffix(".so")
-            self.build_temp = f"build/{kind}/objects"
-
+    class BuildLibraries(BuildExtension):  # type: ignore[misc]
         def get_ext_filename(self, fullname: str) -> str:
-            return str(Path(*fullname.split(".")[:-1], name))
+            *folders, name = fullname.split(".")  # the helpers ask with and without the package
+            return str(Path(*folders, names[f"transformer_plugin.{name}"]))
 
         def build_extensions(self) -> None:
             for name in ("linker_so", "linker_so_cxx"):
@@ -124,9 +156,21 @@ def build_command(ext: Any) -> Any:
             super().build_extensions()
 
         def build_extension(self, ext: Any) -> None:
-            include_precompiled(ext, self.compiler, Path(self.build_temp))
+            # `pip install -e` would otherwise compile in a temporary folder, anew each time.
+            kind = re.sub(r"^_(C|kernels)\.|\.so$", "", names[ext.name])
+            self.build_temp = f"build/{'asan' if sanitize() else kind}/objects"
+            includes = self.compiler.include_dirs
+            if ext.name == KERNELS:  # of no Python either: what is built for one torch is there for the next
+                self.compiler.include_dirs = []
+            else:
+                include_precompiled(ext, self.compiler, Path(self.build_temp))
+                if KERNELS in names:
+                    kernels = Path(self.get_ext_fullpath(KERNELS))
+                    ext.extra_link_args = [f"-L{kernels.parent}", f"-l:{kernels.name}", *ext.extra_link_args]
             super().build_extension(ext)
-            # A wheel takes what lies in its folder. In the source tree there is a library for each torch.
-            remove_others(Path(self.get_ext_fullpath(ext.name)), other_torch=not self.inplace)
+            self.compiler.include_dirs = includes
+            if ext.name == OPS:
+                # A wheel takes what lies in its folder. In the source tree there is a library for each torch.
+                remove_others(Path(self.get_ext_fullpath(ext.name)), other_torch=not self.inplace)
 
-    return BuildLibrary
+    return BuildLibraries

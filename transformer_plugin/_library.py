@@ -1,4 +1,4 @@
-"""Finds and loads the one shared library, which registers every op with torch."""
+"""Finds and loads the shared library that registers every op with torch. It loads the kernels beside it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ from typing import Any
 import torch
 
 from transformer_plugin._arguments import is_strided, non_strided_error
-from transformer_plugin._torch_versions import BUILD, find_library
+from transformer_plugin._torch_versions import BUILD, find_library, kernels_name
 
 LIBRARY = find_library(Path(__file__).parent, torch.__version__, torch.version.cuda)
+#: What is loaded: the library, and with CUDA the kernels.
+LIBRARIES = [LIBRARY]
+if torch.version.cuda and not LIBRARY.name.endswith(".cpu.so"):
+    LIBRARIES.append(LIBRARY.with_name(kernels_name(torch.version.cuda)))
 
 
 def load() -> None:
@@ -40,7 +44,8 @@ def _separate_compile_caches() -> None:
     A cached graph holds the calls that the library made when it was traced. torch's keys have the version of torch but
     not of other libraries, so after an upgrade a graph of the old library would be taken from the disk.
     """
-    tag = f"transformer_plugin-{hashlib.sha256(LIBRARY.read_bytes()).hexdigest()[:16]}"
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in LIBRARIES))
+    tag = f"transformer_plugin-{digest.hexdigest()[:16]}"
     config = torch.compiler.config
     if tag not in config.cache_key_tag:
         config.cache_key_tag = ",".join(filter(None, (config.cache_key_tag, tag)))

@@ -58,6 +58,11 @@ def library_name(version: str, cuda: str | None) -> str:
     return f"_C.torch{text(minor(version))}.{f'cu{minor(cuda)[0]}' if cuda else 'cpu'}.so"
 
 
+def kernels_name(cuda: str) -> str:
+    """The file of the kernels, which serve every torch, for a version of CUDA."""
+    return f"_kernels.cu{minor(cuda)[0]}.so"
+
+
 _LIBRARY = re.compile(r"_C\.torch(\d+\.\d+)\.(?:cu(\d+)|cpu)\.so")
 
 
@@ -78,6 +83,11 @@ def find_library(folder: Path, version: str, cuda: str | None) -> Path:
     wanted, without_cuda = library_name(version, cuda), library_name(version, None)
     found = sorted(path.name for path in folder.glob("_C.torch*.so") if _LIBRARY.fullmatch(path.name))
     if wanted in found:
+        if cuda and not (folder / kernels_name(cuda)).exists():
+            raise ImportError(
+                f"transformer_plugin: expected the kernels {kernels_name(cuda)} next to {wanted}, found none. "
+                f"Build them: {BUILD}."
+            )
         return folder / wanted
     # Beside a library for another CUDA, the one without CUDA was not built for this torch.
     if [name for name in found if name.startswith(without_cuda.removesuffix("cpu.so"))] == [without_cuda]:

@@ -5,6 +5,7 @@
 
 #include "activation/activation.h"
 #include "activation/functions.h"
+#include "common/visit_float.h"
 
 namespace transformer_plugin::activation {
 namespace {

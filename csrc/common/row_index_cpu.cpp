@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "common/row_index_args.h"
+#include "common/visit_float.h"
 
 namespace transformer_plugin {
 namespace {

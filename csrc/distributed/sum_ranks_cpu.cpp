@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "common/visit_float.h"
 #include "distributed/sum_ranks_args.h"
 
 namespace transformer_plugin::distributed {

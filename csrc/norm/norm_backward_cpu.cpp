@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "common/visit_float.h"
 #include "norm/norm_cpu.h"
 
 namespace transformer_plugin::norm {

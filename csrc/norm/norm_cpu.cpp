@@ -7,6 +7,8 @@
 #include <type_traits>
 #include <utility>
 
+#include "common/visit_float.h"
+
 namespace transformer_plugin::norm {
 namespace {
 

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "common/visit_float.h"
 #include "routing/rows_args.h"
 
 namespace transformer_plugin::routing {

@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "common/visit_float.h"
 #include "routing/score_cpu.h"
 #include "routing/topk_router.h"
 

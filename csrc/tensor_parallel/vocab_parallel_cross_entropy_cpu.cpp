@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "common/visit_float.h"
 #include "tensor_parallel/vocab_parallel_cross_entropy.h"
 
 namespace transformer_plugin::tensor_parallel {

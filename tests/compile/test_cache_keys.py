@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from transformer_plugin._library import LIBRARY
+from transformer_plugin._library import LIBRARIES
 
 SCRIPT = """
 import torch
@@ -22,8 +22,8 @@ print(counters["aot_autograd"]["autograd_cache_hit"], counters["aot_autograd"]["
 """
 
 
-def test_tag_names_the_library() -> None:
-    digest = hashlib.sha256(LIBRARY.read_bytes()).hexdigest()[:16]
+def test_tag_names_the_libraries() -> None:
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in LIBRARIES)).hexdigest()[:16]
     assert torch.compiler.config.cache_key_tag.count(f"transformer_plugin-{digest}") == 1
 
 

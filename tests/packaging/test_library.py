@@ -1,4 +1,4 @@
-"""The built library: its dependencies, what it must not contain, and the effects of an import."""
+"""The built libraries: their dependencies, what they must not contain, and the effects of an import."""
 
 from __future__ import annotations
 
@@ -6,31 +6,68 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from transformer_plugin._library import LIBRARY
+from transformer_plugin._library import LIBRARIES, LIBRARY
+
+each_library = pytest.mark.parametrize("library", LIBRARIES, ids=lambda path: path.name)
 
 
 def tool(name: str, *arguments: str) -> str:
     if shutil.which(name) is None:
         pytest.skip(f"{name} is not installed")
-    return subprocess.run([name, *arguments, str(LIBRARY)], capture_output=True, text=True, check=True).stdout
+    return subprocess.run([name, *arguments], capture_output=True, text=True, check=True).stdout
 
 
-def test_needs_no_symbol_of_python_or_pybind() -> None:
-    undefined = [line.split()[-1] for line in tool("nm", "-D", "--undefined-only").splitlines()]
-    assert len(undefined) > 100  # the list was read
+def undefined(library: Path, *options: str) -> list[str]:
+    """Symbols that other libraries have. Demangled ones contain spaces."""
+    lines = tool("nm", "-D", "--undefined-only", *options, str(library)).splitlines()
+    return [line.partition(" U ")[2] or line.partition(" w ")[2] for line in lines]
+
+
+def needed(library: Path) -> list[str]:
+    return re.findall(r"NEEDED.*\[(.*)\]", tool("readelf", "-d", str(library)))
+
+
+@each_library
+def test_needs_no_symbol_of_python_or_pybind(library: Path) -> None:
+    symbols = undefined(library)
+    assert len(symbols) > 30  # the list was read
     python = re.compile(r"^(_?Py[A-Z_]|.*pybind|_ZN5torch6python)")
-    assert [symbol for symbol in undefined if python.match(symbol)] == []
+    assert [symbol for symbol in symbols if python.match(symbol)] == []
 
 
-def test_names_no_place_of_the_machine_that_built_it() -> None:
-    dynamic = tool("readelf", "-d")
-    assert "RPATH" not in dynamic and "RUNPATH" not in dynamic
-    needed = re.findall(r"NEEDED.*\[(.*)\]", dynamic)
-    assert "libc10.so" in needed
-    assert not [name for name in needed if "python" in name or "/" in name]
+@each_library
+def test_names_no_place_of_the_machine_that_built_it(library: Path) -> None:
+    places = re.findall(r"\((?:RPATH|RUNPATH)\).*\[(.*)\]", tool("readelf", "-d", str(library)))
+    assert places == (["$ORIGIN"] if library == LIBRARY and len(LIBRARIES) > 1 else [])
+    assert not [name for name in needed(library) if "python" in name or "/" in name]
+
+
+def test_ops_need_torch_and_the_kernels() -> None:
+    assert "libc10.so" in needed(LIBRARY)
+    assert {path.name for path in LIBRARIES[1:]} <= set(needed(LIBRARY))
+
+
+@pytest.mark.skipif(len(LIBRARIES) == 1, reason="this build has no kernels")
+def test_kernels_need_nothing_of_torch() -> None:
+    """So one library of them serves every torch."""
+    kernels = LIBRARIES[1]
+    assert [name for name in needed(kernels) if re.match(r"libcudart\.so\.\d+", name)]
+    assert not [name for name in needed(kernels) if re.match(r"lib(torch|c10|shm)", name)]
+    symbols = undefined(kernels, "-C")
+    assert any(symbol.startswith("cudaLaunchKernel") for symbol in symbols)
+    assert [symbol for symbol in symbols if re.search(r"\b(at|c10|torch|caffe2)::", symbol)] == []
+
+
+@pytest.mark.skipif(len(LIBRARIES) == 1, reason="this build has no kernels")
+def test_kernels_export_functions_of_this_package_alone() -> None:
+    lines = tool("nm", "-DC", "--defined-only", str(LIBRARIES[1])).splitlines()
+    exported = [line.split(maxsplit=2)[2] for line in lines]
+    assert len(exported) > 50
+    assert [name for name in exported if not name.startswith("transformer_plugin::")] == []
 
 
 def run(code: str) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from torch.utils.cpp_extension import CUDA_HOME
 
-from transformer_plugin._library import LIBRARY
+from transformer_plugin._library import LIBRARIES
 
 GEMM_KERNELS = (
     "sm90_grouped_gemm_kernel",
@@ -53,7 +53,7 @@ def cuobjdump(*arguments: str) -> str:
     tool = shutil.which("cuobjdump", path=os.pathsep.join(folders))
     if not tool:
         pytest.skip("needs cuobjdump, of the CUDA toolkit or triton")
-    done = subprocess.run([tool, *arguments, str(LIBRARY)], capture_output=True, text=True, check=False)
+    done = subprocess.run([tool, *arguments, str(LIBRARIES[-1])], capture_output=True, text=True, check=False)
     if "does not contain device code" in done.stdout + done.stderr:
         pytest.skip("needs a library with kernels")
     done.check_returncode()

@@ -21,9 +21,9 @@ BUILD = "`pip install --no-build-isolation --force-reinstall --no-deps .` in the
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a CUDA library for torch 2.11 and a CPU library for torch 2.15."""
+    """A folder with a CUDA library for torch 2.11, its kernels, and a CPU library for torch 2.15."""
     monkeypatch.delenv(_torch_versions.SETTING, raising=False)
-    for name in ("_C.torch2.11.cu13.so", "_C.torch2.15.cpu.so"):
+    for name in ("_C.torch2.11.cu13.so", "_C.torch2.15.cpu.so", "_kernels.cu13.so"):
         (tmp_path / name).touch()
     return tmp_path
 
@@ -60,6 +60,14 @@ def test_older_torch(folder: Path, version: str) -> None:
 def test_a_version_without_numbers(folder: Path, version: str, got: str) -> None:
     assert error(folder, version, None).startswith(
         f"transformer_plugin: expected torch 2.11 to 2.15, got {got}. Run "
+    )
+
+
+def test_a_library_without_its_kernels(folder: Path) -> None:
+    (folder / "_kernels.cu13.so").rename(folder / "_kernels.cu12.so")
+    assert error(folder, "2.11.0", "13.0") == (
+        "transformer_plugin: expected the kernels _kernels.cu13.so next to _C.torch2.11.cu13.so, found none. "
+        f"Build them: {BUILD}."
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from transformer_plugin._library import LIBRARY
+from transformer_plugin._library import LIBRARIES
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PYTHONS = ("python3.10", "python3.11", "python3.12", "python3.13")
@@ -43,7 +43,8 @@ def test_holds_the_package_and_nothing_else(wheel: Path) -> None:
     names = [name for name in zipfile.ZipFile(wheel).namelist() if not name.endswith("/")]
     assert {name.split("/")[0].split("-")[0] for name in names} == {"transformer_plugin"}
     code = [name for name in names if ".dist-info/" not in name]
-    assert [name for name in code if name.endswith(".so")] == [f"transformer_plugin/{LIBRARY.name}"]
+    libraries = {f"transformer_plugin/{path.name}" for path in LIBRARIES}
+    assert {name for name in code if name.endswith(".so")} == libraries
     assert "transformer_plugin/py.typed" in code
     assert {Path(name).suffix for name in code} == {".py", ".so", ".typed"}
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "transformer_plugin").rglob("*.py")}

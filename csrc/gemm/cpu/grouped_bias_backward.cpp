@@ -4,6 +4,8 @@
 
 #include <algorithm>
 
+#include "common/visit_float.h"
+
 namespace transformer_plugin::gemm {
 namespace {
 

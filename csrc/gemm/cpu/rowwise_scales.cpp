@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "common/ragged.h"
+#include "common/visit_float.h"
 
 namespace transformer_plugin::gemm {
 namespace {

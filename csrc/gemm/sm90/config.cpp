@@ -93,15 +93,6 @@ bool overlaps_dequantize(const GemmDesc& desc, int clusters) {
 
 }  // namespace
 
-int64_t bytes_of(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat32: return 4;
-    case DType::kBFloat16:
-    case DType::kFloat16: return 2;
-    default: return 1;
-  }
-}
-
 std::optional<OperandScaling> operand_scaling(GemmDirection direction, const Format& a, const Format& b) {
   if (direction == GemmDirection::kDgrad) return std::nullopt;
   if (are_whole(a, b)) return OperandScaling::kGroup;

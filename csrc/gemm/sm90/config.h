@@ -30,7 +30,14 @@ struct Sm90Config {
   bool overlaps_dequantize = false;
 };
 
-int64_t bytes_of(DType dtype);
+constexpr int64_t bytes_of(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32: return 4;
+    case DType::kBFloat16:
+    case DType::kFloat16: return 2;
+    default: return 1;
+  }
+}
 
 // How the scales of a pair of formats go together, if the kernels multiply it in this direction.
 std::optional<OperandScaling> operand_scaling(GemmDirection direction, const Format& a, const Format& b);

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "activation/functions.h"
+#include "common/visit_float.h"
 #include "quantize/cpu/tile.h"
 
 namespace transformer_plugin::quantize {

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "common/visit_float.h"
 #include "quantize/cpu/abs_max.h"
 #include "quantize/cpu/hadamard.h"
 #include "quantize/cpu/row_order.h"

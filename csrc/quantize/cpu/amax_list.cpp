@@ -1,6 +1,7 @@
 // amax_list_out on a CPU.
 #include <algorithm>
 
+#include "common/visit_float.h"
 #include "quantize/args/amax_list_out.h"
 #include "quantize/cpu/tile.h"
 

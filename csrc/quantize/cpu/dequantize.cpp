@@ -7,6 +7,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "common/visit_float.h"
 #include "quantize/cpu/row_order.h"
 
 namespace transformer_plugin::quantize {

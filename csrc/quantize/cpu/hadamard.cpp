@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "common/visit_float.h"
 #include "quantize/args/quantize_nv.h"
 
 namespace transformer_plugin::quantize {

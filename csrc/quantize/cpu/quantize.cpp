@@ -1,6 +1,7 @@
 // Quantization to FP8 and MXFP8 on a CPU, per-tensor scales, and the table of row tiles.
 #include <algorithm>
 
+#include "common/visit_float.h"
 #include "quantize/cpu/tile.h"
 
 namespace transformer_plugin::quantize {

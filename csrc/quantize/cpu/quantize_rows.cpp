@@ -1,6 +1,7 @@
 // fp8_row on a CPU.
 #include "quantize/args/quantize_rows.h"
 
+#include "common/visit_float.h"
 #include "quantize/cpu/abs_max.h"
 
 namespace transformer_plugin::quantize {

@@ -1,8 +1,4 @@
-// Encodes tensor maps, and selects the launcher of a problem.
-#ifdef TRANSFORMER_PLUGIN_CUDA
-
-#include "gemm/sm90/launch.h"
-
+// Encodes tensor maps, and selects the launcher of a problem: host code of the kernels.
 #include <cudaTypedefs.h>
 #include <cuda_runtime.h>
 
@@ -10,6 +6,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "gemm/sm90/launch.h"
 #include "gemm/sm90/tensor_map.h"
 
 namespace transformer_plugin::gemm {
@@ -107,5 +104,3 @@ Launcher sm90_launcher(GemmDirection direction, const GroupedGemmArgs& args) {
 }
 
 }  // namespace transformer_plugin::gemm
-
-#endif
