@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks import common, expert_parallel, expert_parallel_page, plot
 from benchmarks.expert_parallel_cases import QUICK_LAYERS, USED_ROUTINGS, RankData, Traffic, gathered
 from benchmarks.expert_parallel_exchange import OfPeer, fault
-from benchmarks.expert_parallel_layers import ONE_SIDED, Layers, Options, competitor_names, measure
+from benchmarks.expert_parallel_layers import ALL_GATHER, Layers, Options, competitor_names, measure
 from benchmarks.expert_parallel_measures import Call, LinkCounters
 from benchmarks.expert_parallel_peers import PEERS, Tokens
 from benchmarks.moe_layer_cases import Layer
@@ -23,7 +23,7 @@ from transformer_plugin.testing.distributed import Rank, RankPool
 
 (LAYER,) = QUICK_LAYERS
 #: of a CPU, which has one transport for layers
-NAMES = [name for name in competitor_names() if ONE_SIDED not in name]
+NAMES = [name for name in competitor_names() if ALL_GATHER not in name]
 
 
 @pytest.fixture(scope="module")

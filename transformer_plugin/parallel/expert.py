@@ -174,8 +174,7 @@ class EpContext:
         check_config(self.config, self.num_ranks, timeout)
         self.timeout_ms = int(timeout * 1000)
         self.num_local_experts = num_experts // self.num_ranks
-        self.capacity = self.capacity_for(alignment)
-        self._open, self._channel = True, channel
+        self.capacity, self._open, self._channel = self.capacity_for(alignment), True, channel
         self._compare()
         #: how tokens move between the ranks ("none": there is one), and why so.
         self.transport, self.transport_reason = self._choose_transport()
@@ -194,8 +193,8 @@ class EpContext:
         """Returns the transport and the reason, after the memory that it needs is open. Collective, with one answer."""
         wanted, has_memory, why_not = self.config.transport, False, ""
         if wanted == "auto" and self.num_ranks > 1 and self.device.type == "cuda":
-            timeout = max(self.timeout_ms, FIRST_CALL_MS)
-            has_memory, why_not = peer_memory_support(self.group_name, timeout, self.device)
+            first = max(self.timeout_ms, FIRST_CALL_MS)
+            has_memory, why_not = peer_memory_support(self.group_name, first, self.device)
         chosen, reason = ops.select_transport(self.num_ranks, self.device.type, has_memory)
         if wanted != "auto" and self.num_ranks > 1:
             chosen, reason = wanted, f'transport="{wanted}" was given'
@@ -213,8 +212,8 @@ class EpContext:
         """Opens the memory in which ranks store rows, collectively. Returns why the ranks cannot have it, or ""."""
         name = f"{self._name_with_rank}#channel={self._channel}"
         sizes = _channel_sizes(self.config, self.num_ranks, self.capacity)
-        timeout = max(self.timeout_ms, FIRST_CALL_MS)
-        reason = open_channel(name, **sizes, timeout_ms=timeout, device=self.device)
+        first = max(self.timeout_ms, FIRST_CALL_MS)
+        reason = open_channel(name, **sizes, timeout_ms=first, device=self.device)
         if not reason:
             limit = self.config.max_num_sms
             self._name_with_rank = name + (f"#max_sms={limit}" if limit else "")
