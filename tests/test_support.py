@@ -143,7 +143,9 @@ def test_how_tokens_travel() -> None:
     if "this build has no CUDA kernels" in text:
         pytest.skip("what a GPU does is said where there are kernels for one")
     assert "the transport one_sided moves tokens, by stores of each row" in text
-    assert "elsewhere the transport all_gather moves tokens, by collectives of NCCL" in text
+    assert (
+        "elsewhere the transport all_gather moves tokens, by collectives of the group, such as NCCL" in text
+    )
 
 
 def test_which_recipe_is_faster(device: torch.device) -> None:
