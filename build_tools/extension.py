@@ -130,11 +130,21 @@ def file_name(ext: Any) -> str:
     return str(torch_versions.library_name(torch.__version__, cuda))
 
 
-def remove_others(library: Path, other_torch: bool) -> None:
-    """Removes libraries of ops of earlier builds from the folder: those for the same torch, or for any."""
-    same = ".".join(library.name.split(".")[:3])  # _C.torch2.11
-    for path in library.parent.glob("_C.*so" if other_torch else f"{same}.*so"):
-        if path.name != library.name:
+def remove_others(folder: Path, keep: set[str]) -> None:
+    """Removes the libraries of earlier builds from a folder."""
+    for path in [*folder.glob("_C.*so"), *folder.glob("_kernels.*so")]:
+        if path.name not in keep:
+            path.unlink()
+
+
+def remove_ops_of_other_kernels(folder: Path, kernels: Path, keep: str) -> None:
+    """Removes libraries for other versions of torch if the kernels in their folder are about to be replaced by other
+    ones, whose arguments may differ from those that the libraries were compiled with."""
+    there = folder / kernels.name
+    if there.exists() and there.read_bytes() == kernels.read_bytes():
+        return
+    for path in folder.glob(f"_C.torch*{kernels.name.removeprefix('_kernels')}"):
+        if path.name != keep:
             path.unlink()
 
 
@@ -169,8 +179,14 @@ def build_command(extensions: list[Any]) -> Any:
                     ext.extra_link_args = [f"-L{kernels.parent}", f"-l:{kernels.name}", *ext.extra_link_args]
             super().build_extension(ext)
             self.compiler.include_dirs = includes
-            if ext.name == OPS:
-                # A wheel takes what lies in its folder. In the source tree there is a library for each torch.
-                remove_others(Path(self.get_ext_fullpath(ext.name)), other_torch=not self.inplace)
+            if ext.name == OPS and not self.inplace:  # a wheel takes what lies in its folder
+                remove_others(Path(self.get_ext_fullpath(ext.name)).parent, set(names.values()))
+
+        def copy_extensions_to_source(self) -> None:
+            if KERNELS in names:
+                folder = Path(self.get_finalized_command("build_py").get_package_dir("transformer_plugin"))
+                kernels = Path(self.build_lib, "transformer_plugin", names[KERNELS])
+                remove_ops_of_other_kernels(folder, kernels, names[OPS])
+            super().copy_extensions_to_source()
 
     return BuildLibraries

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from build_tools import toolchain
-from build_tools.extension import optimization
+from build_tools.extension import optimization, remove_ops_of_other_kernels, remove_others
 from build_tools.toolchain import ToolchainError, torch_versions
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -234,3 +234,29 @@ def test_the_environment_chooses_the_optimization(
 ) -> None:
     monkeypatch.setenv("CFLAGS", flags)
     assert optimization() == added
+
+
+def names_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_libraries_of_other_kernels_are_removed(tmp_path: Path) -> None:
+    built, source = tmp_path / "built", tmp_path / "source"
+    mine, other, on_cpu = "_C.torch2.15.cu13.so", "_C.torch2.11.cu13.so", "_C.torch2.11.cpu.so"
+    for folder in (built, source):
+        folder.mkdir()
+        (folder / "_kernels.cu13.so").write_bytes(b"kernels")
+    for name in (mine, other, on_cpu):
+        (source / name).touch()
+    remove_ops_of_other_kernels(source, built / "_kernels.cu13.so", mine)
+    assert names_in(source) == {mine, other, on_cpu, "_kernels.cu13.so"}
+    (built / "_kernels.cu13.so").write_bytes(b"others")
+    remove_ops_of_other_kernels(source, built / "_kernels.cu13.so", mine)
+    assert names_in(source) == {mine, on_cpu, "_kernels.cu13.so"}
+
+
+def test_a_wheel_has_the_libraries_of_its_build(tmp_path: Path) -> None:
+    for name in ("_C.torch2.11.cu13.so", "_C.torch2.11.cpu.so", "_kernels.cu13.so", "other.so"):
+        (tmp_path / name).touch()
+    remove_others(tmp_path, {"_C.torch2.11.cpu.so"})
+    assert names_in(tmp_path) == {"_C.torch2.11.cpu.so", "other.so"}
