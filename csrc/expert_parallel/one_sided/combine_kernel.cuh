@@ -1,9 +1,8 @@
 // combine: rows come back to the ranks of their tokens and are summed there (CombineArgs).
 //
-// A unit of work that puts is a chunk of received rows, one or several warps for each: they copy the row, or sum its slots. A unit
-// that receives is as many tokens, as many warps for each: threads of the block wait for the chunks that contain records of these
-// tokens, then each warp adds the records of its token. Lanes have 16-byte words, or single elements where widths or addresses do
-// not allow more, with up to four loads at once. Dynamic shared memory: the sorted slots of one row for each warp.
+// A block puts a chunk of received rows at a time, one or several warps for each row. Warps receive each on their own: a token, or a
+// part of one where tokens are few, as soon as the chunks that contain its records have arrived. Both sum a list of rows
+// that the warp keeps in dynamic shared memory. Lanes have words of 16 bytes, with up to four loads at once.
 #pragma once
 
 #include "expert_parallel/one_sided/exchange.cuh"
@@ -15,42 +14,63 @@ using routing::Elements;
 using routing::load_once;
 using routing::Sum;
 
-inline constexpr int kLoadsAtOnce = 4;
-
-// Shared memory of a block, besides that of all exchanges.
-struct CombineMemory {
-  int32_t first[kMostPeers];  // of the unit's records to each rank
-  int32_t last[kMostPeers];
-  int32_t records[kWarps][kMostPeers];  // places of those of the token of each warp
-};
-
-// The slots of a received row in ascending order.
-struct RowSlots {
-  const int32_t* slots;
+// What a warp sums: rows of `rows` (i >= 0), and records that have arrived (~i). The rows begin .. end - 1 of the list are those of
+// this rank's own record, whose sum is rounded before it is added.
+struct SumList {
+  int32_t* entries;
   int count;
+  int begin;
+  int end;
 };
 
-// Sorts the slots of received row `j` by counting for each how many come before it. Called by a warp.
-__device__ __forceinline__ RowSlots sort_slots(const CombineArgs& args, int64_t j, int32_t* sorted) {
+// Adds the slots of received row `j` to the list, in ascending order: counts for each how many come before it. Called by a warp.
+__device__ __forceinline__ void add_slots(const CombineArgs& args, int64_t j, SumList& list) {
   const int32_t* const slots = args.slot + j * args.topk;
   const int topk = static_cast<int>(args.topk);
   const auto is_slot = [&](int32_t s) { return s >= 0 && s < args.capacity; };
-  unsigned count = 0;
-  __syncwarp();  // all lanes have read the slots of the row before
-  for (int k = lane_of_thread(); k < topk; k += kWarpSize) {
-    const int32_t s = slots[k];
-    if (!is_slot(s)) continue;
-    int rank = 0;
-    for (int i = 0; i < topk; ++i) {
-      const int32_t other = slots[i];
-      rank += is_slot(other) && (other < s || (other == s && i < k));
+  list.begin = list.end = list.count;
+  for (int first = 0; first < topk; first += kWarpSize) {
+    const int k = first + lane_of_thread();
+    const int32_t s = k < topk ? slots[k] : -1;
+    int place = list.begin;
+    for (int other_first = 0; other_first < topk; other_first += kWarpSize) {
+      const int32_t of_lane = other_first == first                    ? s
+                              : other_first + lane_of_thread() < topk ? slots[other_first + lane_of_thread()]
+                                                                      : -1;
+      for (int i = 0; i < kWarpSize && other_first + i < topk; ++i) {
+        const int32_t other = __shfl_sync(kAllLanes, of_lane, i);
+        place += is_slot(other) && (other < s || (other == s && other_first + i < k));
+      }
     }
-    sorted[rank] = s;
-    ++count;
+    if (is_slot(s)) list.entries[place] = s;
+    list.end += __popc(__ballot_sync(kAllLanes, is_slot(s)));
   }
-  __syncwarp();
-  return {sorted, static_cast<int>(__reduce_add_sync(kAllLanes, count))};
+  list.count = list.end;
 }
+
+// A token, and this rank's own received row of it, or -1.
+struct TokenList {
+  SumList list;
+  int64_t own_row;
+};
+
+// Where the rows of a list are, in words of N elements.
+template <typename T, int N>
+struct Rows {
+  using Word = typename Elements<T, N>::Word;
+  const char* rows;
+  const char* arrived;  // the records of the region
+  uint32_t row_bytes;
+  uint32_t stride;  // from one record to the next
+
+  __device__ __forceinline__ const Word* operator[](int32_t entry) const {
+    const bool is_row = entry >= 0;
+    const uint32_t i = is_row ? entry : ~entry;
+    return reinterpret_cast<const Word*>((is_row ? rows : arrived) +
+                                         uint64_t{i} * (is_row ? row_bytes : stride));
+  }
+  __device__ __forceinline__ int words() const { return static_cast<int>(row_bytes / sizeof(Word)); }
+};
 
 template <typename T, int N>
 __device__ __forceinline__ void add(Elements<T, N>& sum, typename Elements<T, N>::Word word) {
@@ -67,208 +87,96 @@ __device__ __forceinline__ Elements<T, N> zero_elements() {
   return sum;
 }
 
-// Calls store(w, word) with the sum of the words w of `count` rows, for those of 0 .. words - 1 in the part of the warp. `row(i)` is
-// row i, of words. A lane has one word and four rows in flight.
-template <typename T, int N, typename Row, typename Store>
-__device__ __forceinline__ void sum_many_rows(int count, int words, RowPart part, Row row, Store store) {
-  using Word = typename Elements<T, N>::Word;
-  for (int w = part.begin(1); w < words; w += part.step(1)) {
-    Elements<T, N> sum = zero_elements<T, N>();
-    for (int first = 0; first < count; first += kLoadsAtOnce) {
-      Word loaded[kLoadsAtOnce];
-#pragma unroll
-      for (int u = 0; u < kLoadsAtOnce; ++u)
-        if (first + u < count) loaded[u] = load_once(row(first + u) + w);
-#pragma unroll
-      for (int u = 0; u < kLoadsAtOnce; ++u)
-        if (first + u < count) add<T, N>(sum, loaded[u]);
-    }
-    store(w, sum.rounded());
-  }
-}
-
-// The same of one or two rows, of which a lane has four or two words in flight.
-template <typename T, int N, int kRows, typename Row, typename Store>
-__device__ __forceinline__ void sum_few_rows(int words, RowPart part, Row row, Store store) {
-  using Word = typename Elements<T, N>::Word;
-  constexpr int kWords = kLoadsAtOnce / kRows;
-  for (int w = part.begin(kWords); w < words; w += part.step(kWords)) {
-    Word loaded[kWords][kRows];
-#pragma unroll
-    for (int v = 0; v < kWords; ++v) {
-#pragma unroll
-      for (int u = 0; u < kRows; ++u)
-        if (w + v * kWarpSize < words) loaded[v][u] = load_once(row(u) + w + v * kWarpSize);
-    }
-#pragma unroll
-    for (int v = 0; v < kWords; ++v) {
-      Elements<T, N> sum = zero_elements<T, N>();
-#pragma unroll
-      for (int u = 0; u < kRows; ++u) add<T, N>(sum, loaded[v][u]);
-      if (w + v * kWarpSize < words) store(w + v * kWarpSize, sum.rounded());
-    }
-  }
-}
-
-template <typename T, int N, typename Row, typename Store>
-__device__ __forceinline__ void sum_rows(int count, int words, RowPart part, Row row, Store store) {
-  if (count == 1) return sum_few_rows<T, N, 1>(words, part, row, store);
-  if (count == 2) return sum_few_rows<T, N, 2>(words, part, row, store);
-  sum_many_rows<T, N>(count, words, part, row, store);
-}
-
-// Rows of T as words, of one payload.
-template <typename T, int N>
-struct Rows {
-  using Word = typename Elements<T, N>::Word;
-  const T* rows;
-  T* output;
-  int64_t width;
-
-  __device__ __forceinline__ int words() const { return static_cast<int>(width / N); }
-  __device__ __forceinline__ const Word* row(int64_t i) const {
-    return reinterpret_cast<const Word*>(rows + i * width);
-  }
-  __device__ __forceinline__ Word* out(int64_t token) const {
-    return reinterpret_cast<Word*>(output + token * width);
-  }
-};
-
-// output[0] = the sum of the slots of one received row.
-template <typename T, int N>
-__device__ __noinline__ void sum_slots_of_row(RowSlots own, Rows<T, N> rows, RowPart part) {
+// Stores the sum of a list, of which a lane has kWords words of kRows rows in flight. More than kRows rows: kWords is 1.
+template <int kRows, int kWords, typename T, int N>
+__device__ __forceinline__ void sum_words(const Rows<T, N>& rows, const SumList& list, RowPart part,
+                                          typename Rows<T, N>::Word* out) {
   using Word = typename Rows<T, N>::Word;
-  Word* const out = rows.out(0);
-  sum_rows<T, N>(
-      own.count, rows.words(), part, [&](int i) { return rows.row(own.slots[i]); },
-      [&](int w, Word word) { out[w] = word; });
-}
-
-// The records of one token, which a warp adds.
-struct TokenRecords {
-  const int32_t* records;  // their places in the region
-  int count;
-  int own;              // which of them is to this rank itself, or -1
-  int64_t own_row;      // the received row of that one
-  const char* arrived;  // records of this payload in the region, `stride` bytes apart
-  int64_t stride;
-};
-
-// Loops over the words of a row are functions that are called, not inlined: they then have all registers of a thread.
-template <typename T, int N>
-__device__ __noinline__ void sum_token(TokenRecords token, Rows<T, N> rows, int64_t t, RowPart part) {
-  using Word = typename Rows<T, N>::Word;
-  Word* const out = rows.out(t);
-  sum_rows<T, N>(
-      token.count, rows.words(), part,
-      [&](int m) {
-        return m == token.own
-                   ? rows.row(token.own_row)
-                   : reinterpret_cast<const Word*>(token.arrived + token.records[m] * token.stride);
-      },
-      [&](int w, Word word) { out[w] = word; });
-}
-
-// The same where the row of the own record is the sum of slots, which is rounded before it is added.
-template <typename T, int N>
-__device__ __noinline__ void sum_token_with_slots(TokenRecords token, Rows<T, N> rows, RowSlots own,
-                                                  int64_t t, RowPart part) {
-  using Word = typename Rows<T, N>::Word;
-  Word* const out = rows.out(t);
-  sum_many_rows<T, N>(
-      own.count, rows.words(), part, [&](int i) { return rows.row(own.slots[i]); },
-      [&](int w, Word own_word) {
-        Elements<T, N> sum = zero_elements<T, N>();
-        for (int first = 0; first < token.count; first += kLoadsAtOnce) {
-          Word words[kLoadsAtOnce];
-#pragma unroll
-          for (int u = 0; u < kLoadsAtOnce; ++u) {
-            const int m = first + u;
-            if (m >= token.count) continue;
-            const char* const record = token.arrived + token.records[m] * token.stride;
-            words[u] = m == token.own ? own_word : load_once(reinterpret_cast<const Word*>(record) + w);
-          }
-#pragma unroll
-          for (int u = 0; u < kLoadsAtOnce; ++u)
-            if (first + u < token.count) add<T, N>(sum, words[u]);
-        }
-        out[w] = sum.rounded();
-      });
-}
-
-// The same of a token with one record besides the own one, whose words are loaded with the first ones of the slots.
-template <typename T, int N>
-__device__ __noinline__ void sum_two_with_slots(TokenRecords token, Rows<T, N> rows, RowSlots own, int64_t t,
-                                                RowPart part) {
-  using Word = typename Rows<T, N>::Word;
-  Word* const out = rows.out(t);
-  const bool own_is_first = token.own == 0;
-  const auto* const record =
-      reinterpret_cast<const Word*>(token.arrived + token.records[own_is_first] * token.stride);
   const int words = rows.words();
-  for (int w = part.begin(1); w < words; w += part.step(1)) {
-    const Word arrived = load_once(record + w);
-    Elements<T, N> of_slots = zero_elements<T, N>();
-    for (int first = 0; first < own.count; first += kLoadsAtOnce) {
-      Word loaded[kLoadsAtOnce];
+  for (int w = part.begin(kWords); w < words; w += part.step(kWords)) {
+    Elements<T, N> sum = zero_elements<T, N>(), own = zero_elements<T, N>();
+    for (int first = 0; first == 0 || (kWords == 1 && first < list.count); first += kRows) {
+      // Defined also where nothing is loaded: otherwise registers keep words of an earlier iteration, and spill.
+      Word loaded[kWords][kRows] = {};
 #pragma unroll
-      for (int u = 0; u < kLoadsAtOnce; ++u)
-        if (first + u < own.count) loaded[u] = load_once(rows.row(own.slots[first + u]) + w);
+      for (int u = 0; u < kRows; ++u) {
+        if (first + u >= list.count) continue;
+        const Word* const row = rows[list.entries[first + u]];
 #pragma unroll
-      for (int u = 0; u < kLoadsAtOnce; ++u)
-        if (first + u < own.count) add<T, N>(of_slots, loaded[u]);
+        for (int v = 0; v < kWords; ++v)
+          if (w + v * kWarpSize < words) loaded[v][u] = load_once(row + w + v * kWarpSize);
+      }
+#pragma unroll
+      for (int v = 0; v < kWords; ++v) {
+        if (kWords > 1) sum = own = zero_elements<T, N>();
+#pragma unroll
+        for (int u = 0; u < kRows; ++u) {
+          const int i = first + u;
+          if (i >= list.count) continue;
+          if (i < list.begin || i >= list.end) {
+            add<T, N>(sum, loaded[v][u]);
+          } else {
+            add<T, N>(own, loaded[v][u]);
+            if (i + 1 == list.end) add<T, N>(sum, own.rounded());
+          }
+        }
+        if (kWords > 1 && w + v * kWarpSize < words) out[w + v * kWarpSize] = sum.rounded();
+      }
     }
-    const Word own_word = of_slots.rounded();
-    Elements<T, N> sum = zero_elements<T, N>();
-    add<T, N>(sum, own_is_first ? own_word : arrived);
-    add<T, N>(sum, own_is_first ? arrived : own_word);
-    out[w] = sum.rounded();
+    if (kWords == 1) out[w] = sum.rounded();
   }
 }
 
-// Whether the rows of a payload are whole, aligned words of 16 bytes.
-template <typename T>
-__device__ __forceinline__ bool has_words(const void* rows, const void* output, int64_t width) {
-  const uint64_t addresses = reinterpret_cast<uint64_t>(rows) | reinterpret_cast<uint64_t>(output);
-  return width % kVectorSize<T> == 0 && addresses % sizeof(uint4) == 0;
+template <typename T, int N>
+__device__ __forceinline__ void sum_rows(const Rows<T, N>& rows, const SumList& list, RowPart part,
+                                         void* out) {
+  auto* const words = static_cast<typename Rows<T, N>::Word*>(out);
+  if (list.count <= 2) return sum_words<2, 2>(rows, list, part, words);
+  sum_words<4, 1>(rows, list, part, words);
 }
 
-// Calls fn with the Rows of a payload.
-template <typename T, typename Fn>
-__device__ __forceinline__ void visit_rows(const void* rows, void* output, int64_t width, Fn fn) {
-  const T* const from = static_cast<const T*>(rows);
-  T* const to = static_cast<T*>(output);
-  if (has_words<T>(rows, output, width)) return fn(Rows<T, kVectorSize<T>>{from, to, width});
-  fn(Rows<T, 1>{from, to, width});
+// How many warps share a token: several where tokens are few, so that each warp of the launch has one or two parts.
+__device__ __forceinline__ int warps_of_token(int64_t tokens) {
+  const int64_t warps = int64_t{gridDim.x} * kWarps;
+  int parts = 1;
+  while (parts < kWarps && parts * tokens <= warps) parts *= 2;
+  return parts;
 }
 
-template <typename T>
+// T: of the rows. N: elements of a word.
+template <typename T, int N>
 struct Combine {
   const CombineArgs& args;
   BlockMemory& block;
-  CombineMemory& memory;
   int64_t weights_offset;
   int64_t stride;
 
-  __device__ __forceinline__ int32_t* sorted_slots() const {
-    return dynamic_words() + warp_of_thread() * args.topk;
+  __device__ __forceinline__ SumList empty_list() const {
+    const int64_t most = (args.slot ? args.topk : 1) + args.exchange.destinations;
+    return {dynamic_words() + warp_of_thread() * most, 0, 0, 0};
   }
-  __device__ __forceinline__ int64_t weights_bytes() const {
-    return args.weights_width * static_cast<int64_t>(sizeof(Sum<T>));
+  __device__ __forceinline__ Rows<T, N> rows(const char* region) const {
+    return {static_cast<const char*>(args.rows), region, static_cast<uint32_t>(args.width * sizeof(T)),
+            static_cast<uint32_t>(stride)};
+  }
+  // Adds received row `j`, or its slots. Called by a warp.
+  __device__ __forceinline__ void add_received(int64_t j, SumList& list) const {
+    if (args.slot) return add_slots(args, j, list);
+    if (lane_of_thread() == 0) list.entries[list.count] = static_cast<int32_t>(j);
+    list.begin = list.count;
+    list.end = ++list.count;
   }
 
   // Stores received row `j` in the region of another rank. Called by a warp.
   __device__ __forceinline__ void put_row(int64_t j, char* record, RowPart part) const {
-    if (args.slot) {
-      const RowSlots own = sort_slots(args, j, sorted_slots());
-      visit_rows<T>(args.rows, record, args.width, [&](auto rows) { sum_slots_of_row(own, rows, part); });
-    } else {
-      const int64_t bytes = args.width * static_cast<int64_t>(sizeof(T));
-      copy_row(static_cast<const char*>(args.rows) + j * bytes, record, bytes, part);
-    }
-    if (args.weights_width == 0) return;
-    copy_row(static_cast<const char*>(args.weights) + j * weights_bytes(), record + weights_offset,
-             weights_bytes(), part);
+    SumList list = empty_list();
+    __syncwarp();  // all lanes have read the list of the row before
+    add_received(j, list);
+    __syncwarp();
+    sum_rows(rows(nullptr), list, part, record);
+    const auto* const from = static_cast<const Sum<T>*>(args.weights) + j * args.weights_width;
+    auto* const to = reinterpret_cast<Sum<T>*>(record + weights_offset);
+    for (int64_t w = part.begin(1); w < args.weights_width; w += part.step(1)) to[w] = from[w];
   }
 
   // The rank to which a record of this rank goes.
@@ -282,96 +190,100 @@ struct Combine {
     return low;
   }
 
-  // Reads the records of token `t` into shared memory, and notes the first and last ones to each rank. Called by a warp.
-  __device__ __forceinline__ TokenRecords read_records(int64_t t, const char* region) const {
+  // Where a record to another rank comes back, after the wait for its chunk; -1 if that took too long.
+  __device__ __forceinline__ int32_t wait_for_record(const Regions& regions, int32_t record) const {
     const Exchange& exchange = args.exchange;
-    const int rank = exchange.peers.rank;
-    int32_t* const records = memory.records[warp_of_thread()];
-    TokenRecords token{records, 0, -1, 0, region, stride};
-    const int destinations = static_cast<int>(exchange.destinations);
-    for (int first = 0; first < destinations; first += kWarpSize) {
+    const int rank = exchange.peers.rank, chunk_rows = exchange.chunk_rows, to = rank_of(record);
+    const int64_t place = block.place(PeerRows::kSent, to, rank);
+    const int32_t row = record - block[PeerRows::kSent][to];
+    const bool is_there = wait_for_rows(regions, regions.flag(rank, place, to, row / chunk_rows), to,
+                                        ExchangeWait::kCombineRows);
+    return is_there ? static_cast<int32_t>(place) + row : -1;
+  }
+
+  // The list of token `t`, whose records have all arrived. False if a wait took too long. Called by a warp.
+  __device__ __forceinline__ bool list_token(const Regions& regions, int64_t t, TokenList& token) const {
+    const Exchange& exchange = args.exchange;
+    const int rank = exchange.peers.rank, most = static_cast<int>(exchange.destinations);
+    const int32_t* const records = exchange.records + t * most;  // -1 after the last
+    int count = 0, own = -1;                                     // own: which of them is to this rank itself
+    for (int first = 0; first < most; first += kWarpSize) {
       const int m = first + lane_of_thread();
-      const int32_t record = m < destinations ? exchange.records[t * exchange.destinations + m] : -1;
-      const int to = record >= 0 ? rank_of(record) : -1;
-      if (record >= 0) {
-        records[m] = record - block[PeerRows::kSent][to] +
-                     static_cast<int32_t>(block.place(PeerRows::kSent, to, rank));
-      }
-      if (record >= 0 && to != rank) {
-        atomicMin(&memory.first[to], record);
-        atomicMax(&memory.last[to], record);
-      }
-      token.count += __popc(__ballot_sync(kAllLanes, record >= 0));
-      const unsigned own = __ballot_sync(kAllLanes, record >= 0 && to == rank);
-      if (own != 0) token.own = first + __ffs(static_cast<int>(own)) - 1;
+      const int32_t record = m < most ? records[m] : -1;
+      count += __popc(__ballot_sync(kAllLanes, record >= 0));
+      const bool is_own = record >= 0 && rank_of(record) == rank;
+      const unsigned owner = __ballot_sync(kAllLanes, is_own);
+      if (owner == 0) continue;
+      const int lane = __ffs(static_cast<int>(owner)) - 1;
+      own = first + lane;
+      token.own_row = block[PeerRows::kReceived][rank] + __shfl_sync(kAllLanes, record, lane) -
+                      block[PeerRows::kSent][rank];
     }
-    __syncwarp();
-    if (token.own >= 0)
-      token.own_row = block[PeerRows::kReceived][rank] + records[token.own] - block[PeerRows::kSent][rank];
-    return token;
-  }
-
-  // Waits for the chunks that contain records first .. last to a rank; each thread waits for one rank.
-  __device__ __forceinline__ bool wait_for_chunks(const Regions& regions) const {
-    const PeerPointers& peers = args.exchange.peers;
-    const int rank = threadIdx.x;
-    if (rank >= peers.ranks || memory.last[rank] < 0) return true;
-    const int64_t begin = block[PeerRows::kSent][rank];
-    const int64_t chunk_rows = args.exchange.chunk_rows, end = (memory.last[rank] - begin) / chunk_rows;
-    const int64_t place = block.place(PeerRows::kSent, rank, peers.rank);
-    for (int64_t chunk = (memory.first[rank] - begin) / chunk_rows; chunk <= end; ++chunk) {
-      if (!wait_for_rows(regions, regions.flag(peers.rank, place, rank, chunk), rank,
-                         ExchangeWait::kCombineRows))
-        return false;
+    SumList& list = token.list;
+    list.count = list.begin = list.end = own < 0 ? count : own;
+    if (own >= 0) add_received(token.own_row, list);
+    bool is_late = false;
+    for (int m = lane_of_thread(); m < count; m += kWarpSize) {
+      if (m == own) continue;
+      const int32_t place = wait_for_record(regions, records[m]);
+      is_late = is_late || place < 0;
+      list.entries[m < list.begin ? m : m - 1 + list.end - list.begin] = ~place;
     }
-    return true;
+    if (own >= 0) list.count += count - own - 1;
+    return !__any_sync(kAllLanes, is_late);
   }
 
-  __device__ __forceinline__ void sum_payloads(TokenRecords token, int64_t t, RowPart part) const {
-    const bool has_own_slots = args.slot && token.own >= 0;
-    RowSlots own{};
-    if (has_own_slots) own = sort_slots(args, token.own_row, sorted_slots());
-    visit_rows<T>(args.rows, args.output, args.width, [&](auto rows) {
-      if (!has_own_slots) return sum_token(token, rows, t, part);
-      token.count == 2 ? sum_two_with_slots(token, rows, own, t, part)
-                       : sum_token_with_slots(token, rows, own, t, part);
-    });
-    if (args.weights_width == 0) return;
-    token.arrived += weights_offset;
-    visit_rows<Sum<T>>(args.weights, args.weights_output, args.weights_width,
-                       [&](auto rows) { sum_token(token, rows, t, part); });
+  // The second payload of a token: its records have one row of weights each.
+  __device__ __forceinline__ void sum_weights(const TokenList& token, int64_t t, const char* region,
+                                              RowPart part) const {
+    const SumList& list = token.list;
+    const int64_t width = args.weights_width;
+    const auto* const own = static_cast<const Sum<T>*>(args.weights) + token.own_row * width;
+    for (int64_t w = part.begin(1); w < width; w += part.step(1)) {
+      Sum<T> sum = 0;
+      const auto add_records = [&](int first, int end) {
+        for (int i = first; i < end; ++i) {
+          const char* const record = region + ~list.entries[i] * stride + weights_offset;
+          sum += reinterpret_cast<const Sum<T>*>(record)[w];
+        }
+      };
+      add_records(0, list.begin);
+      if (token.own_row >= 0) sum += own[w];
+      add_records(list.end, list.count);
+      static_cast<Sum<T>*>(args.weights_output)[t * width + w] = sum;
+    }
   }
 
-  __device__ __forceinline__ bool receive(const Regions& regions) const {
-    const char* const region = regions.data(args.exchange.peers.rank);
-    const uint32_t units = chunks_of(args.exchange, args.tokens);
-    const RowPart part(args.exchange.chunk_rows);
-    return for_units(&args.exchange.state->receive_ticket, block, units, [&](uint32_t unit) {
-      if (threadIdx.x < kMostPeers) {
-        memory.first[threadIdx.x] = 0x7fffffff;
-        memory.last[threadIdx.x] = -1;
-      }
-      __syncthreads();
-      const int64_t t = int64_t{unit} * args.exchange.chunk_rows + part.row;
-      TokenRecords token{};
-      if (t < args.tokens) token = read_records(t, region);
-      __syncthreads();
-      if (__syncthreads_or(!wait_for_chunks(regions))) return false;
-      if (t < args.tokens) sum_payloads(token, t, part);
-      return true;
-    });
+  __device__ __forceinline__ void receive(const Regions& regions) const {
+    const Exchange& exchange = args.exchange;
+    const char* const region = regions.data(exchange.peers.rank);
+    const int parts = warps_of_token(args.tokens);
+    const uint32_t units = static_cast<uint32_t>(args.tokens) * parts;
+    uint32_t* const ticket = &exchange.state->receive_ticket;
+    for (uint32_t unit = __shfl_sync(kAllLanes, take_unit(ticket), 0); unit < units;) {
+      const uint32_t next = take_unit(ticket);  // comes while the warp works
+      const int64_t t = unit / parts;
+      const RowPart part(unit % parts, parts);
+      TokenList token{empty_list(), -1};
+      __syncwarp();  // all lanes have read the list of the token before
+      if (!list_token(regions, t, token)) return;
+      __syncwarp();
+      sum_rows(rows(region), token.list, part,
+               static_cast<char*>(args.output) + t * args.width * static_cast<int64_t>(sizeof(T)));
+      if (args.weights_width > 0) sum_weights(token, t, region, part);
+      unit = __shfl_sync(kAllLanes, next, 0);
+    }
   }
 };
 
-template <typename T>
+template <typename T, int N>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     combine_kernel(const __grid_constant__ CombineArgs args, int steps) {
   __shared__ BlockMemory block;
-  __shared__ CombineMemory memory;
   const int64_t row_bytes = args.width * static_cast<int64_t>(sizeof(T));
   const int64_t weights_bytes = args.weights_width * static_cast<int64_t>(sizeof(Sum<T>));
-  const Combine<T> combine{args, block, memory, record_stride(row_bytes, 0),
-                           record_stride(row_bytes, weights_bytes)};
+  const Combine<T, N> combine{args, block, record_stride(row_bytes, 0),
+                              record_stride(row_bytes, weights_bytes)};
   const ExchangeCall call{static_cast<uint32_t>(combine.stride), {}, ExchangeWait::kCombineCredit};
   run_steps(
       args.exchange, block, steps, call,
@@ -381,7 +293,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
                           combine.put_row(j, regions.data(rank) + place * combine.stride, part);
                         });
       },
-      [&](const Regions& regions) { return combine.receive(regions); });
+      [&](const Regions& regions) { combine.receive(regions); });
 }
 
 }  // namespace transformer_plugin::expert_parallel::one_sided

@@ -17,7 +17,7 @@ __device__ __forceinline__ void copy_words_to_slots(const void* from, char* outp
   constexpr int kAtOnce = 4;
   const int32_t* const slot = slots.slot + j * slots.topk;
   for (int i = part.begin(kAtOnce); i < count; i += part.step(kAtOnce)) {
-    Word words[kAtOnce];
+    Word words[kAtOnce] = {};  // a word that is not loaded would keep the one before in a register
 #pragma unroll
     for (int u = 0; u < kAtOnce; ++u)
       if (i + u * kWarpSize < count) words[u] = static_cast<const Word*>(from)[i + u * kWarpSize];

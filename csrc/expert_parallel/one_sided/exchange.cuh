@@ -55,6 +55,7 @@ struct RowPart {
       : row(warp_of_thread() * chunk_rows / kWarps),
         part(warp_of_thread() % (kWarps / chunk_rows)),
         parts(kWarps / chunk_rows) {}
+  __device__ __forceinline__ RowPart(int part, int parts) : row(0), part(part), parts(parts) {}
 
   // The first word of this lane, where a warp has `at_once` words of each lane in flight, and the number of words to its next ones.
   __device__ __forceinline__ int begin(int at_once) const {
@@ -207,6 +208,11 @@ __device__ __forceinline__ bool for_units(uint32_t* ticket, BlockMemory& block, 
   return true;
 }
 
+// The next unit of work of a warp, as its first lane gets it.
+__device__ __forceinline__ uint32_t take_unit(uint32_t* ticket) {
+  return lane_of_thread() == 0 ? atomicAdd(ticket, 1u) : 0;
+}
+
 __device__ __forceinline__ uint32_t chunks_of(const Exchange& exchange, int64_t rows) {
   return static_cast<uint32_t>((rows + exchange.chunk_rows - 1) / exchange.chunk_rows);
 }
@@ -226,7 +232,7 @@ template <typename Word>
 __device__ __forceinline__ void copy_words(const void* from, void* to, int count, RowPart part) {
   constexpr int kAtOnce = 4;
   for (int i = part.begin(kAtOnce); i < count; i += part.step(kAtOnce)) {
-    Word words[kAtOnce];
+    Word words[kAtOnce] = {};  // a word that is not loaded would keep the one before in a register
 #pragma unroll
     for (int u = 0; u < kAtOnce; ++u)
       if (i + u * kWarpSize < count) words[u] = static_cast<const Word*>(from)[i + u * kWarpSize];
