@@ -167,6 +167,6 @@ def test_different_calls_are_reported(direction: str) -> None:
         assert wait == 6
         assert (own_phase, other_phase) == ((6, 5) if rank == 1 else (5, 6))
         assert other == 1 if rank != 1 else other in (0, 2)
-    assert channel.state[:, 0].tolist() == [1, 1, 1] and channel.state[:, 4].tolist() == [6, 6, 6]
+    assert channel.state[:, 0].tolist() == [1, 1, 1] and channel.state[:, 5].tolist() == [6, 6, 6]
     output, _ = channel.exchange(*arguments)
     assert all(each.isnan().all() for each in output)

@@ -21,7 +21,7 @@ RANKS, EXCHANGES = [2, 3, 8], 20
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 WIDTHS = [1, 17, 64, 1000, 2880]
 FEW_EXCHANGES = 7  # of 64 ranks, whose plans take seconds here: one of each kind of routing
-FIRST_EPOCH = 2**32 - 7  # the state before the first exchange, so that the epoch wraps among them
+FIRST_EPOCH = 2**32 - 7  # the state before the first exchange, so that the epoch passes 32 bits among them
 STATE_WORDS, MAX_TOKENS, MOST_TOPK = 16, 40, 40
 
 
@@ -158,15 +158,15 @@ class Channel:
         self.memory = torch.zeros(ranks * self.bytes, dtype=torch.uint8, device=DEVICE)
         self.state = torch.zeros(ranks, STATE_WORDS, dtype=torch.int32, device=DEVICE)
         self.set_epoch(epoch)
-        words = self.memory.view(ranks, self.bytes)[:, self.flags :].view(torch.int32)
-        words.fill_(self.signed(epoch))  # flags and credits, as after so many exchanges
+        words = self.memory.view(ranks, self.bytes)[:, self.flags :].view(torch.int64)
+        words.fill_(epoch)  # flags and credits, as after so many exchanges
 
-    @staticmethod
-    def signed(epoch: int) -> int:
-        return epoch - 2**32 if epoch >= 2**31 else epoch
+    @property
+    def epochs(self) -> Tensor:
+        return self.state.view(torch.int64)[:, 0]
 
     def set_epoch(self, epoch: int) -> None:
-        self.state[:, 0] = self.signed(epoch)
+        self.epochs.fill_(epoch)
 
     def exchange(
         self,
@@ -300,7 +300,7 @@ def channel_for(ranks: int, dtype: torch.dtype, width: int = WIDTHS[-1], epoch: 
     ("ranks", "dtype"), [(64, torch.bfloat16), *((r, d) for r in RANKS for d in DTYPES)], ids=str
 )
 def test_many_exchanges_on_one_channel(ranks: int, dtype: torch.dtype) -> None:
-    """Routings, widths, directions and numbers of blocks change from one exchange to the next; the epoch wraps."""
+    """Routings, widths, directions and numbers of blocks change from one exchange to the next; epochs pass 32 bits."""
     generator = torch.Generator().manual_seed(ranks)
     channel = channel_for(ranks, dtype, epoch=FIRST_EPOCH)
     count = EXCHANGES if ranks < 64 else FEW_EXCHANGES
@@ -314,8 +314,8 @@ def test_many_exchanges_on_one_channel(ranks: int, dtype: torch.dtype) -> None:
             check_dispatch(*arguments, **options)
         else:
             check_combine(*arguments, slot=number % 3 == 1, **options)
-    assert channel.state[:, 0].tolist() == [count - 7] * ranks
-    assert channel.state[:, 1:].count_nonzero() == 0
+    assert channel.epochs.tolist() == [FIRST_EPOCH + count] * ranks
+    assert channel.state[:, 2:].count_nonzero() == 0
 
 
 @gpu
@@ -358,8 +358,8 @@ def test_missing_rank_ends_the_exchange(direction: str, wait: int) -> None:
     heights = [10, 10] if direction == "dispatch" else [5, 5]
     channel.set_epoch(10)  # nobody has consumed exchange 9
     channel.exchange(direction, plans, rows, [], heights, timeout_ms=50)
-    assert channel.state[:, 0].tolist() == [10, 10]
-    assert channel.state[:, 4:6].tolist() == [[wait, 1], [wait, 0]]
+    assert channel.epochs.tolist() == [10, 10]
+    assert channel.state[:, 5:7].tolist() == [[wait, 1], [wait, 0]]
     output, _ = channel.exchange(direction, plans, rows, [], heights)
     assert all(each.isnan().all() for each in output)
 

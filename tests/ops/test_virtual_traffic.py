@@ -179,13 +179,13 @@ def test_memory_grows_by_counts_only(hidden: int) -> None:
         rows = max(of_rows[:2])
         assert rows <= bound  # whatever the ranks
         data, slots = round_up(rows * round_up(of_rows[2], 16)), round_up(planned * TOPK * 4)
-        flags = 2 * round_up((rows + ranks + 1) * 4) + round_up(ranks * 4)
-        announcements = 2 * round_up(ranks * 32)
+        flags = 2 * round_up((rows + ranks + 1) * 8) + round_up(ranks * 8)
+        announcements = 2 * round_up(ranks * 64)
         assert channel == 2 * data + flags + announcements
         counts = 2 * round_up(ranks * (experts + ranks + 2) * 4) + round_up(ranks * ranks * 4)
         assert plan == slots + counts + 3 * round_up(ranks * 4)
-        counts_of[ranks] = channel + plan - 2 * data - slots - 2 * round_up(rows * 4)
+        counts_of[ranks] = channel + plan - 2 * data - slots - 2 * round_up(rows * 8)
     assert counts_of[64] < 256 * 1024  # beside 2 regions of more than 128 MB with a flag for each row
     # With the same rows, 48 ranks more are 48 flags and announcements of each region and 48 credits more.
     layouts = [tp.virtual_channel_layout(ranks, bound, bound, of_rows[2])[0] for ranks in (16, 64)]
-    assert 0 <= layouts[1] - layouts[0] <= 3 * round_up(48 * 4) + 2 * round_up(48 * 32)
+    assert 0 <= layouts[1] - layouts[0] <= 3 * round_up(48 * 8) + 2 * round_up(48 * 64)

@@ -146,3 +146,34 @@ def test_wider_dtype_in_a_compiled_function(make_pool: MakePool) -> None:
 @pytest.mark.gpu
 def test_wider_dtype(make_pool: MakePool) -> None:
     make_pool(2, "gloo").run(check_wider_dtype)
+
+
+def check_registered_memory(rank: Rank) -> None:
+    """The device has less free memory by what docs/ops/expert_parallel.md says of a channel, and by at most 6 MB of
+    each rank for the granularity of mappings and for torch's own flags."""
+    rank = ON_ONE_GPU.place(rank)
+    ON_ONE_GPU.contexts(rank, channel=9)  # makes what the first context of a process needs
+    sizes = {"max_tokens_per_rank": 4096, "hidden_dim": 4096, "max_token_dtype": torch.bfloat16}
+
+    def free_memory() -> int:
+        torch.cuda.synchronize()
+        torch.distributed.barrier(rank.group)
+        free = torch.cuda.mem_get_info()[0]
+        torch.distributed.barrier(rank.group)
+        return free
+
+    before = free_memory()
+    ours, _ = ON_ONE_GPU.contexts(rank, channel=10, **sizes)
+    used = (before - free_memory()) / rank.size
+    expected = 2 * 4096 * (rank.size - 1) * (4096 * 2 + ours.config.num_topk * 4)
+    assert expected <= used <= expected + 6e6 + 4096 * rank.size * 4 * (ours.config.num_topk + 4), (
+        used,
+        expected,
+    )
+
+
+@pytest.mark.long  # nothing else may use the GPU
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_registered_memory(make_pool: MakePool, size: int) -> None:
+    make_pool(size, "gloo").run(check_registered_memory)

@@ -12,7 +12,8 @@
 //   [1] read flat: the token of each record
 //   [2] read flat: the first slot that each record has there
 //
-// Exchanges of a channel are numbered 1, 2, ...: the epoch, which wraps. Two sets of regions take turns, so that a rank
+// Exchanges of a channel are numbered 1, 2, ...: the epoch, of 64 bits, so that it never comes back to what is still in a flag that
+// no rows of later exchanges reached. Two sets of regions take turns, so that a rank
 // may put rows of the next exchange while another still reads those of this one. Before it puts rows of exchange n, a
 // rank waits until the destination has written that it consumed exchange n - 2: the credit.
 //
@@ -48,7 +49,7 @@ inline constexpr int kAnnounce = 1, kPut = 2, kReceive = 4, kWhole = 7;
 
 // What a rank announces to another, in the memory of that one.
 struct alignas(32) Announcement {
-  uint32_t epoch;              // written last
+  uint64_t epoch;              // written last
   int32_t phase_id;            // of the call
   uint32_t record_bytes;       // from one record to the next in the region
   uint32_t puts_into_outputs;  // whether the rank puts rows into the outputs that others announce
@@ -74,9 +75,9 @@ struct ChannelLayout {
   int64_t rows;          // of a region
   int64_t record_bytes;  // most bytes of a record
   int64_t data[2];       // rows * record_bytes each
-  int64_t flags[2];      // uint32 [flag_count] each: the epoch whose rows have arrived
+  int64_t flags[2];      // uint64 [flag_count] each: the epoch whose rows have arrived
   int64_t flag_count;
-  int64_t credits;           // uint32 [ranks]: the last exchange that each rank has consumed
+  int64_t credits;           // uint64 [ranks]: the last exchange that each rank has consumed
   int64_t announcements[2];  // Announcement [ranks] each, from each rank
   int64_t bytes;             // of all
 };
@@ -92,13 +93,13 @@ constexpr ChannelLayout channel_layout(int64_t ranks, int64_t received_rows, int
   // flag_index() of the last chunk of the last rank is less, with chunks of one row.
   layout.flag_count = layout.rows + ranks + 1;
   const int64_t data = round_up(layout.rows * layout.record_bytes, kLine);
-  const int64_t flags = round_up(layout.flag_count * 4, kLine);
+  const int64_t flags = round_up(layout.flag_count * int64_t{sizeof(uint64_t)}, kLine);
   layout.data[1] = data;
   layout.flags[0] = 2 * data;
   layout.flags[1] = layout.flags[0] + flags;
   layout.credits = layout.flags[1] + flags;
   const int64_t announcements = round_up(ranks * static_cast<int64_t>(sizeof(Announcement)), kLine);
-  layout.announcements[0] = layout.credits + round_up(ranks * 4, kLine);
+  layout.announcements[0] = layout.credits + round_up(ranks * int64_t{sizeof(uint64_t)}, kLine);
   layout.announcements[1] = layout.announcements[0] + announcements;
   layout.bytes = layout.announcements[1] + announcements;
   return layout;
@@ -130,7 +131,7 @@ enum class ExchangeWait : int32_t {
 // In ordinary memory of the rank, zero at first. Once a wait has failed, ranks may differ in what they have finished: the
 // channel and the states of all ranks have to be made anew.
 struct LocalState {
-  uint32_t epoch;            // number of finished exchanges
+  uint64_t epoch;            // number of finished exchanges
   uint32_t put_ticket;       // the next unit of work; 0 between kernels
   uint32_t receive_ticket;   // the same of the other half
   uint32_t finished_blocks;  // of the running kernel

@@ -127,7 +127,8 @@ struct Dispatch {
   }
 
   // Whether the rows of `source` come into the output. Called by one thread.
-  __device__ __forceinline__ bool find_way(const Regions& regions, int source, bool* into_output) const {
+  __device__ __forceinline__ bool wait_for_place(const Regions& regions, int source,
+                                                 bool* into_output) const {
     *into_output = false;
     if (args.place.allocation == 0 || !args.exchange.allocations) return true;
     const Announcement* const there = wait_for_announcement(regions, source);
@@ -147,7 +148,7 @@ struct Dispatch {
     const int64_t place = block.place(PeerRows::kReceived, source, rank);
     bool is_late = false;
     if (threadIdx.x == 0) {
-      is_late = !find_way(regions, source, &into_output) ||
+      is_late = !wait_for_place(regions, source, &into_output) ||
                 !wait_for_rows(regions, regions.flag(rank, place, source, chunk), source,
                                ExchangeWait::kDispatchRows);
     }

@@ -28,7 +28,7 @@ struct BlockMemory {
   char* output[kMostPeers];        // then: that rank's output, if rows go there
   uint32_t output_rows[kMostPeers];
   uint32_t unit;
-  uint32_t epoch;
+  uint64_t epoch;
   int32_t is_over;
 
   __device__ __forceinline__ const int32_t* operator[](PeerRows row) const {
@@ -67,7 +67,7 @@ struct RowPart {
 // The parts of a rank's memory that belong to one exchange.
 struct Regions {
   const Exchange& exchange;
-  uint32_t epoch;
+  uint64_t epoch;
 
   __device__ __forceinline__ char* memory(int rank) const {
     return static_cast<char*>(exchange.peers.memory[rank]);
@@ -75,8 +75,8 @@ struct Regions {
   __device__ __forceinline__ char* data(int rank) const {
     return memory(rank) + exchange.layout.data[epoch & 1];
   }
-  __device__ __forceinline__ uint32_t* flag(int rank, int64_t begin, int source, int64_t chunk) const {
-    return reinterpret_cast<uint32_t*>(memory(rank) + exchange.layout.flags[epoch & 1]) +
+  __device__ __forceinline__ uint64_t* flag(int rank, int64_t begin, int source, int64_t chunk) const {
+    return reinterpret_cast<uint64_t*>(memory(rank) + exchange.layout.flags[epoch & 1]) +
            flag_index(begin, source, chunk, exchange.chunk_rows);
   }
   // In the memory of `rank`: what rank `of` has announced.
@@ -84,8 +84,8 @@ struct Regions {
     return reinterpret_cast<Announcement*>(memory(rank) + exchange.layout.announcements[epoch & 1]) + of;
   }
   // In the memory of `rank`: the last exchange that rank `of` has consumed.
-  __device__ __forceinline__ uint32_t* credit(int rank, int of) const {
-    return reinterpret_cast<uint32_t*>(memory(rank) + exchange.layout.credits) + of;
+  __device__ __forceinline__ uint64_t* credit(int rank, int of) const {
+    return reinterpret_cast<uint64_t*>(memory(rank) + exchange.layout.credits) + of;
   }
 };
 
@@ -110,7 +110,7 @@ inline __device__ __noinline__ void fail_exchange(const Exchange& exchange, int 
 
 // Waits until `reached(*word)`. False if that took too long, here or in another block.
 template <typename Reached>
-__device__ __noinline__ bool wait_for(const Exchange& exchange, const uint32_t* word, int rank,
+__device__ __noinline__ bool wait_for(const Exchange& exchange, const uint64_t* word, int rank,
                                       ExchangeWait what, Reached reached) {
   if (reached(load_acquire_system(word))) return true;
   constexpr unsigned kLongestPause = 256;
@@ -128,21 +128,19 @@ __device__ __noinline__ bool wait_for(const Exchange& exchange, const uint32_t* 
   }
 }
 
-// A flag is that of this exchange or older: a rank puts rows of a later one only after this rank has consumed this one. A test
-// of equality is right also where the epoch of a flag that nobody wrote for long seems to be ahead.
-__device__ __forceinline__ bool wait_for_rows(const Regions& regions, const uint32_t* flag, int rank,
+// A flag is that of this exchange or older: a rank puts rows of a later one only after this rank has consumed this one.
+__device__ __forceinline__ bool wait_for_rows(const Regions& regions, const uint64_t* flag, int rank,
                                               ExchangeWait what) {
-  const uint32_t epoch = regions.epoch;
-  return wait_for(regions.exchange, flag, rank, what, [epoch](uint32_t value) { return value == epoch; });
+  const uint64_t epoch = regions.epoch;
+  return wait_for(regions.exchange, flag, rank, what, [epoch](uint64_t value) { return value == epoch; });
 }
 
-// Waits until `rank` has consumed the exchange before the last one, whose regions are used again. The difference is right
-// where the epoch wraps.
+// Waits until `rank` has consumed the exchange before the last one, whose regions are used again.
 __device__ __forceinline__ bool wait_for_credit(const Regions& regions, int rank, ExchangeWait what) {
-  const uint32_t consumed = regions.epoch - 2;
-  const uint32_t* const credit = regions.credit(regions.exchange.peers.rank, rank);
+  const uint64_t epoch = regions.epoch;
+  const uint64_t* const credit = regions.credit(regions.exchange.peers.rank, rank);
   return wait_for(regions.exchange, credit, rank, what,
-                  [consumed](uint32_t value) { return static_cast<int32_t>(value - consumed) >= 0; });
+                  [epoch](uint64_t value) { return value + 2 >= epoch; });
 }
 
 // Waits for what `rank` announces of this exchange. Its slot is not written again before this rank has consumed the exchange. Null
@@ -286,8 +284,8 @@ __device__ __forceinline__ bool begin_exchange(const Exchange& exchange, BlockMe
 }
 
 // Waits until rows may be put to `rank`, and finds the output there if they go into it. Called by one thread.
-__device__ __forceinline__ bool open_rank(const Regions& regions, BlockMemory& block, int rank,
-                                          const ExchangeCall& call) {
+__device__ __forceinline__ bool wait_for_destination(const Regions& regions, BlockMemory& block, int rank,
+                                                     const ExchangeCall& call) {
   const Exchange& exchange = regions.exchange;
   if (!wait_for_credit(regions, rank, call.credit)) return false;
   if (exchange.allocations) {
@@ -320,7 +318,7 @@ __device__ __forceinline__ bool put_rows(const Regions& regions, BlockMemory& bl
     const int64_t first = chunk * regions.exchange.chunk_rows, rows = from[rank + 1] - from[rank];
     if (first >= rows) return true;
     if (!block.has_credit[rank]) {
-      const bool is_late = threadIdx.x == 0 && !open_rank(regions, block, rank, call);
+      const bool is_late = threadIdx.x == 0 && !wait_for_destination(regions, block, rank, call);
       if (__syncthreads_or(is_late)) return false;
       if (threadIdx.x == 0) block.has_credit[rank] = 1;  // all threads have read it
     }
