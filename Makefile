@@ -10,6 +10,7 @@
 #   make test-megatron, make test-torchtitan
 #                   tests under megatron-core (needs Python 3.12 or later) and torchtitan (needs a newer torch:
 #                   TORCH=torch==2.15.0), which are installed for them
+#   make wheel      dist/: one wheel for every torch that is served (an hour on two cores; TORCHES="2.11.0 2.15.0" for these alone)
 #   make bench      benchmarks into benchmarks/results/, and plots from there
 #   make docs       the manual, in docs/_build/html
 #   make lint       ruff, clang-format, mypy;  make format: let ruff and clang-format rewrite
@@ -37,6 +38,7 @@ endif
 
 VENV := .venv$(if $(filter-out $(DEFAULT_TORCH),$(TORCH)),-$(subst ==,,$(TORCH)))
 BIN := $(VENV)/bin
+RUNS := $(VENV)/.runs
 READY := $(VENV)/.ready
 INSTALLED := $(VENV)/.installed
 BUILT := $(VENV)/.built
@@ -48,24 +50,27 @@ BUILD_INPUTS := setup.py $(wildcard build_tools/*.py) $(shell find csrc -type f)
 CXX_FILES := $(shell find csrc examples -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 BENCHMARKS := $(filter-out __init__ common compile_peer expert_parallel_autograd expert_parallel_cases expert_parallel_exchange expert_parallel_layers expert_parallel_measures expert_parallel_page expert_parallel_peers functional_cases grouped_gemm_cpu grouped_gemm_works host_time_cases moe_layer_cases moe_layer_measures moe_layer_page moe_layer_peers peers plot plot_expert_parallel quantize_case quantize_cases quantize_grouped,$(basename $(notdir $(wildcard benchmarks/*.py))))
 
-.PHONY: FORCE help setup build demo test test-cpus test-newest test-megatron test-torchtitan test-long sanitize sanitize-gpu bench docs lint format clean distclean
+.PHONY: FORCE help setup build demo test test-cpus test-newest test-megatron test-torchtitan test-long sanitize sanitize-gpu wheel bench docs lint format clean distclean
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
 
-# The virtual environment, with torch and the tools that pyproject.toml pins.
-$(READY): pyproject.toml build_tools/extras.py
+# The virtual environment, with torch and what the demo needs.
+$(RUNS): pyproject.toml build_tools/extras.py
 	@build_tools/check_machine.sh "$(PYTHON)"
 	@$(PYTHON) transformer_plugin/_torch_versions.py "$(TORCH)"
 	@test -x $(BIN)/python || { echo "making $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv $(VENV); }
+	$(BIN)/python -m pip install "$(TORCH)" $$($(BIN)/python build_tools/extras.py build examples)
+	@touch $@
+
+# And all tools that pyproject.toml pins.
+$(READY): $(RUNS)
 	$(BIN)/python -m pip install "$(TORCH)" $$($(BIN)/python build_tools/extras.py build examples clients test lint docs)
 	@touch $@
 
-# ninja prints whole command lines; a line for each file is enough to see how far it is.
 $(BUILT): $(BUILD_INPUTS) transformer_plugin/_torch_versions.py $(READY) $(if $(IS_BUILT),,FORCE)
 	@echo "building the library for $(TORCH)"
-	@$(BIN)/python -W ignore setup.py build_ext --inplace 2>&1 | sed -u -E \
-	  -e 's/^(\[[0-9]+\/[0-9]+\]).* -c (-o [^ ]+ )?[^ ]*\/(csrc\/[^ ]+) .*/\1 \3/'
+	@$(BIN)/python -W ignore setup.py build_ext --inplace
 	@{ echo "$(BUILD_SETTINGS)"; $(BIN)/python -c "import transformer_plugin._library as x; print(x.LIBRARY)"; } > $@
 
 $(INSTALLED): pyproject.toml $(BUILT)
@@ -75,8 +80,17 @@ $(INSTALLED): pyproject.toml $(BUILT)
 setup: $(READY)
 build: $(INSTALLED)
 
+# Where there is no GPU, and no library with kernels yet, the demo builds without them, in a folder of its own.
+HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo yes)
+ifneq ($(HAS_GPU)$(wildcard $(BUILT)),)
 demo: build
 	$(BIN)/python examples/train_moe.py --ranks $(RANKS)
+else
+demo: $(RUNS)
+	@echo "building the library for $(TORCH) without CUDA, as there is no GPU, in build/demo"
+	@TRANSFORMER_PLUGIN_CPU_ONLY=1 $(BIN)/python -W ignore setup.py --quiet build --build-lib build/demo
+	PYTHONPATH=build/demo $(BIN)/python examples/train_moe.py --ranks $(RANKS)
+endif
 
 # By default the files with the fewest tests, which take longest, would run beside each other at the end.
 test: build
@@ -130,6 +144,11 @@ sanitize: $(READY)
 sanitize-gpu: build
 	$(BIN)/python -m tests.sanitize_gpu
 
+TORCHES :=
+wheel: $(READY)
+	$(BIN)/python -m pip install --quiet $$($(BIN)/python build_tools/extras.py wheel)
+	$(BIN)/python -m build_tools.wheel $(if $(TORCHES),--torch $(TORCHES))
+
 bench: build
 	@for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name; done
 	$(BIN)/python -m benchmarks.plot
@@ -152,7 +171,7 @@ format: $(READY)
 	@$(BIN)/clang-format -i $(CXX_FILES)
 
 clean:
-	rm -rf build dist *.egg-info transformer_plugin/_C.*so .venv*/.built .venv*/.installed docs/_build docs/reference/generated
+	rm -rf build dist *.egg-info transformer_plugin/_C.*so transformer_plugin/_kernels.*so .venv*/.built .venv*/.installed docs/_build docs/reference/generated
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 distclean: clean

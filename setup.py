@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Extension, setup
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
@@ -14,10 +14,10 @@ try:
     check_torch()
     from build_tools.extension import build_command, libraries
 
-    extensions = libraries(ROOT)
+    built = libraries(ROOT)
     setup(
-        ext_modules=extensions,
-        cmdclass={"build_ext": build_command(extensions)},
+        ext_modules=[Extension(name, [], py_limited_api=True) for name in built.names],
+        cmdclass={"build_ext": build_command(built)},
         options={"bdist_wheel": {"py_limited_api": "cp310"}},
     )
 except ToolchainError as error:

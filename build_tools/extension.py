@@ -8,21 +8,35 @@ from __future__ import annotations
 
 import os
 import re
-import sys
+import shlex
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from build_tools.precompiled import include_precompiled
-from build_tools.toolchain import check_compiler, job_count, toolkit_of_torch, torch_versions, use_cuda
+from build_tools.compile import Build, Library, is_gcc
+from build_tools.toolchain import architectures, check_compiler, job_count, torch_versions, use_cuda
+from build_tools.torch_tree import TorchTree
 
 # -ffp-contract=off and --fmad=false: a multiply and an add stay two roundings unless the source says fma,
 # so that CPU and CUDA give the same bits. -fno-trapping-math changes no result; without it GCC vectorises no
 # arithmetic under a condition.
-CXX_FLAGS = ["-std=c++20", "-fvisibility=hidden", "-ffp-contract=off", "-fopenmp"]
+CXX_FLAGS = [
+    "-fPIC",
+    "-DNDEBUG",
+    "-fwrapv",
+    "-std=c++20",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-fopenmp",
+]
 CXX_FLAGS += ["-fno-math-errno", "-fno-trapping-math"]
 CXX_FLAGS += ["-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-unknown-pragmas", "-g0"]
-NVCC_FLAGS = ["-O3", "-std=c++20", "--fmad=false", "--threads=1", "-lineinfo"]
+NVCC_FLAGS = ["-O3", "-std=c++20", "--compiler-options", "-fPIC", "--fmad=false", "--threads=1", "-lineinfo"]
 NVCC_FLAGS += ["--expt-relaxed-constexpr", "--expt-extended-lambda"]
+NVCC_FLAGS += [
+    f"-D__CUDA_NO_{name}__"
+    for name in ("HALF_OPERATORS", "HALF_CONVERSIONS", "BFLOAT16_CONVERSIONS", "HALF2_OPERATORS")
+]
 # Device code that nobody has packed is five times as large. It is unpacked when a kernel is first called.
 PACK_FLAGS = ["--compress-mode=size"]
 LINK_FLAGS = ["-Wl,--no-undefined", "-Wl,--as-needed"]
@@ -35,13 +49,18 @@ SANITIZE_FLAGS = [
     "-fno-omit-frame-pointer",
 ]
 
-
 KERNELS, OPS = "transformer_plugin._kernels", "transformer_plugin._C"
 
 
-def optimization() -> list[str]:
-    """What CFLAGS says wins. torch's build helper puts our flags behind it."""
-    return [] if re.search(r"(^|\s)-O", os.environ.get("CFLAGS", "")) else ["-O3"]
+def is_kernel(source: Path) -> bool:
+    """Whether a host file has kernels for CPUs. The others check arguments and call."""
+    return source.stem.endswith("_cpu") or source.parent.name == "cpu"
+
+
+def host_flags(source: Path) -> list[str]:
+    """The flags of a host file but for macros and folders. What CFLAGS says wins."""
+    flags = [*CXX_FLAGS, "-O3" if is_kernel(source) else "-O1", *shlex.split(os.environ.get("CFLAGS", ""))]
+    return [*flags, *(SANITIZE_FLAGS if sanitize() else [])]
 
 
 def sanitize() -> bool:
@@ -49,85 +68,107 @@ def sanitize() -> bool:
     return os.environ.get("TRANSFORMER_PLUGIN_SANITIZE") == "1"
 
 
-def libraries(root: Path) -> list[Any]:
-    """The extensions, in the order in which they are built. They hold no Python symbol, so that one build serves every
-    Python from 3.10."""
+@dataclass(frozen=True)
+class Toolkit:
+    """nvcc's folder above ``bin``, and what it compiles for."""
+
+    home: Path
+    archs: tuple[str, ...]  # such as 9.0a
+
+    @property
+    def nvcc(self) -> Path:
+        return self.home / "bin" / "nvcc"
+
+    @property
+    def macros(self) -> list[str]:
+        """What Hopper alone has is in the library if it is compiled for Hopper."""
+        hopper = ["-DTRANSFORMER_PLUGIN_SM90A=1"] if "9.0a" in self.archs else []
+        return ["-DTRANSFORMER_PLUGIN_CUDA=1", *hopper]
+
+
+class Libraries:
+    """The libraries for one torch: their names, and how they are built into a folder."""
+
+    def __init__(self, root: Path, torch: TorchTree, toolkit: Toolkit | None) -> None:
+        self.root, self.torch, self.toolkit = root, torch, toolkit
+        cuda = torch.cuda if toolkit else None
+        self.ops = torch_versions.library_name(torch.version, cuda)
+        self.kernels = torch_versions.kernels_name(cuda) if cuda else None
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The files by the names of their extensions, in the order in which they are built."""
+        kernels = {KERNELS: self.kernels} if self.kernels else {}
+        return {**kernels, OPS: self.ops}
+
+    def build(self, folder: Path) -> None:
+        """Makes the libraries in a folder. Object files lie in build/, where every way to build finds them again."""
+        folder = folder.resolve()
+        cxx = shlex.split(os.environ.get("CXX", "c++"))
+        jobs = int(os.environ.get("MAX_JOBS", job_count()))
+        nvcc = self.toolkit.nvcc if self.toolkit else None
+        # What is built for one torch is there for the next: the kernels' folder names no torch.
+        if self.kernels:
+            kind = re.sub(r"^_kernels\.|\.so$", "", self.kernels)
+            Build(self.root, self._objects(kind), cxx, nvcc, [self._kernels(folder)], False).run(jobs)
+        kind = "asan" if sanitize() else re.sub(r"^_C\.|\.so$", "", self.ops)
+        precompiles = is_gcc(cxx) and not sanitize()
+        Build(self.root, self._objects(kind), cxx, nvcc, [self._ops(folder)], precompiles).run(jobs)
+
+    def _objects(self, kind: str) -> Path:
+        return self.root / "build" / kind / "objects"
+
+    def _sources(self, suffix: str) -> list[Path]:
+        return sorted((self.root / "csrc").rglob(f"*{suffix}"))
+
+    def _kernels(self, folder: Path) -> Library:
+        """The .cu files."""
+        assert self.kernels and self.toolkit
+        home = self.toolkit.home
+        flags = [*NVCC_FLAGS, *(PACK_FLAGS if self.torch.cuda_major >= 13 else []), *self.toolkit.macros]
+        flags += [
+            f"-I{self.root / 'csrc'}",
+            *(code for arch in self.toolkit.archs for code in generate_code(arch)),
+        ]
+        script = self.root / "build_tools" / "kernels.map"
+        link = [*LINK_FLAGS, f"-Wl,-soname,{self.kernels}", f"-Wl,--version-script={script}"]
+        link += [f"-L{home / 'lib64'}", "-lcudart", *shlex.split(os.environ.get("LDFLAGS", ""))]
+        return Library(folder / self.kernels, dict.fromkeys(self._sources(".cu"), flags), link, [script])
+
+    def _ops(self, folder: Path) -> Library:
+        """The .cpp files."""
+        includes = [f"-I{each}" for each in [self.root / "csrc", *self.torch.includes]]
+        link = ["-fopenmp", *(SANITIZE_FLAGS[:1] if sanitize() else LINK_FLAGS), f"-L{self.torch.libraries}"]
+        link += ["-lc10", "-ltorch", "-ltorch_cpu"]
+        needs = []
+        if self.toolkit:
+            assert self.kernels
+            includes += [*self.toolkit.macros, f"-I{self.toolkit.home / 'include'}"]
+            link += [f"-L{self.toolkit.home / 'lib64'}", "-lc10_cuda", "-ltorch_cuda", "-lcudart"]
+            link += [f"-L{folder}", f"-l:{self.kernels}", "-Wl,-rpath,$ORIGIN"]
+            needs = [folder / self.kernels]
+        flags = {source: [*includes, *host_flags(source)] for source in self._sources(".cpp")}
+        return Library(folder / self.ops, flags, [*link, *shlex.split(os.environ.get("LDFLAGS", ""))], needs)
+
+
+def generate_code(arch: str) -> list[str]:
+    """nvcc's flags for an entry of TORCH_CUDA_ARCH_LIST: 9.0a, or 8.0+PTX with code that newer GPUs compile too."""
+    number = arch.removesuffix("+PTX").replace(".", "")
+    flags = ["-gencode", f"arch=compute_{number},code=sm_{number}"]
+    return (
+        [*flags, "-gencode", f"arch=compute_{number},code=compute_{number}"]
+        if arch.endswith("+PTX")
+        else flags
+    )
+
+
+def libraries(root: Path) -> Libraries:
+    """Those for the torch that is installed. They hold no Python symbol, so that one build serves every Python from
+    3.10."""
     check_compiler()
-    cuda = use_cuda()
-    os.environ.setdefault("MAX_JOBS", str(job_count()))
-    # torch's build helper looks for ninja on the PATH, where a virtual environment that is not active has none.
-    os.environ["PATH"] = os.pathsep.join(
-        [os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)]
-    )
-    return [_kernels(root), _ops(root, cuda)] if cuda else [_ops(root, cuda)]
-
-
-def _sources(root: Path, suffix: str) -> list[str]:
-    return sorted(str(path.relative_to(root)) for path in (root / "csrc").rglob(f"*{suffix}"))
-
-
-def _macros() -> list[tuple[str, str | None]]:
-    macros: list[tuple[str, str | None]] = [("TRANSFORMER_PLUGIN_CUDA", "1")]
-    if "9.0a" in os.environ["TORCH_CUDA_ARCH_LIST"]:  # what Hopper alone has is in it
-        macros.append(("TRANSFORMER_PLUGIN_SM90A", "1"))
-    return macros
-
-
-def _kernels(root: Path) -> Any:
-    """The .cu files."""
-    from torch.utils.cpp_extension import CUDAExtension
-
-    kernels = CUDAExtension(
-        KERNELS,
-        _sources(root, ".cu"),
-        define_macros=_macros(),
-        extra_compile_args={"nvcc": NVCC_FLAGS + (PACK_FLAGS if toolkit_of_torch() >= 13 else [])},
-        extra_link_args=[
-            *LINK_FLAGS,
-            f"-Wl,-soname,{torch_versions.kernels_name(_cuda())}",
-            f"-Wl,--version-script={root / 'build_tools' / 'kernels.map'}",
-        ],
-        py_limited_api=True,
-    )
-    kernels.include_dirs, kernels.libraries = [str(root / "csrc")], ["cudart"]  # and not torch's
-    return kernels
-
-
-def _ops(root: Path, cuda: bool) -> Any:
-    """The .cpp files."""
-    from torch.utils.cpp_extension import CppExtension, CUDAExtension
-
-    linked = ["-fopenmp", "-Wl,-rpath,$ORIGIN", *LINK_FLAGS] if cuda else ["-fopenmp", *LINK_FLAGS]
-    return (CUDAExtension if cuda else CppExtension)(
-        OPS,
-        _sources(root, ".cpp"),
-        include_dirs=[str(root / "csrc")],
-        define_macros=[("Py_LIMITED_API", "0x030A0000"), *(_macros() if cuda else [])],
-        extra_compile_args={"cxx": optimization() + CXX_FLAGS + (SANITIZE_FLAGS if sanitize() else [])},
-        extra_link_args=linked if not sanitize() else ["-fopenmp", *SANITIZE_FLAGS[:1]],
-        py_limited_api=True,
-    )
-
-
-def portable(linker: list[str]) -> list[str]:
-    """A link command without the places of the Python that builds: the library needs none, and it may move."""
-    return [word for word in linker if not word.startswith(("-Wl,-rpath", "-Wl,-R", "-L"))]
-
-
-def _cuda() -> str | None:
-    import torch
-
-    return torch.version.cuda
-
-
-def file_name(ext: Any) -> str:
-    """The library's file: it names the versions of torch and CUDA that it serves."""
-    import torch
-
-    if ext.name == KERNELS:
-        return str(torch_versions.kernels_name(_cuda()))
-    cuda = _cuda() if ("TRANSFORMER_PLUGIN_CUDA", "1") in ext.define_macros else None
-    return str(torch_versions.library_name(torch.__version__, cuda))
+    torch = TorchTree.installed()
+    home = use_cuda(torch.version, torch.cuda)
+    return Libraries(root, torch, Toolkit(home, architectures()) if home else None)
 
 
 def remove_others(folder: Path, keep: set[str]) -> None:
@@ -148,45 +189,24 @@ def remove_ops_of_other_kernels(folder: Path, kernels: Path, keep: str) -> None:
             path.unlink()
 
 
-def build_command(extensions: list[Any]) -> Any:
-    """torch's build helper, keeping object files where every way to build finds them again."""
-    from torch.utils.cpp_extension import BuildExtension
+def build_command(built: Libraries) -> Any:
+    """setuptools' command, which builds the libraries and leaves the rest of its work as it is."""
+    from setuptools.command.build_ext import build_ext
 
-    names = {each.name: file_name(each) for each in extensions}
-
-    class BuildLibraries(BuildExtension):  # type: ignore[misc]
+    class BuildLibraries(build_ext):
         def get_ext_filename(self, fullname: str) -> str:
             *folders, name = fullname.split(".")  # the helpers ask with and without the package
-            return str(Path(*folders, names[f"transformer_plugin.{name}"]))
+            return str(Path(*folders, built.names[f"transformer_plugin.{name}"]))
 
-        def build_extensions(self) -> None:
-            for name in ("linker_so", "linker_so_cxx"):
-                if getattr(self.compiler, name, None):
-                    setattr(self.compiler, name, portable(getattr(self.compiler, name)))
-            super().build_extensions()
-
-        def build_extension(self, ext: Any) -> None:
-            # `pip install -e` would otherwise compile in a temporary folder, anew each time.
-            kind = re.sub(r"^_(C|kernels)\.|\.so$", "", names[ext.name])
-            self.build_temp = f"build/{'asan' if sanitize() else kind}/objects"
-            includes = self.compiler.include_dirs
-            if ext.name == KERNELS:  # of no Python either: what is built for one torch is there for the next
-                self.compiler.include_dirs = []
-            else:
-                include_precompiled(ext, self.compiler, Path(self.build_temp))
-                if KERNELS in names:
-                    kernels = Path(self.get_ext_fullpath(KERNELS))
-                    ext.extra_link_args = [f"-L{kernels.parent}", f"-l:{kernels.name}", *ext.extra_link_args]
-            super().build_extension(ext)
-            self.compiler.include_dirs = includes
-            if ext.name == OPS and not self.inplace:  # a wheel takes what lies in its folder
-                remove_others(Path(self.get_ext_fullpath(ext.name)).parent, set(names.values()))
-
-        def copy_extensions_to_source(self) -> None:
-            if KERNELS in names:
-                folder = Path(self.get_finalized_command("build_py").get_package_dir("transformer_plugin"))
-                kernels = Path(self.build_lib, "transformer_plugin", names[KERNELS])
-                remove_ops_of_other_kernels(folder, kernels, names[OPS])
-            super().copy_extensions_to_source()
+        def run(self) -> None:
+            folder = Path(self.build_lib, "transformer_plugin")
+            folder.mkdir(parents=True, exist_ok=True)
+            built.build(folder)
+            if not self.inplace:  # a wheel takes what lies in its folder
+                return remove_others(folder, {*built.names.values()})
+            if built.kernels:
+                package = Path(self.get_finalized_command("build_py").get_package_dir("transformer_plugin"))
+                remove_ops_of_other_kernels(package, folder / built.kernels, built.ops)
+            self.copy_extensions_to_source()
 
     return BuildLibraries

@@ -115,30 +115,31 @@ def _check_toolkit(nvcc: Path, torch_version: str, torch_cuda: str) -> str:
     return f"{match.group(1)}.{match.group(2)}"
 
 
-def toolkit_of_torch() -> int:
-    """The major version of CUDA that torch was built with, as the toolkit must be; 0 for none."""
-    import torch
-
-    return _numbers(torch.version.cuda)[0] if torch.version.cuda else 0
-
-
-def use_cuda() -> bool:
-    """CUDA code is built when nvcc is here and torch was built with CUDA, whether or not a GPU is."""
-    import torch
-
+def use_cuda(torch_version: str, torch_cuda: str | None) -> Path | None:
+    """The folder of the CUDA toolkit, if nvcc is here and torch was built with CUDA, whether or not a GPU is."""
     nvcc = _toolkit()
-    reason = _cpu_only_because(nvcc, torch.version.cuda)
-    if reason or nvcc is None:
-        print(f"transformer_plugin: building for the CPU only: {reason}")
-        return False
-    version = _check_toolkit(nvcc, torch.__version__, torch.version.cuda)
-    # torch's build helper finds the same toolkit through this variable, and the architectures through the other.
-    os.environ.setdefault("CUDA_HOME", str(nvcc.parent.parent))
-    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_CUDA_ARCH)
-    print(
-        f"transformer_plugin: building for the CPU and CUDA {version} ({os.environ['TORCH_CUDA_ARCH_LIST']})"
+    reason = _cpu_only_because(nvcc, torch_cuda)
+    if reason or nvcc is None or torch_cuda is None:
+        print(f"transformer_plugin: building for the CPU only: {reason}", flush=True)
+        return None
+    version = _check_toolkit(nvcc, torch_version, torch_cuda)
+    named = " ".join(architectures())
+    print(f"transformer_plugin: building for the CPU and CUDA {version} ({named})", flush=True)
+    return nvcc.parent.parent
+
+
+def architectures() -> tuple[str, ...]:
+    """The architectures of GPUs to compile for: those of TORCH_CUDA_ARCH_LIST, such as ``9.0a;8.0+PTX``."""
+    names = tuple(
+        re.split(r"[;\s]+", os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip() or DEFAULT_CUDA_ARCH)
     )
-    return True
+    for name in names:
+        if not re.fullmatch(r"\d+\.\d[af]?(\+PTX)?", name):
+            raise ToolchainError(
+                f"TORCH_CUDA_ARCH_LIST: expected architectures such as 9.0a;10.0a or 8.0+PTX, got {name!r}. "
+                "Name compute capabilities by their numbers"
+            )
+    return names
 
 
 def job_count(gib_per_job: int = 4, meminfo: str = "/proc/meminfo") -> int:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 #: Minor versions. A library serves the minor version of torch that it was built with.
 OLDEST, NEWEST = (2, 11), (2, 15)
+#: The versions that were tried, one of each minor version; a wheel has a library for each.
+TRIED = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 #: An environment variable: 1 lets the build and the import go on with a version newer than the newest tried.
 SETTING = "TRANSFORMER_PLUGIN_UNTRIED_TORCH"
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from build_tools import toolchain
-from build_tools.extension import optimization, remove_ops_of_other_kernels, remove_others
+from build_tools.extension import generate_code, host_flags, remove_ops_of_other_kernels, remove_others
 from build_tools.toolchain import ToolchainError, torch_versions
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -112,21 +112,18 @@ def test_broken_compiler(machine: Path) -> None:
 
 def test_toolkit_of_another_major_version(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvcc = program(machine, "nvcc", "Cuda compilation tools, release 12.4, V12.4.131")
-    monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert message(toolchain.use_cuda) == (
+    assert message(toolchain.use_cuda, "2.11.0+cu130", "13.0") == (
         f"found CUDA toolkit 12.4 ({nvcc}), but torch 2.11.0+cu130 was built with CUDA 13.0; the major versions must "
         "agree. Set CUDA_HOME to a CUDA 13.x toolkit, or build without CUDA: "
         "`TRANSFORMER_PLUGIN_CPU_ONLY=1 pip install --no-build-isolation .`"
     )
     monkeypatch.setenv("TRANSFORMER_PLUGIN_CPU_ONLY", "1")
-    assert toolchain.use_cuda() is False
+    assert toolchain.use_cuda("2.11.0+cu130", "13.0") is None
 
 
-def test_toolkit_that_does_not_say_its_version(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_toolkit_that_does_not_say_its_version(machine: Path) -> None:
     nvcc = program(machine, "nvcc", "hello")
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert message(toolchain.use_cuda) == (
+    assert message(toolchain.use_cuda, "2.11.0+cu130", "13.0") == (
         f"could not read a version from `{nvcc} --version`; set CUDA_HOME to a CUDA toolkit."
     )
 
@@ -137,14 +134,42 @@ def test_cuda_is_decided_by_the_toolkit_not_by_a_gpu(machine: Path, monkeypatch:
 
     for name in ("is_available", "device_count", "get_device_capability"):
         monkeypatch.setattr(torch.cuda, name, look_at_a_gpu)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
     program(machine, "toolkit/bin/nvcc", "Cuda compilation tools, release 13.1, V13.1.80")
     monkeypatch.setenv("CUDA_HOME", str(machine / "toolkit"))
-    assert toolchain.use_cuda() is True
-    assert os.environ.pop("TORCH_CUDA_ARCH_LIST") == "9.0a"  # set for torch's build helper
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "10.0a")
-    assert toolchain.use_cuda() is True
-    assert os.environ["TORCH_CUDA_ARCH_LIST"] == "10.0a"
+    assert toolchain.use_cuda("2.11.0+cu130", "13.0") == machine / "toolkit"
+
+
+@pytest.mark.parametrize(
+    ("setting", "names"),
+    [
+        (None, ("9.0a",)),
+        ("", ("9.0a",)),
+        ("10.0a", ("10.0a",)),
+        ("9.0a;8.0+PTX", ("9.0a", "8.0+PTX")),
+        ("9.0a 12.0", ("9.0a", "12.0")),
+    ],
+)
+def test_architectures(
+    machine: Path, monkeypatch: pytest.MonkeyPatch, setting: str | None, names: tuple[str, ...]
+) -> None:
+    if setting is not None:
+        monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", setting)
+    assert toolchain.architectures() == names
+
+
+def test_an_architecture_that_is_no_number(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0a;Hopper")
+    assert message(toolchain.architectures) == (
+        "TORCH_CUDA_ARCH_LIST: expected architectures such as 9.0a;10.0a or 8.0+PTX, got 'Hopper'. Name compute "
+        "capabilities by their numbers"
+    )
+
+
+def test_code_for_an_architecture() -> None:
+    assert generate_code("9.0a") == ["-gencode", "arch=compute_90a,code=sm_90a"]
+    assert generate_code("8.0+PTX") == [
+        "-gencode", "arch=compute_80,code=sm_80", "-gencode", "arch=compute_80,code=compute_80"
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -162,8 +187,7 @@ def test_cpu_only(
     reason: str,
 ) -> None:
     monkeypatch.setenv("CUDA_HOME", str(machine / "nothing"))
-    monkeypatch.setattr(torch.version, "cuda", torch_cuda)
-    assert toolchain.use_cuda() is False
+    assert toolchain.use_cuda("2.11.0", torch_cuda) is None
     assert capsys.readouterr().out == f"transformer_plugin: building for the CPU only: {reason}\n"
 
 
@@ -225,15 +249,14 @@ def test_machine_check_names_the_package_to_install(machine: Path, arrange: str,
     assert expected in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("flags", "added"),
-    [("", ["-O3"]), ("-O1", []), ("-g -O0", []), ("-march=native", ["-O3"]), ("-DNO-O", ["-O3"])],
-)
-def test_the_environment_chooses_the_optimization(
-    flags: str, added: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CFLAGS", flags)
-    assert optimization() == added
+def test_the_environment_chooses_the_optimization(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels for CPUs are optimized more than what checks and calls; of two flags the last one counts."""
+    kernel, glue = Path("csrc/gemm/cpu/x.cpp"), Path("csrc/gemm/ops/x.cpp")
+    monkeypatch.delenv("CFLAGS", raising=False)
+    monkeypatch.delenv("TRANSFORMER_PLUGIN_SANITIZE", raising=False)
+    assert [host_flags(each)[-1] for each in (kernel, Path("csrc/x_cpu.cpp"), glue)] == ["-O3", "-O3", "-O1"]
+    monkeypatch.setenv("CFLAGS", "-g -O0")
+    assert [host_flags(each)[-3:] for each in (kernel, glue)] == [["-O3", "-g", "-O0"], ["-O1", "-g", "-O0"]]
 
 
 def names_in(folder: Path) -> set[str]:

@@ -224,6 +224,7 @@ def test_make_builds_again_what_another_build_has_replaced(tmp_path: Path) -> No
     for each in (tmp_path / "csrc", tmp_path / "examples", stamps):
         each.mkdir()
     library.touch()
+    (stamps / ".runs").touch()
     (stamps / ".ready").touch()
     (stamps / ".built").write_text(f"cpu_only= cflags=\n{library}\n")
     (stamps / ".installed").touch()
