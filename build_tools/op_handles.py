@@ -1,17 +1,21 @@
-"""Writes the C++ handles of all ops into csrc/common/ops: ``python -m build_tools.op_handles``.
+"""Writes what is made from the schemas in csrc/registration.cpp, which so stand in one place:
+``python -m build_tools.op_handles``.
 
-They are made from the schemas in csrc/registration.cpp, which so stand in one place. Calls through a handle, and the
-kernels that common/register.h registers for it, are compared with the schema when they are compiled.
+csrc/common/ops has the C++ handles of all ops. Calls through a handle, and the kernels that common/register.h registers
+for it, are compared with the schema when they are compiled. transformer_plugin/_schemas.py has a checksum of each
+schema, by which an import tells a library that was built from other sources.
 """
 
 from __future__ import annotations
 
 import re
+import zlib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 REGISTRATION = ROOT / "csrc/registration.cpp"
 HANDLES = ROOT / "csrc/common/ops"
+CHECKSUMS = ROOT / "transformer_plugin/_schemas.py"
 
 #: C++ types of arguments and of results, as c10's dispatcher has them. Names of aliases are left out before.
 ARGUMENTS = {
@@ -120,9 +124,25 @@ def headers() -> dict[Path, str]:
     return found
 
 
+def checksums() -> str:
+    """The text of the module with the checksums, of schemas as torch prints them."""
+    import torch
+
+    found = {}
+    for schema in (each for of_section in schemas().values() for each in of_section):
+        printed = str(torch._C.parse_schema(f"transformer_plugin::{schema}"))
+        found[schema.partition("(")[0]] = zlib.crc32(printed.encode())
+    lines = "".join(f'    "{name}": 0x{found[name]:08X},\n' for name in sorted(found))
+    return (
+        '"""Checksums of the schemas of the ops that these files call. Written by build_tools/op_handles.py."""\n\n'
+        f"SCHEMAS = {{\n{lines}}}\n"
+    )
+
+
 def main() -> None:
-    """Writes the headers, and removes those of sections that are gone."""
+    """Writes the files, and removes the headers of sections that are gone."""
     texts = headers()
+    CHECKSUMS.write_text(checksums())
     HANDLES.mkdir(exist_ok=True)
     for path in set(HANDLES.glob("*.h")) - set(texts):
         path.unlink()

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import re
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
+from transformer_plugin._schemas import SCHEMAS
+from transformer_plugin._torch_versions import BUILD, NO_TORCH, find_library, kernels_name
+
+try:
+    import torch
+except ModuleNotFoundError as error:
+    if error.name != "torch":  # one that torch itself needs
+        raise
+    raise ModuleNotFoundError(NO_TORCH, name="torch") from None
 
 from transformer_plugin._arguments import is_strided, non_strided_error
-from transformer_plugin._torch_versions import BUILD, find_library, kernels_name
 
 LIBRARY = find_library(Path(__file__).parent, torch.__version__, torch.version.cuda)
 #: What is loaded: the library, and with CUDA the kernels.
@@ -21,21 +29,56 @@ if torch.version.cuda and not LIBRARY.name.endswith(".cpu.so"):
 
 
 def load() -> None:
-    """Loads the library. A file that does not load is an ImportError that says why."""
+    """Loads the library. One that does not load, or has other ops, is an ImportError that says why."""
+    if not torch.distributed.is_available():
+        raise ImportError(
+            "transformer_plugin: expected a torch with torch.distributed, got one that was built without it, "
+            f"{torch.__version__}. Install another build of torch, then build for it: {BUILD}."
+        )
     try:
         torch.ops.load_library(str(LIBRARY))
     except OSError as error:
         reason = str(error.__cause__ or error)
         if "undefined symbol" in reason:  # as where both are called 2.15 and one is a nightly
             reason = "one that was built for another torch of that name"
+            if "transformer_plugin" in str(error.__cause__ or error).partition("undefined symbol")[2]:
+                reason = f"one that was built with other kernels than {LIBRARIES[-1].name}"
         raise ImportError(
             f"transformer_plugin: expected a compiled library for torch {torch.__version__} (CUDA "
             f"{torch.version.cuda}) in {LIBRARY.name}, got {reason}. Build it again for this torch: {BUILD}."
         ) from None
+    schemas = [
+        each for each in torch._C._jit_get_all_schemas() if each.name.startswith("transformer_plugin::")
+    ]
+    _check_schemas(schemas)
     _separate_compile_caches()
-    names = {schema.name.partition("::") for schema in torch._C._jit_get_all_schemas()}
-    for op in sorted(op for namespace, _, op in names if namespace == "transformer_plugin"):
+    for op in sorted({schema.name.partition("::")[2] for schema in schemas}):
         _name_wrong_types(getattr(torch.ops.transformer_plugin, op))
+
+
+def _check_schemas(schemas: list[torch._C.FunctionSchema]) -> None:
+    """Refuses a library that was built from other sources than these Python files, which call its ops."""
+    found = {}
+    for schema in schemas:
+        name = schema.name.partition("::")[2]
+        name += f".{schema.overload_name}" if schema.overload_name else ""
+        found[name] = zlib.crc32(str(schema).encode())
+    if missing := sorted(SCHEMAS.keys() - found.keys()):
+        got = f"one without {_several(missing)}"
+    elif changed := sorted(name for name, checksum in SCHEMAS.items() if found[name] != checksum):
+        got = f"one with other arguments of {_several(changed)}"
+    else:
+        return
+    raise ImportError(
+        f"transformer_plugin: expected a library with the ops of these Python files in {LIBRARY.name}, got {got}, of "
+        f"another version. Build it again: {BUILD}."
+    )
+
+
+def _several(names: list[str]) -> str:
+    """Some names: ``a, b, c and 2 others``."""
+    more = f" and {len(names) - 3} others" if len(names) > 4 else ""
+    return ", ".join(names[:3] if more else names) + more
 
 
 def _separate_compile_caches() -> None:

@@ -29,6 +29,12 @@ def text(version: tuple[int, int]) -> str:
 #: As a requirement of pip's.
 REQUIREMENT = f"torch>={text(OLDEST)},<{NEWEST[0]}.{NEWEST[1] + 1}"
 
+#: What the import says where there is no torch at all.
+NO_TORCH = (
+    f"transformer_plugin: expected torch {text(OLDEST)} to {text(NEWEST)}, found none in this Python. Run `pip install "
+    f"'{REQUIREMENT}'`, then build for it: {BUILD}."
+)
+
 
 def minor(version: str) -> tuple[int, int]:
     """The first two numbers of a version such as ``2.15.0+cu132``; 0 for one that it does not have."""
@@ -68,9 +74,12 @@ def kernels_name(cuda: str) -> str:
 _LIBRARY = re.compile(r"_C\.torch(\d+\.\d+)\.(?:cu(\d+)|cpu)\.so")
 
 
-def _described(name: str) -> str:
-    """A library by its file's name: ``torch 2.11 with CUDA 13``."""
-    torch, cuda = re.fullmatch(_LIBRARY, name).groups()  # type: ignore[union-attr]
+def described(name: str) -> str:
+    """A library by its file's name: ``torch 2.11 with CUDA 13``; empty if the file is none."""
+    match = re.fullmatch(_LIBRARY, name)
+    if match is None:
+        return ""
+    torch, cuda = match.groups()
     return f"torch {torch} {f'with CUDA {cuda}' if cuda else 'without CUDA'}"
 
 
@@ -102,7 +111,7 @@ def find_library(folder: Path, version: str, cuda: str | None) -> Path:
         )
     raise ImportError(
         f"transformer_plugin: expected a compiled library for {running}, found one for "
-        f"{' and one for '.join(_described(name) for name in found)}. Build it again for this torch: {BUILD}."
+        f"{' and one for '.join(described(name) for name in found)}. Build it again for this torch: {BUILD}."
     )
 
 

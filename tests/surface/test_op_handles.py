@@ -37,6 +37,7 @@ def test_headers_are_those_of_the_schemas() -> None:
     assert set(op_handles.HANDLES.glob("*")) == set(texts)
     for path, text in texts.items():
         assert path.read_text() == text, f"{path.name}: run python -m build_tools.op_handles"
+    assert op_handles.CHECKSUMS.read_text() == op_handles.checksums(), "run python -m build_tools.op_handles"
 
 
 def test_every_op_has_a_handle() -> None:
