@@ -343,6 +343,19 @@ class NVFP4BlockScaling(Recipe):
         ).key
 
 
+#: The names of the recipes, of :func:`recipe_from_name`.
+RECIPES: dict[str, Recipe | None] = {
+    "none": None,
+    "bf16": BFloat16(),
+    "fp8_tensor": Float8CurrentScaling(),
+    "fp8_row": Float8RowwiseScaling(),
+    "fp8_delayed": DelayedScaling(),
+    "fp8_block": Float8BlockScaling(),
+    "mxfp8": MXFP8BlockScaling(),
+    "nvfp4": NVFP4BlockScaling(),
+}
+
+
 @typed
 def recipe_from_name(name: str) -> Recipe | None:
     """Returns the recipe of a name, with default arguments.
@@ -351,19 +364,9 @@ def recipe_from_name(name: str) -> Recipe | None:
 
     Returns None for "none".
     """
-    recipes: dict[str, Recipe | None] = {
-        "none": None,
-        "bf16": BFloat16(),
-        "fp8_tensor": Float8CurrentScaling(),
-        "fp8_row": Float8RowwiseScaling(),
-        "fp8_delayed": DelayedScaling(),
-        "fp8_block": Float8BlockScaling(),
-        "mxfp8": MXFP8BlockScaling(),
-        "nvfp4": NVFP4BlockScaling(),
-    }
-    if name not in recipes:
+    if name not in RECIPES:
         raise ValueError(
             "transformer_plugin.recipe_from_name: argument 'name': expected one of "
-            f"{', '.join(recipes)}, got '{name}'. Choose one of them, or construct a recipe."
+            f"{', '.join(RECIPES)}, got '{name}'. Choose one of them, or construct a recipe."
         )
-    return recipes[name]
+    return RECIPES[name]
