@@ -6,6 +6,7 @@
     python examples/train_moe.py --reference          # the same model and data in plain PyTorch
     python examples/train_moe.py --compare            # both, step by step
     python examples/train_moe.py --resume             # continues a stopped run, bit for bit
+    python examples/train_moe.py --resume --steps 800 # makes it longer, with the last learning rate
     python examples/train_moe.py --data-parallel ddp --parameters list --expert-ranks 1
     python examples/train_moe.py --ranks 4 --tensor-parallel 2 --shard 2
     python examples/train_moe.py --ranks 1 --data-parallel none --cuda-graph --format fp8_block --cached-weights
@@ -13,9 +14,14 @@
 
 Every rank reads different data (FSDP2 or DDP) and has its share of the experts (expert parallelism). It runs on GPUs
 if there is one for each rank, otherwise on the CPU. Results are in --out: loss.png, metrics.jsonl, sample.txt,
-checkpoints. A new run renames an earlier one to <out>.previous; it never moves or deletes other files. A run can be
-resumed with another number of ranks if --batch-size gives the same number of sequences per step. Ctrl-C finishes the
-step, saves and exits. After a second Ctrl-C, or if a rank does not respond, the run ends without saving.
+checkpoints. A new run renames an earlier one to <out>.previous; it never moves or deletes other files. Ctrl-C finishes
+the step, saves and exits. After a second Ctrl-C, or if a rank does not respond, the run ends without saving.
+
+--resume takes the options of the run from its config.json. Only --steps may be another one, and how the ranks divide
+the work (--ranks, --batch-size, --tensor-parallel, --shard, --expert-ranks), if a step has as many sequences as before.
+The learning rate of a step stays what it was: the schedule has the --steps of the first command, or its
+--schedule-steps, and further steps have the last learning rate, a twentieth of --lr. How a run is executed is not
+saved: repeat --cuda-graph, --checkpoint-every, --sample-length.
 """
 
 from __future__ import annotations
@@ -24,6 +30,7 @@ import argparse
 import errno
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -33,11 +40,10 @@ from typing import NoReturn
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from moe_lm.config import PRESETS, Config, Options, memory_here
-from moe_lm.limits import UserError, shortened
+from moe_lm.limits import CHOICES, UserError, shortened
+from moe_lm.resume import continued
 from moe_lm.stopping import INTERRUPTED, StopRequest
 
-FORMATS = ("none", "bf16", "fp8_tensor", "fp8_row", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4")
-LAYOUTS, WRAPPERS = ("packed", "list", "grouped"), ("fsdp", "ddp", "none")
 CPU_STEPS = 400  # default on a CPU: three to four minutes on two cores
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)  # the disk failed, not the program
 
@@ -74,26 +80,25 @@ def _parser() -> Parser:
         r"-(\.?\d|inf|nan)", re.IGNORECASE
     )  # "-1e3" and "-inf" are values
     flag = argparse.BooleanOptionalAction
-    parser.add_argument("--preset", choices=PRESETS, default="small", help="model size (default: small)")
+    words = {
+        "format": "number format of the experts' products (default: none)",
+        "dtype": "dtype of parameters (default: float32 on CPU)",
+        "parameters": "layout of the experts' weights (default: packed)",
+        "data_parallel": "none: one rank (default: fsdp, ddp with --tensor-parallel or --shard)",
+    }
+    parser.add_argument("--preset", choices=PRESETS, help="model size (default: small)")
+    for name, text in words.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", choices=CHOICES[name], help=text)
     parser.add_argument(
-        "--format", choices=FORMATS, help="number format of the experts' products (default: none)"
-    )
+        "--steps", type=INTEGER, metavar="INT",
+        help=f"default {Config.steps}, {CPU_STEPS} on a CPU; with --resume also more than before",
+    )  # fmt: skip
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), help="dtype of parameters (default: float32 on CPU)"
-    )
-    parser.add_argument(
-        "--steps", type=INTEGER, metavar="INT", help=f"default {Config.steps}, {CPU_STEPS} on a CPU"
-    )
+        "--schedule-steps", type=INTEGER, metavar="INT",
+        help="steps until the learning rate has fallen to a twentieth, where it stays (default: --steps of a new run)",
+    )  # fmt: skip
     parser.add_argument("--text", help="file or folder (default: the standard library of this Python)")
     parser.add_argument("--reference", action=flag, help="run the experts in plain PyTorch")
-    parser.add_argument(
-        "--parameters", choices=LAYOUTS, help="layout of the experts' weights (default: packed)"
-    )
-    parser.add_argument(
-        "--data-parallel",
-        choices=WRAPPERS,
-        help="none: one rank (default: fsdp, ddp with --tensor-parallel or --shard)",
-    )
     parser.add_argument(
         "--tensor-parallel",
         type=INTEGER,
@@ -108,7 +113,7 @@ def _parser() -> Parser:
     parser.add_argument("--cuda-graph", action=flag, help="a training step is one CUDA graph (one GPU)")
     parser.add_argument("--compile", action=flag, help="torch.compile the model")
     parser.add_argument("--compare", action=flag, help="train both implementations, alternating step by step")
-    parser.add_argument("--resume", action=flag, help="continue from the last checkpoint in --out")
+    parser.add_argument("--resume", action=flag, help="continue the run in --out, with its options")
     parser.add_argument("--out", help=f"folder for the results (default: {Options.out})")
     for field in (*fields(Config), *fields(Options)):
         option = "--" + field.name.replace("_", "-")
@@ -120,7 +125,7 @@ def _parser() -> Parser:
 
 
 def parse(arguments: list[str]) -> tuple[Config, Options]:
-    """Converts the command line to a configuration. Options override the preset."""
+    """Converts the command line to a configuration. Options override the preset, or the run that is resumed."""
     given = {
         name: value for name, value in vars(_parser().parse_args(arguments)).items() if value is not None
     }
@@ -130,13 +135,16 @@ def parse(arguments: list[str]) -> tuple[Config, Options]:
     size = launched["WORLD_SIZE"]
     if size is not None and given.setdefault("ranks", size) != size:
         raise UserError("argument '--ranks'", f"the launcher's {size}", str(given["ranks"]), "Leave it out.")
-    values = {**PRESETS[given.pop("preset")], **given}
-    if values.get("tensor_parallel", 1) > 1 or values.get("shard", 1) > 1:
-        values.setdefault("data_parallel", "ddp")
     option_names = {field.name for field in fields(Options)}
-    options = Options(**{name: value for name, value in values.items() if name in option_names})
+    options = Options(**{name: value for name, value in given.items() if name in option_names})
     options.check()
-    values = {name: value for name, value in values.items() if name not in option_names}
+    if options.resume:
+        values = continued(Path(options.out), given)
+    else:
+        chosen = {name: value for name, value in given.items() if name not in option_names}
+        values = {**PRESETS[options.preset], **chosen}
+        if values.get("tensor_parallel", 1) > 1 or values.get("shard", 1) > 1:
+            values.setdefault("data_parallel", "ddp")
     Config(**values).check()  # before the import of torch, which takes seconds
     here = launched["LOCAL_WORLD_SIZE"] or values.get("ranks", Config.ranks)
     gpus = _gpus()
@@ -184,7 +192,8 @@ def work(config: Config, options: Options, stop: StopRequest) -> int:
             if run.train():
                 run.finish()
             elif world.first:
-                say(f"stopped after step {run.step} of {config.steps}; continue with --resume (same options)")
+                of_run = "" if options.out == Options.out else f" --out {shlex.quote(options.out)}"
+                say(f"stopped after step {run.step} of {config.steps}; continue with --resume{of_run}")
             return INTERRUPTED if run.interrupted else 0
     except UserError:
         raise

@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
 
 from moe_lm.config import SHARED_OUT, Config, difference
-from moe_lm.folder import is_saved
-from moe_lm.limits import UserError, shortened
+from moe_lm.folder import checkpoints, is_saved, newest_checkpoint
+from moe_lm.limits import UserError, option, shortened
 from moe_lm.world import World
 
 VERSION = 2
@@ -53,7 +53,7 @@ def save(out: Path, step: int, config: Config, state: Stateful, world: World) ->
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
     if world.first:
-        for old in _folders(out)[:-KEPT]:
+        for old in checkpoints(out)[:-KEPT]:
             if is_saved(old):
                 shutil.rmtree(old, ignore_errors=True)
 
@@ -97,15 +97,7 @@ def _cause(error: BaseException) -> str:
 
 def check(out: Path, config: Config) -> Path:
     """Returns the newest checkpoint after verifying every byte; raises :class:`UserError` if it cannot be used."""
-    folders = _folders(out)
-    if not folders:
-        raise UserError(
-            "argument '--resume'",
-            f"a checkpoint under '{out / 'checkpoints'}'",
-            "none",
-            "Start without --resume, or give the --out of an earlier run.",
-        )
-    folder = folders[-1]
+    folder = newest_checkpoint(out)
     manifest = _manifest(folder)
     changed = difference(manifest["config"], config)
     if changed:
@@ -115,6 +107,9 @@ def check(out: Path, config: Config) -> Path:
             "; ".join(changed),
             "Resume with the options of the first run, or start anew in another --out.",
         )
+    if config.steps < manifest["step"]:
+        expected, do = f"at least {manifest['step']}, as many as '{folder}' has", "Raise it, or leave it out."
+        raise UserError(option("steps"), expected, str(config.steps), do)
     for name, entry in manifest["files"].items():
         path = folder / name
         if not path.is_file():
@@ -136,11 +131,6 @@ def load(folder: Path, state: Stateful, world: World) -> int:
         except CheckpointException as error:
             raise _corrupt(folder, _cause(error)) from None
     return int(_manifest(folder)["step"])
-
-
-def _folders(out: Path) -> list[Path]:
-    found = (out / "checkpoints").glob("step-*")
-    return sorted(path for path in found if re.fullmatch(r"step-\d{8}", path.name) and path.is_dir())
 
 
 def _manifest(folder: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from moe_lm.config import Config, Options
 from moe_lm.run import claim_folder, describe, load_text, say
 from moe_lm.stopping import EVALUATING, STEP, StopRequest
-from moe_lm.trainer import Trainer
+from moe_lm.trainer import Trainer, about_compiling
 from moe_lm.world import World
 
 NAMES = ("plain PyTorch", "transformer_plugin")
@@ -29,13 +29,15 @@ def compare(config: Config, options: Options, world: World, stop: StopRequest) -
     The order within a step alternates, so that neither always runs with warm caches.
     """
     corpus = load_text(config, options, world)
-    owned = claim_folder(Path(options.out), config, world)
+    owned = claim_folder(Path(options.out), config, world, options.preset)
     trainers = [
         Trainer(config.in_plain_pytorch(), world, corpus),
         Trainer(replace(config, reference=False), world, corpus),
     ]
     if world.first:
         say("\n".join(describe(trainer.config, trainer) for trainer in trainers))
+        if config.compile:
+            say(about_compiling(trainers[1].config))
     curves: list[list[torch.Tensor]] = [[], []]
     seconds: list[list[float]] = [[], []]
     steps = tqdm(

@@ -15,8 +15,8 @@ from moe_lm.limits import UserError, check_limits, option
 class Config:
     """Everything that the losses depend on. A checkpoint can only be resumed with an equal Config.
 
-    Exception: ranks, tensor_parallel and batch_size may change if each step has as many sequences, because the text is
-    then the same, and so may expert_ranks and shard.
+    Exceptions: ranks, tensor_parallel and batch_size may change if each step has as many sequences, because the text is
+    then the same; so may expert_ranks and shard, and steps, because the learning rate depends on the schedule alone.
     """
 
     # The model. hidden is the width inside one expert; all sizes count elements.
@@ -60,6 +60,8 @@ class Config:
     ranks: int = 2
     # The training.
     steps: int = 550
+    #: steps after which the learning rate has fallen to a twentieth, where it stays; 0: steps.
+    schedule_steps: int = 0
     lr: float = 1e-3
     warmup_steps: int = 20
     weight_decay: float = 0.1
@@ -97,6 +99,11 @@ class Config:
     def sharing(self) -> int:
         """The number of ranks over which the experts are sharded."""
         return self.expert_ranks or (self.ranks if self.parameters == "packed" else 1)
+
+    @property
+    def schedule(self) -> int:
+        """The number of steps over which the learning rate falls."""
+        return self.schedule_steps or self.steps
 
     @property
     def data_ranks(self) -> int:
@@ -288,6 +295,8 @@ class Options:
     compare: bool = False
     #: whether a whole training step is one CUDA graph.
     cuda_graph: bool = False
+    #: name of the sizes that the other options override, for config.json.
+    preset: str = "small"
 
     def check(self) -> None:
         """Raises for options that exclude each other."""
@@ -344,20 +353,18 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-SHARED_OUT = (
-    "ranks",
-    "batch_size",
-)  # the ranks divide the sequences of a step, so only the product matters
+SHARED_OUT = ("ranks", "batch_size")  # the ranks divide the sequences of a step, so only the product matters
+MAY_CHANGE = (*SHARED_OUT, "expert_ranks", "tensor_parallel", "shard", "steps")  # when a run is resumed
 #: newer than checkpoints
-PARALLEL_OPTIONS = (
+NEWER_OPTIONS = (
     *("parameters", "cached_weights", "data_parallel", "expert_ranks"),
-    *("tensor_parallel", "shard"),
+    *("tensor_parallel", "shard", "schedule_steps"),
 )
 
 
 def difference(old: dict[str, Any], new: Config) -> list[str]:
     """Returns lines ``name was OLD and is NEW`` for all values that differ."""
-    old = {**{name: getattr(Config, name) for name in PARALLEL_OPTIONS}, **old}
+    old = {**{name: getattr(Config, name) for name in NEWER_OPTIONS}, **old}
     name = "ranks * batch_size"
     if max(old["tensor_parallel"], new.tensor_parallel) > 1:
         name = "ranks / tensor_parallel * batch_size"
@@ -365,7 +372,11 @@ def difference(old: dict[str, Any], new: Config) -> list[str]:
         {**each, name: each["ranks"] // each["tensor_parallel"] * each["batch_size"]}
         for each in (old, asdict(new))
     )
-    free = {*SHARED_OUT, "expert_ranks", "tensor_parallel", "shard"}
+    before["schedule_steps"], now["schedule_steps"] = (
+        before["schedule_steps"] or before["steps"],
+        new.schedule,
+    )
+    free = set(MAY_CHANGE)
     if new.format == "fp8_delayed" and (_sharing(old) == 1) != (new.sharing == 1):
         free -= {"ranks", "expert_ranks"}  # the state of delayed scaling of sharded experts has another shape
     return [

@@ -25,7 +25,7 @@ from moe_lm.limits import UserError, option
 PROGRAM = "examples/train_moe.py"
 MARKER = "config.json"
 RESULTS = {MARKER, "metrics.jsonl", "loss.png", "sample.txt", "compare.json", "compare.png", "checkpoints"}
-RESULTS |= {"metrics.jsonl.tmp"}
+RESULTS |= {"metrics.jsonl.tmp", "config.json.tmp"}
 CHECKPOINT = re.compile(r"step-\d{8}(\.tmp)?")
 #: the files of a checkpoint; older versions wrote rank*.pt.
 SAVED = re.compile(r"manifest\.json|\.metadata(\.tmp)?|__\d+_\d+\.distcp|rank\d+\.pt")
@@ -61,7 +61,7 @@ class RunFolder:
         self.lock = _lock(out)
 
     @classmethod
-    def new(cls, out: Path, config: Config) -> RunFolder:
+    def new(cls, out: Path, config: Config, preset: str = "small") -> RunFolder:
         """Makes an empty folder for a new run. An earlier run is renamed to ``<out>.previous``."""
         check_new(out)
         try:
@@ -73,7 +73,7 @@ class RunFolder:
                 out.mkdir()
                 moved, folder.lock = folder.lock, _lock(out)
                 os.close(moved)
-            marker = {"program": PROGRAM, **asdict(config)}
+            marker = {"program": PROGRAM, "preset": preset, **asdict(config)}
             (out / MARKER).write_text(json.dumps(marker, indent=1) + "\n")
         except OSError as error:
             raise _unusable(out, error) from None
@@ -93,6 +93,20 @@ class RunFolder:
             return folder
         except OSError as error:
             raise _unusable(out, error) from None
+
+    def update(self, config: Config) -> None:
+        """Writes what is new in the configuration of a run that continues."""
+        path = self.out / MARKER
+        before = json.loads(path.read_text())
+        after = {**before, "program": PROGRAM, **asdict(config)}
+        if after == before:
+            return
+        try:
+            complete = path.with_name(f"{MARKER}.tmp")
+            complete.write_text(json.dumps(after, indent=1) + "\n")
+            complete.replace(path)
+        except OSError as error:
+            raise _unusable(self.out, error) from None
 
     def _move_away(self) -> None:
         previous = _previous(self.out)
@@ -176,6 +190,25 @@ def _entries(folder: Path) -> Iterator[tuple[Path, bool]]:
         yield step, ours
         for path in sorted(step.iterdir()) if ours else ():
             yield path, _is_part(path)
+
+
+def checkpoints(out: Path) -> list[Path]:
+    """Returns the folders of the checkpoints, the newest last."""
+    found = (out / "checkpoints").glob("step-*")
+    return sorted(path for path in found if re.fullmatch(r"step-\d{8}", path.name) and path.is_dir())
+
+
+def newest_checkpoint(out: Path) -> Path:
+    """Returns its folder; raises if there is none."""
+    folders = checkpoints(out)
+    if not folders:
+        raise UserError(
+            option("resume"),
+            f"a checkpoint under '{out / 'checkpoints'}'",
+            "none",
+            "Start without --resume, or give the --out of an earlier run.",
+        )
+    return folders[-1]
 
 
 def is_saved(step: Path) -> bool:

@@ -40,6 +40,7 @@ INTEGERS: dict[str, tuple[int, int]] = {
     "tensor_parallel": (1, 1024),
     "shard": (1, 1024),
     "steps": (1, 99_999_999),  # a checkpoint's folder name has 8 digits
+    "schedule_steps": (0, 99_999_999),
     "warmup_steps": (0, 99_999_999),
     "seed": (-(2**63), 2**63 - 1),
     "eval_every": (1, 10**9),
@@ -55,6 +56,14 @@ FLOATS: dict[str, tuple[float, float]] = {
     "weight_decay": (0.0, 1e3),
     "clip_norm": (1e-9, 1e30),
     "aux_loss_coeff": (0.0, 1e3),
+}
+
+#: the values of options that are words.
+CHOICES: dict[str, tuple[str, ...]] = {
+    "format": ("none", "bf16", "fp8_tensor", "fp8_row", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4"),
+    "dtype": ("float32", "bfloat16"),
+    "parameters": ("packed", "list", "grouped"),
+    "data_parallel": ("fsdp", "ddp", "none"),
 }
 
 

@@ -22,7 +22,7 @@ from moe_lm.folder import RunFolder
 from moe_lm.limits import UserError
 from moe_lm.sample import generate
 from moe_lm.stopping import SAVING, STEP, StopRequest
-from moe_lm.trainer import Trainer
+from moe_lm.trainer import Trainer, about_compiling
 from moe_lm.world import World
 
 READ_EVERY = {"cpu": 1, "cuda": 10}  # steps between reads of the losses; a read waits for the device
@@ -106,7 +106,7 @@ class Run:
         self.out = Path(options.out)
         corpus = load_text(config, options, world)
         self.step, self.interrupted = 0, False
-        self.owned = claim_folder(self.out, None if options.resume else config, world)
+        self.owned = claim_folder(self.out, None if options.resume else config, world, options.preset)
         folder = None
         if options.resume:
             with world.together():
@@ -114,6 +114,9 @@ class Run:
         self.trainer = Trainer(config, world, corpus, options.cuda_graph)
         if folder is not None:
             self.step = checkpoint.load(folder, self.trainer, world)
+            with world.together():
+                if self.owned is not None:
+                    self.owned.update(config)
             stop.resumable = str(self.step)
         dist.barrier(group=world.group)
         self.saved = self.step
@@ -128,6 +131,10 @@ class Run:
             say(f"{self.description}\ntext: {corpus.source}, {len(corpus.train) / 1e6:.1f} MB")
             if folder is not None:
                 say(f"resumed from {folder}")
+                if self.step == config.steps:
+                    say(f"all {self.step} steps are done; --steps makes the run longer")
+            if config.compile and self.step < config.steps:
+                say(about_compiling(config))
             self.bar = tqdm(
                 total=config.steps, initial=self.step, unit="step", dynamic_ncols=True, file=sys.stderr,
                 mininterval=0.5 if sys.stderr.isatty() else 15,
@@ -240,7 +247,7 @@ def load_text(config: Config, options: Options, world: World) -> Corpus:
     return corpus
 
 
-def claim_folder(out: Path, config: Config | None, world: World) -> RunFolder | None:
+def claim_folder(out: Path, config: Config | None, world: World, preset: str) -> RunFolder | None:
     """Makes or opens the run's folder: a new one with ``config``, the existing one with None. A collective call.
 
     The first rank must keep the returned object until the run ends.
@@ -248,7 +255,7 @@ def claim_folder(out: Path, config: Config | None, world: World) -> RunFolder | 
     owned = None
     with world.together():
         if world.first:
-            owned = RunFolder.old(out) if config is None else RunFolder.new(out, config)
+            owned = RunFolder.old(out) if config is None else RunFolder.new(out, config, preset)
     return owned
 
 

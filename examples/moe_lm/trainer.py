@@ -70,18 +70,31 @@ def parallelize(model: LanguageModel, config: Config, mesh: DeviceMesh) -> torch
     return model
 
 
-def compile_blocks(model: LanguageModel, config: Config) -> None:
-    """Compiles each block to one graph. Call it before :func:`parallelize`, so that FSDP2's hooks stay outside.
+def compiles_whole_blocks(config: Config) -> bool:
+    """Whether a block is one graph.
 
-    FSDP2 has hooks inside of a block whose experts are sharded over some of the ranks, which is then several graphs.
+    FSDP2 has hooks inside of a block whose experts are sharded over some of the ranks, and in plain PyTorch the host
+    reads the sizes of the exchange between two graphs.
     """
-    whole = not config.reference
-    if config.data_parallel == "fsdp" and 1 < config.sharing < config.ranks:
-        whole = False
+    hooked = config.data_parallel == "fsdp" and 1 < config.sharing < config.ranks
+    return not config.reference and not hooked
+
+
+def about_compiling(config: Config) -> str:
+    """What happens in the first step, in one line for the terminal."""
+    graphs = "one graph for all" if compiles_whole_blocks(config) else "several graphs"
+    return (
+        f"torch.compile: {config.layers} blocks, {graphs}, forward and backward. The first step compiles them, which "
+        "takes about a minute; the first evaluation compiles a forward"
+    )
+
+
+def compile_blocks(model: LanguageModel, config: Config) -> None:
+    """Compiles each block. Call it before :func:`parallelize`, so that FSDP2's hooks stay outside."""
     for block in model.blocks:
-        if config.reference:  # the host reads the sizes of its exchange, between two graphs
+        if config.reference:
             block.moe.forward = torch.compiler.disable(block.moe.forward)
-        block.forward = torch.compile(block.forward, fullgraph=whole)
+        block.forward = torch.compile(block.forward, fullgraph=compiles_whole_blocks(config))
 
 
 def make_optimizer(model: LanguageModel, config: Config) -> torch.optim.Optimizer:
@@ -132,13 +145,16 @@ class Trainer:
         return self.config.batch_size * self.config.seq_len * self.config.data_ranks
 
     def learning_rate(self, step: int) -> float:
-        """Linear warm-up, then a half cosine down to a twentieth. A number of float32, as it is in a CUDA graph."""
+        """Linear warm-up, then a half cosine down to a twentieth at the end of the schedule, and this from then on.
+
+        A number of float32, as it is in a CUDA graph.
+        """
         config = self.config
         if step < config.warmup_steps:
             rate = config.lr * (step + 1) / config.warmup_steps
         else:
-            done = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
-            rate = config.lr * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done)))
+            done = (step - config.warmup_steps) / max(1, config.schedule - config.warmup_steps)
+            rate = config.lr * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
         return float(torch.tensor(rate, dtype=torch.float32))
 
     def step(self, step: int, stop: bool = False) -> Tensor:

@@ -65,7 +65,7 @@ def test_interrupted_and_resumed_is_bit_for_bit_the_whole_run(whole_run, tmp_pat
     assert f"stopped after step {stopped} of {STEPS}; continue with --resume" in output
     assert [path.name for path in (out / "checkpoints").iterdir()] == [f"step-{stopped:08d}"]
 
-    train(out, *options, "--resume")
+    train(out, "--resume")
 
     assert_same_results(out, whole, STEPS)
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from moe_lm import checkpoint
-from moe_lm.config import PARALLEL_OPTIONS, Config, UserError, difference
+from moe_lm.config import NEWER_OPTIONS, Config, UserError, difference
 from moe_lm.folder import RunFolder
 from moe_lm.world import World
 from torch.distributed.device_mesh import init_device_mesh
@@ -205,7 +205,7 @@ def test_ranks_that_share_the_same_sequences(
 def test_other_ways_to_share_the_experts(before: dict[str, Any], now: dict[str, Any], got: str) -> None:
     old, new = Config(**before), Config(**now)
     assert "; ".join(difference(asdict(old), new)) == got
-    saved_earlier = {name: value for name, value in asdict(old).items() if name not in PARALLEL_OPTIONS}
+    saved_earlier = {name: value for name, value in asdict(old).items() if name not in NEWER_OPTIONS}
     if before.keys() <= {"format"}:  # of a program without these options
         assert "; ".join(difference(saved_earlier, new)) == got
 

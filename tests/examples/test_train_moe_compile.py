@@ -1,4 +1,5 @@
-"""``--compile`` of examples/train_moe.py: one graph for all blocks, without a break, and the losses of eager."""
+"""``--compile`` of examples/train_moe.py: one graph for all blocks, without a break, the losses of eager, and a line
+that says what takes so long."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ import torch
 from moe_lm.config import PRESETS, Config
 from torch._dynamo.utils import counters
 
+from tests.examples.conftest import arguments
+from tests.examples.processes import started
 from tests.examples.trainers import losses
 from transformer_plugin.testing.distributed import Rank, RankPool
 
@@ -50,3 +53,24 @@ def test_one_graph(place: str, backend: str, text_file: Path) -> None:
             assert counted["stats"]["unique_graphs"] == 2
             assert compiled == pytest.approx(eager, rel=0 if backend == "aot_eager" else 2**-7)
             assert eager[-1] < eager[0] - 0.2, "nothing was learned, so nothing is compared"
+
+
+@pytest.mark.parametrize(
+    ("options", "graphs"),
+    [([], "one graph for all"), (["--reference"], "several graphs")],
+    ids=["ours", "plain"],
+)
+def test_the_command_says_that_it_compiles(
+    options: list[str], graphs: str, text_file: Path, tmp_path: Path
+) -> None:
+    """Before the bar, which goes on below. Nothing is compiled here, which would take most of a minute."""
+    options = [*options, "--compile", "--text", str(text_file), "--steps", "2", "--eval-batches", "1"]
+    command = arguments(tmp_path / "run", *options, "--ranks", "1", "--data-parallel", "none")
+    with started(command, TORCHDYNAMO_DISABLE="1") as run:
+        output, _ = run.communicate(timeout=200)
+    assert run.returncode == 0, output
+    line = (
+        f"torch.compile: 2 blocks, {graphs}, forward and backward. The first step compiles them, which takes about a "
+        "minute; the first evaluation compiles a forward\n"
+    )
+    assert output.count(line) == 1 and output.index(line) < output.index("0/2 [") < output.index("2/2 [")

@@ -187,7 +187,7 @@ def test_stopped_under_torchrun_and_resumed(text_file: Path, tmp_path: Path) -> 
     with started([*launcher, str(SCRIPT), *arguments(out, *options, "--stop-at", "3")[2:]]) as run:
         output, _ = run.communicate(timeout=200)
         assert run.returncode == 0 and "stopped after step 3 of 8" in output
-    train(out, *options, "--resume")
+    train(out, "--resume")
     assert_same_results(out, whole, 8)
     names = [name for name in read_checkpoint(out, 8)["model"] if ".experts." in name]
     assert len(names) == 2 * 2 * 4  # layers, products, experts
