@@ -12,6 +12,7 @@ if not is_starting():  # the doctor, which has to run where nothing of this can 
     from transformer_plugin import (
         _flops,
         _on_import,
+        _public,
         activations,
         errors,
         formats,
@@ -59,3 +60,5 @@ if not is_starting():  # the doctor, which has to run where nothing of this can 
         "recipes",
         *functional.__all__,
     ]
+
+    _public.only_public_names(__name__)

@@ -20,6 +20,8 @@ from typing import Literal, NamedTuple
 
 from transformer_plugin._arguments import check_fields, one_of
 
+__all__ = ["FUNCTIONS", "INTERLEAVE", "TRAITS", "Activation", "ActivationTraits", "Function"]
+
 Function = Literal["swiglu", "relu2"]
 
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+__all__ = ["Settings", "read_settings", "settings"]
+
 
 @dataclass(frozen=True)
 class Settings:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+__all__ = ["PeerTimeoutError", "peer_errors", "peer_timeout"]
+
 _Base: type[Exception] = dist.DistError if dist.is_available() else RuntimeError
 
 #: The text of the C++ error (``peer_error`` in csrc/distributed/liveness.cpp); torch raises it as ``DistBackendError``.

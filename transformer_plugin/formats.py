@@ -28,6 +28,9 @@ import torch
 from transformer_plugin._arguments import check_fields, one_of
 from transformer_plugin._float32 import float32, is_epsilon, shortest
 
+__all__ = ["BLOCK", "FAMILIES", "GROUP_ALIGNMENT", "MX_BLOCK", "NV_BLOCK", "QUANTIZED", "TRAITS", "Element"]
+__all__ += ["Family", "FamilyTraits", "Format", "FourOverSix", "resolve"]
+
 Family = Literal["none", "bf16", "fp8_tensor", "fp8_row", "fp8_block", "mxfp8", "nvfp4"]
 Element = Literal["e4m3", "e5m2", "e2m1"]
 FourOverSix = Literal["", "mae", "mse"]
@@ -103,8 +106,7 @@ class Format:
             has no others.
         square_blocks: 128x128 blocks instead of 1x128 in ``fp8_block``, 32x32 instead of 1x32 in ``mxfp8``,
             16x16 instead of 1x16 in ``nvfp4``.
-        epsilon: a lower bound of the amax; kept as the nearest float32. Not ``mxfp8``
-            and ``nvfp4``.
+        epsilon: a lower bound of the amax; kept as the nearest float32. Not ``mxfp8`` and ``nvfp4``.
         random_hadamard: ``nvfp4``: the transposed copy is of the matrix whose rows, 16 at a time, were multiplied by a
             Hadamard matrix with random signs. Not with square blocks.
         stochastic_rounding: ``nvfp4``: elements are rounded up or down at random, without bias; the ops

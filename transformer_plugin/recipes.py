@@ -12,6 +12,20 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from transformer_plugin._arguments import check_fields, typed
 from transformer_plugin.formats import Element, Family, Format, FourOverSix
 
+__all__ = [
+    "BFloat16",
+    "DelayedScaling",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Float8RowwiseScaling",
+    "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
+    "Recipe",
+    "Role",
+    "recipe_from_name",
+]
+
+
 #: An operand of a product in training.
 Role = Literal["input", "weight", "grad"]
 

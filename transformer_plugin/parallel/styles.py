@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from transformer_plugin._arguments import class_name
+from transformer_plugin._public import only_public_names
 from transformer_plugin.nn._tensor_parallel import TensorParallel, same_on_ranks, tensor_parallel_of
 from transformer_plugin.nn.embedding import Embedding
 from transformer_plugin.nn.grouped_linear import GroupedLinear
@@ -29,6 +30,7 @@ from transformer_plugin.parallel._collectives import torch_collectives
 from transformer_plugin.tensor._layout import message
 
 __all__ = ["ColumnParallel", "ExpertTensorParallel", "NormColwiseParallel", "RowParallel", "SequenceParallel"]
+only_public_names(__name__)
 
 
 class _Style(ParallelStyle):

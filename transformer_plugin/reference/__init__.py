@@ -1,5 +1,6 @@
 """References of all ops in plain PyTorch: short, slow, and the oracle of the ops' tests."""
 
+from transformer_plugin import _public
 from transformer_plugin.reference import (
     activations as _activations,
     connect_gradient as _connect_gradient,
@@ -51,3 +52,5 @@ __all__ += _quantize.__all__
 __all__ += _quantize_out.__all__
 __all__ += _quantize_weight.__all__
 __all__ += _routing.__all__
+
+_public.only_public_names(__name__)
