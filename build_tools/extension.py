@@ -152,7 +152,7 @@ class Libraries:
 
 
 def generate_code(arch: str) -> list[str]:
-    """nvcc's flags for an entry of TORCH_CUDA_ARCH_LIST: 9.0a, or 8.0+PTX with code that newer GPUs compile too."""
+    """nvcc's flags for an entry of TORCH_CUDA_ARCH_LIST: 9.0a, or 12.0a+PTX with code for the driver too."""
     number = arch.removesuffix("+PTX").replace(".", "")
     flags = ["-gencode", f"arch=compute_{number},code=sm_{number}"]
     return (

@@ -17,6 +17,7 @@ from types import ModuleType
 MINIMUM_GCC = 11
 MINIMUM_CLANG = 14
 DEFAULT_CUDA_ARCH = "9.0a"
+OLDEST_CUDA_ARCH = (9, 0)  # older GPUs lack instructions of the kernels
 
 
 class ToolchainError(RuntimeError):
@@ -129,17 +130,17 @@ def use_cuda(torch_version: str, torch_cuda: str | None) -> Path | None:
 
 
 def architectures() -> tuple[str, ...]:
-    """The architectures of GPUs to compile for: those of TORCH_CUDA_ARCH_LIST, such as ``9.0a;8.0+PTX``."""
-    names = tuple(
-        re.split(r"[;\s]+", os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip() or DEFAULT_CUDA_ARCH)
-    )
+    """The architectures of GPUs to compile for: those of TORCH_CUDA_ARCH_LIST, such as ``9.0a;10.0a``. The kernels must
+    compile for each, which the compiler says only after minutes."""
+    names = re.split(r"[\s;]+", os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip(" ;") or DEFAULT_CUDA_ARCH)
     for name in names:
-        if not re.fullmatch(r"\d+\.\d[af]?(\+PTX)?", name):
+        if not re.fullmatch(r"\d+\.\da(\+PTX)?", name) or _numbers(name) < OLDEST_CUDA_ARCH:
             raise ToolchainError(
-                f"TORCH_CUDA_ARCH_LIST: expected architectures such as 9.0a;10.0a or 8.0+PTX, got {name!r}. "
-                "Name compute capabilities by their numbers"
+                "TORCH_CUDA_ARCH_LIST: expected architectures with all of their instructions, from 9.0a on, such as "
+                f"'9.0a;10.0a', got '{name}'. Change it, or build without CUDA: `TRANSFORMER_PLUGIN_CPU_ONLY=1 pip "
+                "install --no-build-isolation .`"
             )
-    return names
+    return tuple(names)
 
 
 def job_count(gib_per_job: int = 4, meminfo: str = "/proc/meminfo") -> int:

@@ -11,12 +11,16 @@ namespace transformer_plugin {
 
 inline constexpr int kWarpSize = 32;
 
+// Raises for a GPU of which the library has no kernels.
+[[noreturn]] void refuse_gpu(const char* kernel);
+
 inline void check_launch(const char* kernel) {
   const cudaError_t error = cudaGetLastError();
-  if (error != cudaSuccess) {
-    throw std::runtime_error(std::string("transformer_plugin: launch of ") + kernel +
-                             " failed: " + cudaGetErrorString(error));
-  }
+  if (error == cudaSuccess) return;
+  // The second is that of questions about a kernel, which some launches begin with.
+  if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction) refuse_gpu(kernel);
+  throw std::runtime_error(std::string("transformer_plugin: launch of ") + kernel +
+                           " failed: " + cudaGetErrorString(error));
 }
 
 // Blocks for `items` at `per_block` each, at most the maximum x dimension of a grid; kernels loop over the

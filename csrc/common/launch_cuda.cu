@@ -1,7 +1,8 @@
-// Whether the current device runs kernels with PDL instructions (common/launch.cuh).
+// Which kernels the current device runs: with PDL instructions, or none (common/launch.cuh).
 #include <array>
 #include <atomic>
 
+#include "common/gpu_refusal.h"
 #include "common/launch.cuh"
 
 namespace transformer_plugin {
@@ -19,6 +20,14 @@ bool ask() {
 }
 
 }  // namespace
+
+void refuse_gpu(const char* kernel) {
+  int device = 0, major = 0, minor = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  throw std::runtime_error(gpu_refusal(kernel, {__CUDA_ARCH_LIST__}, 10 * major + minor));
+}
 
 bool supports_pdl() {
   enum : int8_t { kUnknown, kNo, kYes };

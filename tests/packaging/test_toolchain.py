@@ -145,11 +145,11 @@ def test_cuda_is_decided_by_the_toolkit_not_by_a_gpu(machine: Path, monkeypatch:
         (None, ("9.0a",)),
         ("", ("9.0a",)),
         ("10.0a", ("10.0a",)),
-        ("9.0a;8.0+PTX", ("9.0a", "8.0+PTX")),
-        ("9.0a 12.0", ("9.0a", "12.0")),
+        ("9.0a;10.0a", ("9.0a", "10.0a")),
+        ("9.0a 12.0a+PTX", ("9.0a", "12.0a+PTX")),
     ],
 )
-def test_architectures(
+def test_architectures_that_compile(
     machine: Path, monkeypatch: pytest.MonkeyPatch, setting: str | None, names: tuple[str, ...]
 ) -> None:
     if setting is not None:
@@ -157,18 +157,25 @@ def test_architectures(
     assert toolchain.architectures() == names
 
 
-def test_an_architecture_that_is_no_number(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0a;Hopper")
+@pytest.mark.parametrize(
+    ("names", "got"),
+    [("8.0", "8.0"), ("9.0a;8.9+PTX", "8.9+PTX"), ("9.0 10.0a", "9.0"), ("Hopper", "Hopper")],
+)
+def test_architectures_that_do_not_compile(
+    machine: Path, monkeypatch: pytest.MonkeyPatch, names: str, got: str
+) -> None:
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", names)
     assert message(toolchain.architectures) == (
-        "TORCH_CUDA_ARCH_LIST: expected architectures such as 9.0a;10.0a or 8.0+PTX, got 'Hopper'. Name compute "
-        "capabilities by their numbers"
+        "TORCH_CUDA_ARCH_LIST: expected architectures with all of their instructions, from 9.0a on, such as "
+        f"'9.0a;10.0a', got '{got}'. Change it, or build without CUDA: `TRANSFORMER_PLUGIN_CPU_ONLY=1 pip install "
+        "--no-build-isolation .`"
     )
 
 
 def test_code_for_an_architecture() -> None:
     assert generate_code("9.0a") == ["-gencode", "arch=compute_90a,code=sm_90a"]
-    assert generate_code("8.0+PTX") == [
-        "-gencode", "arch=compute_80,code=sm_80", "-gencode", "arch=compute_80,code=compute_80"
+    assert generate_code("12.0a+PTX") == [
+        "-gencode", "arch=compute_120a,code=sm_120a", "-gencode", "arch=compute_120a,code=compute_120a"
     ]  # fmt: skip
 
 

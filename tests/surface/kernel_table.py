@@ -10,7 +10,7 @@ from transformer_plugin import ops
 
 PAGE = ROOT / "docs" / "ops" / "gemm.md"
 BEGIN, END = "<!-- which kernel runs: begin -->\n", "<!-- which kernel runs: end -->"
-DEVICES = {"Hopper": 90, "Blackwell": 100, "Ampere": 80}
+DEVICES = {"Hopper": 90, "Blackwell, 10.0": 100, "Blackwell, 12.0": 120}
 FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
 #: Name, dtype of unquantized operands, and formats of rows, of a weight, and of the operands of a weight
 #: gradient.
