@@ -150,3 +150,15 @@ def test_no_machine_paths_or_registries() -> None:
 
 def test_setup_is_short() -> None:
     assert len((ROOT / "setup.py").read_text().splitlines()) < 60
+
+
+def test_versions_are_one() -> None:
+    found = {
+        name: re.findall(pattern, (ROOT / name).read_text(), re.MULTILINE)
+        for name, pattern in {
+            "pyproject.toml": r'^version = "(.*)"$',
+            "CITATION.cff": r"^version: (.*)$",
+            "transformer_plugin/__init__.py": r'^__version__ = "(.*)"$',
+        }.items()
+    }
+    assert len({tuple(versions) for versions in found.values()}) == 1, found
