@@ -45,3 +45,10 @@ def test_pictures_are_what_the_script_draws(tmp_path: Path) -> None:
     assert drawn == sorted(f"format_{name}.svg" for name in FORMATS)
     for name in drawn:
         assert (tmp_path / name).read_text() == (DOCS / "images" / name).read_text(), name
+
+
+def test_picture_of_the_layers(tmp_path: Path) -> None:
+    for name in ("draw_formats.py", "draw_layers.py"):
+        (tmp_path / name).write_text((DOCS / "images" / name).read_text())
+    subprocess.run([sys.executable, str(tmp_path / "draw_layers.py")], check=True)
+    assert (tmp_path / "layers.svg").read_text() == (DOCS / "images" / "layers.svg").read_text()
