@@ -67,8 +67,15 @@ class ManyLibraries:
 
 def toolkit_for(trees: list[TorchTree]) -> Toolkit | None:
     """One for all; each version of torch is checked against it."""
-    homes = [use_cuda(tree.version, tree.cuda) for tree in trees]
-    return Toolkit(homes[0], architectures()) if homes[0] else None
+    homes = {tree.version: use_cuda(tree.version, tree.cuda) for tree in trees}
+    without = [version for version, home in homes.items() if home is None]
+    if len(without) == len(homes):
+        return None
+    if without:
+        raise ToolchainError(
+            f"expected every torch of one wheel with CUDA, or none, got {', '.join(without)} without. Name others"
+        )
+    return Toolkit(next(home for home in homes.values() if home), architectures())
 
 
 def package(built: Any, folder: Path) -> Path:
