@@ -95,7 +95,8 @@ class Build:
     def text(self) -> str:
         """What ninja reads."""
         launcher = [*_ccache(), *self.cxx]
-        lines = [f"cxx = {shlex.join(launcher)}", f"nvcc = {shlex.join([*_ccache(), str(self.nvcc)])}", RULES]
+        lines = [f"builddir = {_escaped(self.folder)}", f"cxx = {shlex.join(launcher)}"]
+        lines += [f"nvcc = {shlex.join([*_ccache(), str(self.nvcc)])}", RULES]
         includes = Includes(self.root / "csrc")
         headers = self._headers(lines, includes) if self.precompiles else {}
         for library in self.libraries:

@@ -3,8 +3,8 @@
     python -m build_tools.wheel                    # into dist/, about an hour and a half on two cores
     python -m build_tools.wheel --torch 2.15.0     # for this version alone; several may be named
 
-The wheels of torch are downloaded and unpacked, not installed: compiling needs their headers, linking their libraries.
-At the end auditwheel checks which systems the wheel runs on, and names them.
+The wheels of other versions of torch are downloaded and unpacked, not installed: compiling needs their headers, linking
+their libraries. At the end auditwheel checks which systems the wheel runs on, and names them.
 """
 
 from __future__ import annotations
@@ -48,6 +48,13 @@ def unpacked(version: str) -> TorchTree:
         shutil.rmtree(wheels)
         (folder / "complete").touch()
     return TorchTree.unpacked(folder / "torch")
+
+
+def tree_of(version: str) -> TorchTree:
+    """That of the package index, or the same that is installed, for which most may be compiled already."""
+    installed = TorchTree.installed()
+    is_same = installed.cuda is not None and installed.version.partition("+")[0] == version
+    return installed if is_same else unpacked(version)
 
 
 class ManyLibraries:
@@ -120,7 +127,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder of the wheel")
     options = parser.parse_args()
     check_compiler()
-    trees = [unpacked(version) for version in options.torch]
+    trees = [tree_of(version) for version in options.torch]
     toolkit = toolkit_for(trees)
     built = ManyLibraries([Libraries(ROOT, tree, toolkit) for tree in trees])
     options.out.mkdir(parents=True, exist_ok=True)
