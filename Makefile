@@ -80,7 +80,7 @@ $(INSTALLED): pyproject.toml $(BUILT)
 setup: $(READY)
 build: $(INSTALLED)
 
-# Where there is no GPU, and no library with kernels yet, the demo builds without them, in a folder of its own.
+# Where there is no GPU, and no library with kernels yet, the demo builds without them, in a folder of its own, and quickly.
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo yes)
 ifneq ($(HAS_GPU)$(wildcard $(BUILT)),)
 demo: build
@@ -88,7 +88,7 @@ demo: build
 else
 demo: $(RUNS)
 	@echo "building the library for $(TORCH) without CUDA, as there is no GPU, in build/demo"
-	@TRANSFORMER_PLUGIN_CPU_ONLY=1 $(BIN)/python -W ignore setup.py --quiet build --build-lib build/demo
+	@TRANSFORMER_PLUGIN_CPU_ONLY=1 CFLAGS="$(or $(CFLAGS),-O1)" $(BIN)/python -W ignore setup.py --quiet build --build-lib build/demo
 	PYTHONPATH=build/demo $(BIN)/python examples/train_moe.py --ranks $(RANKS)
 endif
 

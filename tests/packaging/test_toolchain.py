@@ -261,9 +261,9 @@ def test_the_environment_chooses_the_optimization(monkeypatch: pytest.MonkeyPatc
     kernel, glue = Path("csrc/gemm/cpu/x.cpp"), Path("csrc/gemm/ops/x.cpp")
     monkeypatch.delenv("CFLAGS", raising=False)
     monkeypatch.delenv("TRANSFORMER_PLUGIN_SANITIZE", raising=False)
-    assert [host_flags(each)[-1] for each in (kernel, Path("csrc/x_cpu.cpp"), glue)] == ["-O3", "-O3", "-O1"]
+    assert [host_flags(each)[-1] for each in (kernel, Path("csrc/x_cpu.cpp"), glue)] == ["-O3", "-O3", "-O2"]
     monkeypatch.setenv("CFLAGS", "-g -O0")
-    assert [host_flags(each)[-3:] for each in (kernel, glue)] == [["-O3", "-g", "-O0"], ["-O1", "-g", "-O0"]]
+    assert [host_flags(each)[-3:] for each in (kernel, glue)] == [["-O3", "-g", "-O0"], ["-O2", "-g", "-O0"]]
 
 
 def names_in(folder: Path) -> set[str]:
