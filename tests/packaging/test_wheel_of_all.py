@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -116,3 +117,24 @@ def test_a_download_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(wheel.subprocess, "run", lambda command: subprocess.CompletedProcess(command, 1))
     with pytest.raises(ToolchainError, match=r"could not download torch 2\.15\.0"):
         wheel.unpacked("2.15.0")
+
+
+def test_a_source_distribution_has_all_that_a_build_reads(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "setup.py", "--quiet", "egg_info", "--egg-base", str(tmp_path),
+         "sdist", "--dist-dir", str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    (path,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    folders = [ROOT / "csrc", ROOT / "build_tools", ROOT / "transformer_plugin"]
+    files = {each for folder in folders for each in folder.rglob("*") if each.is_file()}
+    needed = {
+        str(each.relative_to(ROOT))
+        for each in files
+        if each.suffix != ".so" and "__pycache__" not in each.parts
+    }
+    assert needed | {"setup.py", "pyproject.toml", "README.md", "LICENSE"} <= names
+    assert not [name for name in names if name.endswith((".so", ".o", ".pyc"))]
