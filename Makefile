@@ -43,10 +43,10 @@ READY := $(VENV)/.ready
 INSTALLED := $(VENV)/.installed
 BUILT := $(VENV)/.built
 # The stamp of a build has its settings and the path of its library, which a build in another environment may replace.
-BUILD_SETTINGS := cpu_only=$(TRANSFORMER_PLUGIN_CPU_ONLY) cflags=$(CFLAGS)
+BUILD_SETTINGS := cpu_only=$(TRANSFORMER_PLUGIN_CPU_ONLY) cflags=$(CFLAGS) ldflags=$(LDFLAGS) cxx=$(if $(filter environment,$(origin CXX)),$(CXX)) archs=$(TORCH_CUDA_ARCH_LIST)
 IS_BUILT := $(shell { read -r settings && read -r library; } 2>/dev/null < $(BUILT) && \
   [[ "$$settings" == "$(BUILD_SETTINGS)" && -e "$$library" && ! "$$library" -nt $(BUILT) ]] && echo yes)
-BUILD_INPUTS := setup.py $(wildcard build_tools/*.py) $(shell find csrc -type f)
+BUILD_INPUTS := setup.py $(wildcard build_tools/*.py build_tools/*.map) $(shell find csrc -type f)
 CXX_FILES := $(shell find csrc examples -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 BENCHMARKS := $(filter-out __init__ common compile_peer expert_parallel_autograd expert_parallel_cases expert_parallel_exchange expert_parallel_layers expert_parallel_measures expert_parallel_page expert_parallel_peers functional_cases grouped_gemm_cpu grouped_gemm_works host_time_cases moe_layer_cases moe_layer_measures moe_layer_page moe_layer_peers peers plot plot_expert_parallel quantize_case quantize_cases quantize_grouped,$(basename $(notdir $(wildcard benchmarks/*.py))))
 
@@ -81,7 +81,9 @@ setup: $(READY)
 build: $(INSTALLED)
 
 # Where there is no GPU, and no library with kernels yet, the demo builds without them, in a folder of its own, and quickly.
-HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo yes)
+ifeq ($(MAKECMDGOALS),demo)
+HAS_GPU := $(shell [[ "$$(timeout 20 nvidia-smi -L 2>/dev/null)" == *GPU\ * ]] && echo yes)
+endif
 ifneq ($(HAS_GPU)$(wildcard $(BUILT)),)
 demo: build
 	$(BIN)/python examples/train_moe.py --ranks $(RANKS)
@@ -89,7 +91,7 @@ else
 demo: $(RUNS)
 	@echo "building the library for $(TORCH) without CUDA, as there is no GPU, in build/demo"
 	@TRANSFORMER_PLUGIN_CPU_ONLY=1 CFLAGS="$(or $(CFLAGS),-O1)" $(BIN)/python -W ignore setup.py --quiet build --build-lib build/demo
-	PYTHONPATH=build/demo $(BIN)/python examples/train_moe.py --ranks $(RANKS)
+	CUDA_VISIBLE_DEVICES= PYTHONPATH=build/demo $(BIN)/python examples/train_moe.py --ranks $(RANKS)
 endif
 
 # By default the files with the fewest tests, which take longest, would run beside each other at the end.

@@ -209,12 +209,16 @@ def is_gcc(cxx: list[str]) -> bool:
 
 def find_ninja() -> str:
     """ninja of the package of that name, or of the system."""
+    found = shutil.which("ninja")
     try:
         import ninja
 
-        return str(Path(ninja.BIN_DIR) / "ninja")
+        of_package = Path(
+            ninja.BIN_DIR, "ninja"
+        )  # the folder is "" where the package came without its program
+        found = str(of_package) if ninja.BIN_DIR and of_package.exists() else found
     except ImportError:
-        found = shutil.which("ninja")
+        pass
     if found is None:
         raise ToolchainError("found no ninja, which runs the compilers. Run `pip install ninja`")
     return found

@@ -80,6 +80,11 @@ class Toolkit:
         return self.home / "bin" / "nvcc"
 
     @property
+    def libraries(self) -> Path:
+        """The folder of libcudart."""
+        return self.home / "lib64" if (self.home / "lib64").exists() else self.home / "lib"
+
+    @property
     def macros(self) -> list[str]:
         """What Hopper alone has is in the library if it is compiled for Hopper."""
         hopper = ["-DTRANSFORMER_PLUGIN_SM90A=1"] if "9.0a" in self.archs else []
@@ -124,15 +129,19 @@ class Libraries:
     def _kernels(self, folder: Path) -> Library:
         """The .cu files."""
         assert self.kernels and self.toolkit
-        home = self.toolkit.home
-        flags = [*NVCC_FLAGS, *(PACK_FLAGS if self.torch.cuda_major >= 13 else []), *self.toolkit.macros]
+        flags = [
+            *host_compiler(),
+            *NVCC_FLAGS,
+            *(PACK_FLAGS if self.torch.cuda_major >= 13 else []),
+            *self.toolkit.macros,
+        ]
         flags += [
             f"-I{self.root / 'csrc'}",
             *(code for arch in self.toolkit.archs for code in generate_code(arch)),
         ]
         script = self.root / "build_tools" / "kernels.map"
         link = [*LINK_FLAGS, f"-Wl,-soname,{self.kernels}", f"-Wl,--version-script={script}"]
-        link += [f"-L{home / 'lib64'}", "-lcudart", *shlex.split(os.environ.get("LDFLAGS", ""))]
+        link += [f"-L{self.toolkit.libraries}", "-lcudart", *shlex.split(os.environ.get("LDFLAGS", ""))]
         return Library(folder / self.kernels, dict.fromkeys(self._sources(".cu"), flags), link, [script])
 
     def _ops(self, folder: Path) -> Library:
@@ -144,11 +153,17 @@ class Libraries:
         if self.toolkit:
             assert self.kernels
             includes += [*self.toolkit.macros, f"-I{self.toolkit.home / 'include'}"]
-            link += [f"-L{self.toolkit.home / 'lib64'}", "-lc10_cuda", "-ltorch_cuda", "-lcudart"]
+            link += [f"-L{self.toolkit.libraries}", "-lc10_cuda", "-ltorch_cuda", "-lcudart"]
             link += [f"-L{folder}", f"-l:{self.kernels}", "-Wl,-rpath,$ORIGIN"]
             needs = [folder / self.kernels]
         flags = {source: [*includes, *host_flags(source)] for source in self._sources(".cpp")}
         return Library(folder / self.ops, flags, [*link, *shlex.split(os.environ.get("LDFLAGS", ""))], needs)
+
+
+def host_compiler() -> list[str]:
+    """nvcc's flag for the host compiler that CC or CXX names; without it nvcc takes the system's."""
+    named = shlex.split(os.environ.get("CC") or os.environ.get("CXX") or "")
+    return ["-ccbin", named[-1]] if named and not os.environ.get("NVCC_CCBIN") else []
 
 
 def generate_code(arch: str) -> list[str]:

@@ -91,16 +91,12 @@ def package(built: Any, folder: Path) -> Path:
 
     os.chdir(ROOT)
     shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    # Everything in the folder: another build may run at the same time.
+    commands = [["egg_info", "--egg-base", str(folder)], ["build", "--build-lib", str(folder / "package")]]
+    commands += [["bdist_wheel", "--bdist-dir", str(folder / "tree"), "--dist-dir", str(folder)]]
     setup(
-        script_args=[
-            "--quiet",
-            "build",
-            "--build-lib",
-            str(folder / "package"),
-            "bdist_wheel",
-            "--dist-dir",
-            str(folder),
-        ],
+        script_args=["--quiet", *(word for command in commands for word in command)],
         ext_modules=[Extension(name, [], py_limited_api=True) for name in built.names],
         cmdclass={"build_ext": build_command(built)},
         options={"bdist_wheel": {"py_limited_api": "cp310"}},

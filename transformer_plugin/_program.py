@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 
@@ -11,4 +12,11 @@ def is_starting() -> bool:
     While it looks for the program, ``sys.argv`` is ``["-m", ...]`` with the arguments that follow the name. A program
     that runs the package in its own process, such as ``runpy.run_module``, imports all of it.
     """
-    return sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv) :][:1] == ["transformer_plugin"]
+    if sys.argv[:1] != ["-m"]:
+        return False
+    module = sys.orig_argv[
+        -len(sys.argv)
+    ]  # "transformer_plugin", or behind options of Python's own "-Imtransformer_plugin"
+    return (
+        module == "transformer_plugin" or re.fullmatch(r"-[a-zA-Z]*mtransformer_plugin", module) is not None
+    )

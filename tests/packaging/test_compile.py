@@ -9,6 +9,7 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -141,6 +142,14 @@ def test_errors_of_the_compiler_end_the_build(tmp_path: Path) -> None:
 
 
 def test_no_ninja(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = SimpleNamespace(BIN_DIR=str(path / "package"))
+    monkeypatch.setitem(sys.modules, "ninja", package)
+    own = program(path / "package", "ninja", "1.13.0")
+    assert compiling.find_ninja() == str(own)
+    own.unlink()
+    own = program(path, "ninja", "1.12.0")  # of the system
+    assert compiling.find_ninja() == str(own)
+    own.unlink()
     monkeypatch.setitem(sys.modules, "ninja", None)
     with pytest.raises(
         ToolchainError, match=r"found no ninja, which runs the compilers\. Run `pip install ninja`"

@@ -14,6 +14,7 @@ import torch
 
 from transformer_plugin import __version__
 from transformer_plugin._library import LIBRARIES
+from transformer_plugin._program import is_starting
 from transformer_plugin.doctor import child, gpus, program
 from transformer_plugin.doctor.child import Answer
 from transformer_plugin.doctor.installation import architectures
@@ -281,7 +282,10 @@ def test_ranks_of_symmetric_memory() -> None:
 
 def test_wrong_values_are_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device whose bytes are wrong, and whose products have no kernel."""
-    image = "AcceleratorError: CUDA error: no kernel image is available for execution on the device"
+    image = (
+        "RuntimeError: transformer_plugin: kernel 'gemm': expected a GPU for which the library was built, of compute "
+        "capability 9.0a, got one of 10.0a. Build it for this GPU: `TORCH_CUDA_ARCH_LIST=10.0a pip install .`."
+    )
     found = {
         "kernels": {"result": {"fp8_block": ["how"]}},
         "bytes": {"result": {"compared": 2, "wrong": [["mxfp8 matrix", "got", "stored"]]}},
@@ -292,8 +296,10 @@ def test_wrong_values_are_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     assert section.facts[0] == Fact("ok", "fp8_block", "how")
     of_bytes, of_products = failures([section])
     assert of_bytes.value == "mxfp8 matrix: expected stored, got got"
-    assert of_products.value.startswith("this GPU runs nothing that was built for compute capability ")
-    assert "TORCH_CUDA_ARCH_LIST" in of_products.todo
+    assert of_products.value == (
+        "kernel 'gemm': expected a GPU for which the library was built, of compute capability 9.0a, got one of 10.0a"
+    )
+    assert of_products.todo == "Build it for this GPU: `TORCH_CUDA_ARCH_LIST=10.0a pip install .`."
     monkeypatch.setattr(child, "ask", lambda *_: Answer(error="no answer"))
     (fact,) = program._device("cuda:0", 1.0).facts
     assert (fact.mark, fact.value) == ("FAILED", "no answer")
@@ -321,3 +327,22 @@ def test_architectures_of_a_library(tmp_path: Path) -> None:
 @pytest.mark.skipif(len(LIBRARIES) == 1, reason="this build has no kernels")
 def test_architectures_of_the_kernels() -> None:
     assert architectures(LIBRARIES[1])
+
+
+@pytest.mark.parametrize(
+    ("argv", "original", "is_it"),
+    [
+        (["-m", "--json"], ["python", "-m", "transformer_plugin", "--json"], True),
+        (["-m"], ["python", "-mtransformer_plugin"], True),
+        (["-m", "--json"], ["python", "-I", "-Wignore", "-Xmtransformer_plugin", "--json"], False),
+        (["-m"], ["python", "-Imtransformer_plugin"], True),
+        (["-m"], ["python", "-m", "transformer_plugin.launch"], False),
+        (["train.py"], ["python", "train.py"], False),
+    ],
+)
+def test_when_the_package_is_run(
+    argv: list[str], original: list[str], is_it: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setattr(sys, "orig_argv", original)
+    assert is_starting() is is_it

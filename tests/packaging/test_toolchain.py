@@ -12,7 +12,14 @@ import pytest
 import torch
 
 from build_tools import toolchain
-from build_tools.extension import generate_code, host_flags, remove_ops_of_other_kernels, remove_others
+from build_tools.extension import (
+    Toolkit,
+    generate_code,
+    host_compiler,
+    host_flags,
+    remove_ops_of_other_kernels,
+    remove_others,
+)
 from build_tools.toolchain import ToolchainError, torch_versions
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -170,6 +177,25 @@ def test_architectures_that_do_not_compile(
         f"'9.0a;10.0a', got '{got}'. Change it, or build without CUDA: `TRANSFORMER_PLUGIN_CPU_ONLY=1 pip install "
         "--no-build-isolation .`"
     )
+
+
+def test_the_host_compiler_of_nvcc(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CC", "CXX", "NVCC_CCBIN"):
+        monkeypatch.delenv(name, raising=False)
+    assert host_compiler() == []
+    monkeypatch.setenv("CXX", "ccache g++-12")
+    assert host_compiler() == ["-ccbin", "g++-12"]
+    monkeypatch.setenv("CC", "gcc-13")
+    assert host_compiler() == ["-ccbin", "gcc-13"]
+    monkeypatch.setenv("NVCC_CCBIN", "gcc-11")
+    assert host_compiler() == []
+
+
+def test_the_toolkit_of_a_package_manager(tmp_path: Path) -> None:
+    toolkit = Toolkit(tmp_path, ("9.0a",))
+    assert toolkit.libraries == tmp_path / "lib"
+    (tmp_path / "lib64").mkdir()
+    assert toolkit.libraries == tmp_path / "lib64"
 
 
 def test_code_for_an_architecture() -> None:

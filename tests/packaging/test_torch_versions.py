@@ -186,7 +186,16 @@ def test_a_file_that_does_not_load(
 
 def make(*arguments: str, folder: Path = ROOT, **more: str) -> subprocess.CompletedProcess[str]:
     """What make would do, outside of the one that runs the tests. It takes no TORCH from the environment."""
-    outer = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "CFLAGS", "TRANSFORMER_PLUGIN_CPU_ONLY")
+    outer = (
+        "MAKEFLAGS",
+        "MAKELEVEL",
+        "MFLAGS",
+        "CFLAGS",
+        "LDFLAGS",
+        "CXX",
+        "TORCH_CUDA_ARCH_LIST",
+        "TRANSFORMER_PLUGIN_CPU_ONLY",
+    )
     environment = {name: value for name, value in os.environ.items() if name not in outer}
     environment |= {"TORCH": "nobody's", **more}
     return subprocess.run(
@@ -226,7 +235,7 @@ def test_make_builds_again_what_another_build_has_replaced(tmp_path: Path) -> No
     library.touch()
     (stamps / ".runs").touch()
     (stamps / ".ready").touch()
-    (stamps / ".built").write_text(f"cpu_only= cflags=\n{library}\n")
+    (stamps / ".built").write_text(f"cpu_only= cflags= ldflags= cxx= archs=\n{library}\n")
     (stamps / ".installed").touch()
 
     def builds(**environment: str) -> bool:
@@ -235,7 +244,12 @@ def test_make_builds_again_what_another_build_has_replaced(tmp_path: Path) -> No
         return "building the library" in done.stdout
 
     assert not builds()
-    assert builds(TRANSFORMER_PLUGIN_CPU_ONLY="1") and builds(CFLAGS="-O1")
+    assert (
+        builds(TRANSFORMER_PLUGIN_CPU_ONLY="1")
+        and builds(CFLAGS="-O1")
+        and builds(CXX="g++-12")
+        and builds(TORCH_CUDA_ARCH_LIST="10.0a")
+    )
     later = (stamps / ".built").stat().st_mtime + 5
     os.utime(library, (later, later))
     assert builds()

@@ -8,7 +8,7 @@ from typing import Any
 from transformer_plugin import __version__
 from transformer_plugin._torch_versions import BUILD, NO_TORCH
 from transformer_plugin.doctor import child, gpus
-from transformer_plugin.doctor.installation import installation, libraries
+from transformer_plugin.doctor.installation import installation
 from transformer_plugin.doctor.machine import machine
 from transformer_plugin.doctor.report import Section, as_json, as_text, failures
 
@@ -99,10 +99,9 @@ def _imported(answer: child.Answer) -> tuple[Section, dict[str, Any] | None]:
 def _compared(section: Section, name: str, answer: child.Answer, what: str) -> None:
     """The values that were compared, as one line; or one for each that is wrong."""
     todo = f"Build it again: {BUILD}. If it stays: {_REPORT.lower()}"
-    if "no kernel image" in answer.error:
-        found = sorted({each for of_library in libraries().values() for each in of_library})
-        value = f"this GPU runs nothing that was built for compute capability {' '.join(found) or 'unknown'}"
-        section.failed(name, value, f"Set TORCH_CUDA_ARCH_LIST to that of the GPU, and build again: {BUILD}.")
+    if "expected a GPU for which the library was built" in answer.error:
+        reason, _, instead = answer.error.partition("transformer_plugin: ")[2].partition(". ")
+        section.failed(name, reason, instead)
     elif answer.error:
         section.failed(name, answer.error, todo)
     elif not answer.result["wrong"]:
