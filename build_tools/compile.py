@@ -87,8 +87,7 @@ class Build:
             file.write_text(text)
         command = [find_ninja(), "-f", str(file), "-j", str(jobs)]
         command += ["-v"] if os.environ.get("VERBOSE") == "1" else []
-        # What ccache needs to know of precompiled headers, and of other folders with the same sources.
-        cache = {"CCACHE_SLOPPINESS": "pch_defines,time_macros", "CCACHE_BASEDIR": str(self.root)}
+        cache = {"CCACHE_SLOPPINESS": "pch_defines,time_macros"}  # what ccache wants for precompiled headers
         if subprocess.run(command, env={**cache, **os.environ}).returncode != 0:
             raise ToolchainError("a file did not compile; its errors are above. VERBOSE=1 shows the commands")
 

@@ -113,6 +113,26 @@ def test_what_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert {f"value{number}()" in symbols for number in (0, 1, 3)} == {True} and "other()" in symbols
 
 
+def test_ccache_finds_objects_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of files that read a precompiled header too."""
+    if shutil.which("ccache") is None:
+        pytest.skip("ccache is not installed")
+    monkeypatch.delenv("CCACHE_DISABLE", raising=False)
+    monkeypatch.setenv("CCACHE_DIR", str(tmp_path / "cache"))
+    project = Project(tmp_path, compiling.FEWEST_FILES)
+
+    def hits() -> int:
+        done = subprocess.run(["ccache", "--print-stats"], capture_output=True, text=True, check=True)
+        counts = dict(line.split() for line in done.stdout.splitlines())
+        return int(counts["direct_cache_hit"]) + int(counts["preprocessed_cache_hit"])
+
+    project.build()
+    assert hits() == 0
+    shutil.rmtree(tmp_path / "objects")
+    project.build()
+    assert hits() == compiling.FEWEST_FILES + 1  # and the header
+
+
 def test_a_file_reads_the_header_of_what_it_includes(tmp_path: Path) -> None:
     project = Project(tmp_path, 2 * compiling.FEWEST_FILES)
     for source in project.sources[: compiling.FEWEST_FILES]:
