@@ -16,7 +16,5 @@ def is_starting() -> bool:
         return False
     module = sys.orig_argv[
         -len(sys.argv)
-    ]  # "transformer_plugin", or behind options of Python's own "-Imtransformer_plugin"
-    return (
-        module == "transformer_plugin" or re.fullmatch(r"-[a-zA-Z]*mtransformer_plugin", module) is not None
-    )
+    ]  # or its name behind options of Python's own, as in -Imtransformer_plugin
+    return re.fullmatch(r"(-[bBdEiIOPqsSuvx]*m)?transformer_plugin", module) is not None

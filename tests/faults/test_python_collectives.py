@@ -253,7 +253,7 @@ KNOWN = {
     ("nn/_dtensor.py", "redistribute"),
 }
 #: Folders that are no part of a training.
-OTHERS = ("testing", "reference")
+OTHERS = ("testing", "reference", "doctor")
 
 
 def called_collectives(path: Path) -> Iterator[str]:
