@@ -10,7 +10,7 @@
 #   make test-megatron, make test-torchtitan
 #                   tests under megatron-core (needs Python 3.12 or later) and torchtitan (needs a newer torch:
 #                   TORCH=torch==2.15.0), which are installed for them
-#   make wheel      dist/: one wheel for every torch that is served (an hour on two cores; TORCHES="2.11.0 2.15.0" for these alone)
+#   make wheel      dist/: one wheel for every torch that is served (TORCHES="2.11.0 2.15.0" for these alone)
 #   make bench      benchmarks into benchmarks/results/, and plots from there
 #   make docs       the manual, in docs/_build/html
 #   make lint       ruff, clang-format, mypy;  make format: let ruff and clang-format rewrite

@@ -1,6 +1,6 @@
 """Builds one wheel for every version of torch that is served: the kernels once, the ops for each minor version.
 
-    python -m build_tools.wheel                    # into dist/, about an hour and a half on two cores
+    python -m build_tools.wheel                    # into dist/; each version takes as long as a build
     python -m build_tools.wheel --torch 2.15.0     # for this version alone; several may be named
 
 The wheels of other versions of torch are downloaded and unpacked, not installed: compiling needs their headers, linking
