@@ -1,8 +1,10 @@
 """Compiles and links shared libraries with ninja: which file with which flags, and behind which precompiled header.
 
 Host files read torch's headers precompiled. Most of the time of a file that does little is spent in templates that
-these headers name, so there are two: one with what registers ops and gradients, and a small one for files that include
-neither. A file still includes what it uses. Compilers other than GCC read the headers themselves.
+these headers name, and that the compiler instantiates for each object file. So there are two precompiled headers: one
+with what registers ops and gradients and with process groups, and a small one for files that include none of these. And
+files that read the large one are compiled several at once, as one unit, which takes three fifths of the time. A file
+still includes what it uses. Compilers other than GCC read the headers themselves.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import zlib
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,10 +27,13 @@ PRECOMPILED = {
         "ATen/core/dispatch/Dispatcher.h",
         "torch/csrc/autograd/custom_function.h",
         "torch/csrc/autograd/function.h",
+        "torch/csrc/distributed/c10d/ProcessGroup.hpp",
         "torch/library.h",
     ),
     "tensor": ("ATen/core/Tensor.h",),
 }
+#: The header whose files are compiled several at once.
+UNITED = "library"
 #: Of fewer files, reading the headers takes less time than precompiling them.
 FEWEST_FILES = 6
 # Of torch's headers, which silence it by pragmas that a precompiled header forgets.
@@ -38,7 +44,7 @@ rule cxx
   command = $cxx -MMD -MF $out.d $flags -c $in -o $out
   depfile = $out.d
   deps = gcc
-  description = $in
+  description = $what
 rule header
   command = $cxx -MMD -MF $out.d $flags -x c++-header $in -o $out
   depfile = $out.d
@@ -101,38 +107,78 @@ class Build:
         for library in self.libraries:
             objects = []
             for source, flags in library.flags_of.items():
-                made = self.folder / source.relative_to(self.root).with_suffix(".o")
-                objects.append(made)
                 if source.suffix == ".cu":
-                    lines += _edge("nvcc", made, [source], flags)
-                    continue
-                header = headers.get((includes.precompiled(source), shlex.join(flags)))
-                lines += _edge(
-                    "cxx", made, [source], [*flags, *_with(header)], [_made(header)] if header else []
-                )
+                    objects.append(self._object(source))
+                    lines += _edge("nvcc", objects[-1], [source], flags)
+            for (name, joined), sources in self._host_files(library, includes).items():
+                header, flags = headers.get((name, joined)), shlex.split(joined)
+                for unit in units(sources) if name == UNITED else [[source] for source in sources]:
+                    source = unit[0] if len(unit) == 1 else self._unit(unit)
+                    objects.append(self._object(source))
+                    before = [_made(header)] if header else []
+                    lines += _edge("cxx", objects[-1], [source], [*flags, *_with(header)], before)
+                    lines.append(f"  what = {' '.join(str(each.relative_to(self.root)) for each in unit)}")
             lines += _edge("link", library.path, objects, library.link, library.needs)
         return "\n".join(lines) + "\n"
 
+    def _object(self, source: Path) -> Path:
+        of = self.folder if source.is_relative_to(self.folder) else self.root
+        return self.folder / source.relative_to(of).with_suffix(".o")
+
+    def _unit(self, sources: list[Path]) -> Path:
+        """The file that includes these."""
+        text = "".join(f'#include "{source}"\n' for source in sources)
+        path = self.folder / "units" / f"{sources[0].stem}_{zlib.crc32(text.encode()):08x}.cpp"
+        _write(path, text)
+        return path
+
+    def _host_files(self, library: Library, includes: Includes) -> dict[tuple[str, str], list[Path]]:
+        """The files by the name of their precompiled header and by their flags."""
+        found: dict[tuple[str, str], list[Path]] = {}
+        for source, flags in library.flags_of.items():
+            if source.suffix != ".cu":
+                found.setdefault((includes.precompiled(source), shlex.join(flags)), []).append(source)
+        return found
+
     def _headers(self, lines: list[str], includes: Includes) -> dict[tuple[str, str], Path]:
         """Adds the precompiled headers to the lines; returns them by their names and the flags of what reads them."""
-        keys = Counter(
-            (includes.precompiled(source), shlex.join(flags))
-            for library in self.libraries
-            for source, flags in library.flags_of.items()
-            if source.suffix != ".cu"
-        )
+        keys = Counter[tuple[str, str]]()
+        for library in self.libraries:
+            keys.update({key: len(files) for key, files in self._host_files(library, includes).items()})
         headers = {}
         for (name, flags), files in keys.items():
             if not name or files < FEWEST_FILES:
                 continue
             path = self.folder / "precompiled" / f"{name}{len(headers)}.h"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            text = "".join(f"#include <{header}>\n" for header in PRECOMPILED[name])
-            if not path.exists() or path.read_text() != text:
-                path.write_text(text)
+            _write(path, "".join(f"#include <{header}>\n" for header in PRECOMPILED[name]))
             lines += _edge("header", _made(path), [path], [*shlex.split(flags), SILENT])
             headers[name, flags] = path
         return headers
+
+
+def units(sources: list[Path]) -> list[list[Path]]:
+    """The files that are compiled at once: each in a namespace of its own, because files of one namespace may give the
+    same name to different things that nobody else sees. A file in no namespace, or in several, is alone."""
+    of_namespace: dict[str, list[Path]] = {}
+    alone = []
+    for source in sources:
+        names = {*re.findall(r"^namespace (\w[\w:]*) \{", source.read_text(), re.MULTILINE)}
+        if len(names) == 1:
+            of_namespace.setdefault(names.pop(), []).append(source)
+        else:
+            alone.append([source])
+    together: list[list[Path]] = [[] for _ in range(max(map(len, of_namespace.values()), default=0))]
+    # As many units as the largest namespace has files; each namespace goes on where the one before ended.
+    for number, source in enumerate(source for files in of_namespace.values() for source in files):
+        together[number % len(together)].append(source)
+    return [*together, *alone]
+
+
+def _write(path: Path, text: str) -> None:
+    """Only if the file has another text, so that what is made from it is not made again."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
 
 
 def _made(header: Path) -> Path:

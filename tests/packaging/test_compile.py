@@ -1,5 +1,5 @@
-"""What is compiled again after which change, which precompiled header a file reads, and builds against a torch that is
-not installed."""
+"""What is compiled again after which change, what at once and with which precompiled header, and builds against a torch
+that is not installed."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ class Project:
         self.root, self.library = root, root / "library.so"
         self.includes = root / "include"
         (root / "csrc").mkdir()
-        for name in ("torch/library.h", "ATen/core/Tensor.h"):
-            header = self.includes / name
+        for header in (self.includes / name for names in compiling.PRECOMPILED.values() for name in names):
             header.parent.mkdir(parents=True, exist_ok=True)
-            header.write_text("#pragma once\ninline int torchs() { return 1; }\n")
+            header.write_text("#pragma once\n#include <ATen/core/Tensor.h>\n")
+        (self.includes / "ATen/core/Tensor.h").write_text("#pragma once\ninline int torchs() { return 1; }\n")
         (root / "csrc" / "ours.h").write_text("#pragma once\n#include <ATen/core/Tensor.h>\n")
         self.sources = []
         for number in range(files):
@@ -152,6 +152,45 @@ def test_a_file_reads_the_header_of_what_it_includes(tmp_path: Path) -> None:
     for number in range(2 * compiling.FEWEST_FILES):
         assert reads[f"file{number}"] == ("library" if number < compiling.FEWEST_FILES else "tensor")
     assert reads["few0"] is None and reads["few1"] is None
+
+
+def test_files_of_different_namespaces_are_one_unit(tmp_path: Path) -> None:
+    def write(name: str, text: str) -> Path:
+        path = tmp_path / f"{name}.cpp"
+        path.write_text(text)
+        return path
+
+    def of(namespace: str, name: str) -> Path:
+        return write(
+            name,
+            f"namespace p::{namespace} {{\nnamespace {{ int same; }}\nint {name}() {{ return same; }}\n}}\n",
+        )
+
+    a, b = [of("a", f"a{number}") for number in range(3)], [of("b", f"b{number}") for number in range(2)]
+    c = of("c", "c0")
+    none, two = write("none", "int none;\n"), write("two", "namespace p::a {\n}\nnamespace p::b {\n}\n")
+    found = compiling.units([*a, none, *b, two, c])
+    assert found == [[a[0], b[0]], [a[1], b[1]], [a[2], c], [none], [two]]
+    assert compiling.units([none]) == [[none]] and compiling.units([]) == []
+
+
+def test_a_unit_is_compiled_again_with_each_of_its_files(tmp_path: Path) -> None:
+    project = Project(tmp_path, compiling.FEWEST_FILES)
+    for number, source in enumerate(project.sources):
+        source.write_text(
+            f"#include <torch/library.h>\nnamespace p::n{number % 3} {{\n"
+            "namespace { int same() { return torchs(); } }\n"
+            f"int value{number}() {{ return same(); }}\n}}\n"
+        )
+    assert len(project.build()) == 2  # of three files each
+    assert project.build() == set()
+    project.sources[4].write_text(project.sources[4].read_text() + "int more() { return 0; }\n")
+    assert len(project.build()) == 1
+    symbols = subprocess.run(["nm", "-DC", str(project.library)], capture_output=True, text=True).stdout
+    names = [f"p::n{number % 3}::value{number}()" for number in range(compiling.FEWEST_FILES)]
+    assert all(name in symbols for name in [*names, "more()"])
+    project.sources[0].write_text(project.sources[0].read_text().replace("p::n0", "p::n1"))  # other units
+    assert len(project.build()) > 1
 
 
 def test_errors_of_the_compiler_end_the_build(tmp_path: Path) -> None:
