@@ -94,8 +94,9 @@ class Toolkit:
 class Libraries:
     """The libraries for one torch: their names, and how they are built into a folder."""
 
-    def __init__(self, root: Path, torch: TorchTree, toolkit: Toolkit | None) -> None:
+    def __init__(self, root: Path, torch: TorchTree, toolkit: Toolkit | None, machine: str = "") -> None:
         self.root, self.torch, self.toolkit = root, torch, toolkit
+        self.machine = machine  # another processor than this one, or ""
         cuda = torch.cuda if toolkit else None
         self.ops = torch_versions.library_name(torch.version, cuda)
         self.kernels = torch_versions.kernels_name(cuda) if cuda else None
@@ -121,7 +122,7 @@ class Libraries:
         Build(self.root, self._objects(kind), cxx, nvcc, [self._ops(folder)], precompiles).run(jobs)
 
     def _objects(self, kind: str) -> Path:
-        return self.root / "build" / kind / "objects"
+        return self.root / "build" / (f"{kind}.{self.machine}" if self.machine else kind) / "objects"
 
     def _sources(self, suffix: str) -> list[Path]:
         return sorted((self.root / "csrc").rglob(f"*{suffix}"))

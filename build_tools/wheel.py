@@ -30,15 +30,17 @@ PLATFORM = "manylinux_2_34"
 OF_TORCH = ("libtorch*", "libc10*", "libcudart.so*", "libgomp*")
 
 
-def unpacked(version: str) -> TorchTree:
-    """The headers and libraries of a torch from the package index, under build/wheel/."""
-    folder = FOLDER / f"torch-{version}"
+def unpacked(version: str, machine: str = "") -> TorchTree:
+    """The headers and libraries of a torch from the package index, under build/wheel/: for this processor, or for
+    another one, such as aarch64."""
+    folder = FOLDER / f"torch-{version}{f'-{machine}' if machine else ''}"
     if not (folder / "complete").exists():
-        print(f"downloading torch {version}", flush=True)
+        print(f"downloading torch {version} {machine}".rstrip(), flush=True)
         wheels = FOLDER / "downloads"
         shutil.rmtree(folder, ignore_errors=True)
         shutil.rmtree(wheels, ignore_errors=True)
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+        command += ["--platform", f"manylinux_2_28_{machine}"] if machine else []
         if subprocess.run([*command, "-d", str(wheels), f"torch=={version}"]).returncode != 0:
             raise ToolchainError(f"could not download torch {version}; what pip says is above")
         (wheel,) = wheels.glob("torch-*.whl")

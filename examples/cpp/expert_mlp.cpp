@@ -68,11 +68,11 @@ Losses train(const tp::Recipe& recipe, torch::Dtype dtype) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 2) {
-    std::fprintf(stderr, "usage: %s path/to/transformer_plugin/_C.torch2.11.cu13.so\n", argv[0]);
+  if (argc > 2) {
+    std::fprintf(stderr, "usage: %s [path/to/transformer_plugin/_C.torch2.11.cu13.so]\n", argv[0]);
     return 2;
   }
-  tp::load_library(argv[1]);
+  if (argc == 2) tp::load_library(argv[1]);  // built by CMake, the program is linked with it
   const struct {
     const char* name;
     tp::Recipe recipe;

@@ -1,5 +1,5 @@
 // Runs a scripted module that uses transformer_plugin's ops, saved from Python, and compares its numbers:
-//   scripted path/to/_C.torch2.11.cu13.so module.pt data.pt
+//   scripted [path/to/_C.torch2.11.cu13.so] module.pt data.pt
 // data.pt is a scripted module, too. It contains the tensors input, group_sizes, probs, output and grad that
 // Python computed. The output, and the gradient of sum(output^2) with respect to the input, must be
 // bit-identical.
@@ -23,13 +23,13 @@ bool same_bits(const char* name, const torch::Tensor& got, const torch::Tensor& 
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 4) {
-    std::fprintf(stderr, "usage: %s path/to/_C.torch2.11.cu13.so module.pt data.pt\n", argv[0]);
+  if (argc != 3 && argc != 4) {
+    std::fprintf(stderr, "usage: %s [path/to/_C.torch2.11.cu13.so] module.pt data.pt\n", argv[0]);
     return 2;
   }
-  tp::load_library(argv[1]);
-  torch::jit::Module module = torch::jit::load(argv[2]);
-  const torch::jit::Module data = torch::jit::load(argv[3]);
+  if (argc == 4) tp::load_library(argv[1]);  // built by CMake, the program is linked with it
+  torch::jit::Module module = torch::jit::load(argv[argc - 2]);
+  const torch::jit::Module data = torch::jit::load(argv[argc - 1]);
   const auto saved = [&](const char* name) { return data.attr(name).toTensor(); };
 
   const torch::Tensor input = saved("input").detach().requires_grad_();

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -135,6 +136,58 @@ def test_a_changed_bit_is_seen(programs: Path, tmp_path: Path) -> None:
         [str(programs / "scripted"), str(LIBRARY), *files], capture_output=True, text=True, check=False
     )
     assert done.returncode == 1 and "output DIFFERENT" in done.stdout and "grad equal" in done.stdout
+
+
+@pytest.fixture(scope="module")
+def linked() -> Path:
+    """The programs linked with the library by CMake; it checks what has changed."""
+    if shutil.which("cmake") is None:
+        pytest.skip("cmake is not installed")
+    if torch.version.cuda and not Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")).exists():
+        pytest.skip("CMake's package of a torch with CUDA needs the CUDA toolkit")
+    folder = OUT / "cmake"
+    environment = {**os.environ, "TORCH_CUDA_ARCH_LIST": "9.0"}  # torch's package asks a GPU otherwise
+    prefixes = f"{torch.utils.cmake_prefix_path};{LIBRARY.parent.parent}"
+    for arguments in (
+        ["-S", str(ROOT / "examples" / "cpp"), "-B", str(folder), f"-DCMAKE_PREFIX_PATH={prefixes}"],
+        ["--build", str(folder)],
+    ):
+        done = subprocess.run(["cmake", *arguments], capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_programs_that_link_the_target(linked: Path, tmp_path: Path) -> None:
+    """They name no library when they run."""
+    lines = run(linked / "expert_mlp").splitlines()
+    assert [line.split()[0] for line in lines] == ["fp32", "bf16", "fp8_block"]
+    lines = run(linked / "scripted", *save_scripted(tmp_path)).splitlines()
+    assert [line.split(":")[0] for line in lines] == ["output equal", "grad equal"]
+
+
+def test_the_target_for_another_torch_is_an_error(linked: Path, tmp_path: Path) -> None:
+    """A folder that has only the library of another torch says so."""
+    package = tmp_path / "transformer_plugin"
+    shutil.copytree(LIBRARY.parent / "cmake", package / "cmake")
+    (package / "_C.torch2.8.cu13.so").touch()
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.18)\nproject(x CXX)\nfind_package(transformer_plugin REQUIRED)\n"
+    )
+    done = subprocess.run(
+        [
+            "cmake",
+            *("-S", str(project), "-B", str(tmp_path / "out")),
+            f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path};{tmp_path}",
+        ],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TORCH_CUDA_ARCH_LIST": "9.0"},
+    )
+    said = " ".join(done.stderr.split())
+    assert done.returncode != 0 and "found: _C.torch2.8.cu13.so" in said
+    assert f"expected a library of ops for torch {torch.__version__.partition('+')[0]}" in said
 
 
 def test_a_missing_library_is_an_error(programs: Path) -> None:
