@@ -100,6 +100,7 @@ def test_survivors_end_in_time_with_the_name(
         ended = time.time()
         words = Path(f"{path}.{1 - VICTIM}").read_text()
         assert code == 1, (code, words)
+        assert Path(f"{path}.begun").exists(), f"ended before the peer was lost: {words}"
         begun = float(Path(f"{path}.begun").read_text())
         limit = FIRST_CALL if is_first else TIMEOUT
         assert ended - begun < limit + 5.0, words
