@@ -30,10 +30,17 @@ endif()
 
 if(NOT TARGET transformer_plugin::transformer_plugin)
   add_library(transformer_plugin::transformer_plugin INTERFACE IMPORTED)
-  # The program calls no symbol of the library, which a linker may therefore leave out.
+  # The program calls no symbol of the library, which a linker may therefore leave out. Those of torch that it needs come before it,
+  # because they know where the libraries of CUDA are.
+  set(_transformer_plugin_link "-Wl,--push-state,--no-as-needed")
+  foreach(_transformer_plugin_name torch_cuda c10_cuda torch_cpu c10 torch)
+    set(_transformer_plugin_path "${TORCH_INSTALL_PREFIX}/lib/lib${_transformer_plugin_name}.so")
+    if(EXISTS "${_transformer_plugin_path}")
+      string(APPEND _transformer_plugin_link ",\"${_transformer_plugin_path}\"")
+    endif()
+  endforeach()
   set_target_properties(transformer_plugin::transformer_plugin PROPERTIES
-    INTERFACE_LINK_LIBRARIES
-      "-Wl,--push-state,--no-as-needed,\"${_transformer_plugin_found}\",--pop-state;${TORCH_LIBRARIES}"
+    INTERFACE_LINK_LIBRARIES "${_transformer_plugin_link},\"${_transformer_plugin_found}\",--pop-state;${TORCH_LIBRARIES}"
     INTERFACE_LINK_OPTIONS "LINKER:-rpath,${_transformer_plugin_folder}"
     INTERFACE_COMPILE_FEATURES cxx_std_20)
 endif()
