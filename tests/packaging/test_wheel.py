@@ -46,7 +46,7 @@ def test_holds_the_package_and_nothing_else(wheel: Path) -> None:
     libraries = {f"transformer_plugin/{path.name}" for path in LIBRARIES}
     assert {name for name in code if name.endswith(".so")} == libraries
     assert "transformer_plugin/py.typed" in code
-    assert {Path(name).suffix for name in code} == {".py", ".so", ".typed"}
+    assert {Path(name).suffix for name in code} == {".py", ".so", ".typed", ".cmake"}
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "transformer_plugin").rglob("*.py")}
     assert {name for name in code if name.endswith(".py")} == sources
 
