@@ -5,6 +5,9 @@ these headers name, and that the compiler instantiates for each object file. So 
 with what registers ops and gradients and with process groups, and a small one for files that include none of these. And
 files that read the large one are compiled several at once, as one unit, which takes three fifths of the time. A file
 still includes what it uses. Compilers other than GCC read the headers themselves.
+
+The compilers run in the folder of the sources and are given paths from there on, so that no library names the folder in
+which it was built.
 """
 
 from __future__ import annotations
@@ -91,7 +94,7 @@ class Build:
         text = self.text()
         if not file.exists() or file.read_text() != text:
             file.write_text(text)
-        command = [find_ninja(), "-f", str(file), "-j", str(jobs)]
+        command = [find_ninja(), "-C", str(self.root), "-f", str(file), "-j", str(jobs)]
         command += ["-v"] if os.environ.get("VERBOSE") == "1" else []
         cache = {"CCACHE_SLOPPINESS": "pch_defines,time_macros"}  # what ccache wants for precompiled headers
         if subprocess.run(command, env={**cache, **os.environ}).returncode != 0:
@@ -100,7 +103,7 @@ class Build:
     def text(self) -> str:
         """What ninja reads."""
         launcher = [*_ccache(), *self.cxx]
-        lines = [f"builddir = {_escaped(self.folder)}", f"cxx = {shlex.join(launcher)}"]
+        lines = [f"builddir = {_escaped(self._path(self.folder))}", f"cxx = {shlex.join(launcher)}"]
         lines += [f"nvcc = {shlex.join([*_ccache(), str(self.nvcc)])}", RULES]
         includes = Includes(self.root / "csrc")
         headers = self._headers(lines, includes) if self.precompiles else {}
@@ -109,17 +112,35 @@ class Build:
             for source, flags in library.flags_of.items():
                 if source.suffix == ".cu":
                     objects.append(self._object(source))
-                    lines += _edge("nvcc", objects[-1], [source], flags)
+                    lines += self._edge("nvcc", objects[-1], [source], flags)
             for (name, joined), sources in self._host_files(library, includes).items():
                 header, flags = headers.get((name, joined)), shlex.split(joined)
                 for unit in units(sources) if name == UNITED else [[source] for source in sources]:
                     source = unit[0] if len(unit) == 1 else self._unit(unit)
                     objects.append(self._object(source))
                     before = [_made(header)] if header else []
-                    lines += _edge("cxx", objects[-1], [source], [*flags, *_with(header)], before)
+                    with_header = _with(self._path(header) if header else None)
+                    of_unit = ["-I."] if len(unit) > 1 else []  # it includes its files by their paths
+                    lines += self._edge(
+                        "cxx", objects[-1], [source], [*flags, *of_unit, *with_header], before
+                    )
                     lines.append(f"  what = {' '.join(str(each.relative_to(self.root)) for each in unit)}")
-            lines += _edge("link", library.path, objects, library.link, library.needs)
+            lines += self._edge("link", library.path, objects, library.link, library.needs)
         return "\n".join(lines) + "\n"
+
+    def _path(self, path: Path) -> Path:
+        """From the folder of the sources on, where ninja runs, for what lies in it."""
+        return path.relative_to(self.root) if path.is_relative_to(self.root) else path
+
+    def _edge(
+        self, rule: str, made: Path, of: list[Path], flags: list[str], before: list[Path] | None = None
+    ) -> list[str]:
+        names = " ".join(_escaped(self._path(each)) for each in of)
+        needs = f" | {' '.join(_escaped(self._path(each)) for each in before)}" if before else ""
+        return [
+            f"build {_escaped(self._path(made))}: {rule} {names}{needs}",
+            f"  flags = {shlex.join(flags).replace('$', '$$')}",
+        ]
 
     def _object(self, source: Path) -> Path:
         of = self.folder if source.is_relative_to(self.folder) else self.root
@@ -127,7 +148,7 @@ class Build:
 
     def _unit(self, sources: list[Path]) -> Path:
         """The file that includes these."""
-        text = "".join(f'#include "{source}"\n' for source in sources)
+        text = "".join(f'#include "{self._path(source)}"\n' for source in sources)
         path = self.folder / "units" / f"{sources[0].stem}_{zlib.crc32(text.encode()):08x}.cpp"
         _write(path, text)
         return path
@@ -151,7 +172,7 @@ class Build:
                 continue
             path = self.folder / "precompiled" / f"{name}{len(headers)}.h"
             _write(path, "".join(f"#include <{header}>\n" for header in PRECOMPILED[name]))
-            lines += _edge("header", _made(path), [path], [*shlex.split(flags), SILENT])
+            lines += self._edge("header", _made(path), [path], [*shlex.split(flags), SILENT])
             headers[name, flags] = path
         return headers
 
@@ -194,17 +215,6 @@ def _with(header: Path | None) -> list[str]:
 
 def _escaped(path: Path | str) -> str:
     return re.sub(r"([$ :])", r"$\1", str(path))
-
-
-def _edge(
-    rule: str, made: Path, of: list[Path], flags: list[str], before: list[Path] | None = None
-) -> list[str]:
-    names = " ".join(_escaped(each) for each in of)
-    needs = f" | {' '.join(_escaped(each) for each in before)}" if before else ""
-    return [
-        f"build {_escaped(made)}: {rule} {names}{needs}",
-        f"  flags = {shlex.join(flags).replace('$', '$$')}",
-    ]
 
 
 class Includes:

@@ -137,7 +137,7 @@ class Libraries:
             *self.toolkit.macros,
         ]
         flags += [
-            f"-I{self.root / 'csrc'}",
+            "-Icsrc",
             *(code for arch in self.toolkit.archs for code in generate_code(arch)),
         ]
         script = self.root / "build_tools" / "kernels.map"
@@ -147,7 +147,10 @@ class Libraries:
 
     def _ops(self, folder: Path) -> Library:
         """The .cpp files."""
-        includes = [f"-I{each}" for each in [self.root / "csrc", *self.torch.includes]]
+        includes = ["-Icsrc", *(f"-I{each}" for each in self.torch.includes)]
+        includes.append(
+            f"-ffile-prefix-map={self.torch.folder}=torch"
+        )  # its headers name themselves in errors
         if not self.toolkit:
             includes.append("-Wno-unused-function")  # what launches kernels
         link = ["-fopenmp", *(SANITIZE_FLAGS[:1] if sanitize() else LINK_FLAGS), f"-L{self.torch.libraries}"]

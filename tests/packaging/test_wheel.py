@@ -52,6 +52,18 @@ def test_holds_the_package_and_nothing_else(wheel: Path) -> None:
 
 
 @pytest.mark.timeout(900)
+def test_no_library_names_a_folder_of_the_build(wheel: Path) -> None:
+    """Errors name files from csrc/ and torch/ on."""
+    archive = zipfile.ZipFile(wheel)
+    for name in archive.namelist():
+        if name.endswith(".so"):
+            content = archive.read(name)
+            assert str(ROOT).encode() not in content
+            assert str(Path(torch.__file__).parent).encode() not in content
+            assert b"csrc/" in content
+
+
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("python", PYTHONS)
 def test_one_wheel_loads_under_every_python(wheel: Path, tmp_path: Path, python: str) -> None:
     """Other Pythons that have torch: on the PATH, or in the folders of TRANSFORMER_PLUGIN_TEST_PYTHONS."""
