@@ -113,20 +113,23 @@ class Build:
                 if source.suffix == ".cu":
                     objects.append(self._object(source))
                     lines += self._edge("nvcc", objects[-1], [source], flags)
-            for (name, joined), sources in self._host_files(library, includes).items():
-                header, flags = headers.get((name, joined)), shlex.split(joined)
-                for unit in units(sources) if name == UNITED else [[source] for source in sources]:
-                    source = unit[0] if len(unit) == 1 else self._unit(unit)
-                    objects.append(self._object(source))
-                    before = [_made(header)] if header else []
-                    with_header = _with(self._path(header) if header else None)
-                    of_unit = ["-I."] if len(unit) > 1 else []  # it includes its files by their paths
-                    lines += self._edge(
-                        "cxx", objects[-1], [source], [*flags, *of_unit, *with_header], before
-                    )
-                    lines.append(f"  what = {' '.join(str(each.relative_to(self.root)) for each in unit)}")
+            for key, sources in self._host_files(library, includes).items():
+                together = units(sources) if key[0] == UNITED else [[source] for source in sources]
+                for unit in together:
+                    objects.append(self._host_object(lines, unit, shlex.split(key[1]), headers.get(key)))
             lines += self._edge("link", library.path, objects, library.link, library.needs)
         return "\n".join(lines) + "\n"
+
+    def _host_object(self, lines: list[str], unit: list[Path], flags: list[str], header: Path | None) -> Path:
+        """Adds to the lines how the object file of these sources is made."""
+        source = unit[0] if len(unit) == 1 else self._unit(unit)
+        made = self._object(source)
+        of_unit = ["-I."] if len(unit) > 1 else []  # it includes its files by their paths
+        with_header = _with(self._path(header)) if header else []
+        before = [_made(header)] if header else []
+        lines += self._edge("cxx", made, [source], [*flags, *of_unit, *with_header], before)
+        lines.append(f"  what = {' '.join(str(self._path(each)) for each in unit)}")
+        return made
 
     def _path(self, path: Path) -> Path:
         """From the folder of the sources on, where ninja runs, for what lies in it."""
@@ -206,10 +209,8 @@ def _made(header: Path) -> Path:
     return header.with_name(f"{header.name}.gch")
 
 
-def _with(header: Path | None) -> list[str]:
+def _with(header: Path) -> list[str]:
     """Flags of a file that reads a precompiled header. ccache has to see which, in the preprocessed file."""
-    if header is None:
-        return []
     return [SILENT, "-include", str(header), *(["-fpch-preprocess"] if _ccache() else [])]
 
 
