@@ -1,7 +1,7 @@
 """Compiles and links the ops for aarch64 (Grace, Graviton), without CUDA, to see that they compile. Nothing is run.
 
     apt install g++-aarch64-linux-gnu
-    python -m build_tools.aarch64      # CXX names another compiler
+    python -m build_tools.aarch64      # CXX names another compiler for aarch64
 
 torch for aarch64 is downloaded and unpacked. The library is not for use: no test has run on such a processor.
 """

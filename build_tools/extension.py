@@ -151,8 +151,6 @@ class Libraries:
         includes.append(
             f"-ffile-prefix-map={self.torch.folder}=torch"
         )  # its headers name themselves in errors
-        if not self.toolkit:
-            includes.append("-Wno-unused-function")  # what launches kernels
         link = ["-fopenmp", *(SANITIZE_FLAGS[:1] if sanitize() else LINK_FLAGS), f"-L{self.torch.libraries}"]
         link += ["-lc10", "-ltorch", "-ltorch_cpu"]
         needs = []
@@ -162,7 +160,9 @@ class Libraries:
             link += [f"-L{self.toolkit.libraries}", "-lc10_cuda", "-ltorch_cuda", "-lcudart"]
             link += [f"-L{folder}", f"-l:{self.kernels}", "-Wl,-rpath,$ORIGIN"]
             needs = [folder / self.kernels]
-        flags = {source: [*includes, *host_flags(source)] for source in self._sources(".cpp")}
+        # Without CUDA nothing calls the functions that launch kernels.
+        silent = [] if self.toolkit else ["-Wno-unused-function"]
+        flags = {source: [*includes, *host_flags(source), *silent] for source in self._sources(".cpp")}
         return Library(folder / self.ops, flags, [*link, *shlex.split(os.environ.get("LDFLAGS", ""))], needs)
 
 

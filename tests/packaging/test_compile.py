@@ -4,6 +4,7 @@ that is not installed."""
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -170,7 +171,7 @@ def test_files_of_different_namespaces_are_one_unit(tmp_path: Path) -> None:
     c = of("c", "c0")
     none, two = write("none", "int none;\n"), write("two", "namespace p::a {\n}\nnamespace p::b {\n}\n")
     found = compiling.units([*a, none, *b, two, c])
-    assert found == [[a[0], b[0]], [a[1], b[1]], [a[2], c], [none], [two]]
+    assert found == [[c, a[0]], [b[0], a[1]], [b[1], a[2]], [none], [two]]  # b::x before b, were there one
     assert compiling.units([none]) == [[none]] and compiling.units([]) == []
 
 
@@ -234,3 +235,27 @@ def test_the_installed_torch() -> None:
     assert (tree.includes[0] / "ATen" / "core" / "Tensor.h").exists() and any(
         tree.libraries.glob("libc10.so")
     )
+
+
+def test_united_files_have_nothing_outside_of_their_namespace() -> None:
+    """The next file of the unit would see it."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / "csrc").is_dir():
+        pytest.skip("needs the source tree")
+    includes = compiling.Includes(root / "csrc")
+    sources = [
+        each for each in (root / "csrc").rglob("*.cpp") if includes.precompiled(each) == compiling.UNITED
+    ]
+    united = [source for unit in compiling.units(sources) if len(unit) > 1 for source in unit]
+    assert len(united) > 100
+    for source in united:
+        text = re.sub(r"//.*|/\*.*?\*/", "", source.read_text())
+        assert len(re.findall(r"^namespace \w", text, re.MULTILINE)) == 1, source
+        outside = re.sub(r"^namespace \w.*^\}", "", text, flags=re.DOTALL | re.MULTILINE)
+        others = [
+            line
+            for line in outside.splitlines()
+            if line.strip() and not re.match(r"#(include|if|endif|else)", line)
+        ]
+        assert not others, (source, others)
+        assert "#define" not in text, source
