@@ -147,9 +147,13 @@ def linked() -> Path:
         pytest.skip("CMake's package of a torch with CUDA needs the CUDA toolkit")
     folder = OUT / "cmake"
     environment = {**os.environ, "TORCH_CUDA_ARCH_LIST": "9.0"}  # torch's package asks a GPU otherwise
-    prefixes = f"{torch.utils.cmake_prefix_path};{LIBRARY.parent.parent}"
+    # CMake would keep what it found for another torch or library.
+    found = [
+        f"-DTorch_DIR={torch.utils.cmake_prefix_path}/Torch",
+        f"-Dtransformer_plugin_DIR={LIBRARY.parent}/cmake",
+    ]
     for arguments in (
-        ["-S", str(ROOT / "examples" / "cpp"), "-B", str(folder), f"-DCMAKE_PREFIX_PATH={prefixes}"],
+        ["-S", str(ROOT / "examples" / "cpp"), "-B", str(folder), *found],
         ["--build", str(folder)],
     ):
         done = subprocess.run(["cmake", *arguments], capture_output=True, text=True, env=environment)
@@ -165,29 +169,65 @@ def test_programs_that_link_the_target(linked: Path, tmp_path: Path) -> None:
     assert [line.split(":")[0] for line in lines] == ["output equal", "grad equal"]
 
 
-def test_the_target_for_another_torch_is_an_error(linked: Path, tmp_path: Path) -> None:
-    """A folder that has only the library of another torch says so."""
-    package = tmp_path / "transformer_plugin"
+def choose(folder: Path, cuda: str | None, *names: str) -> str:
+    """What CMake says of the library that a program for torch 2.12 with this CUDA links, of those of these names."""
+    if shutil.which("cmake") is None:
+        pytest.skip("cmake is not installed")
+    package, tree = folder / "with space" / "transformer_plugin", folder / "torch"
     shutil.copytree(LIBRARY.parent / "cmake", package / "cmake")
-    (package / "_C.torch2.8.cu13.so").touch()
-    project = tmp_path / "project"
-    project.mkdir()
-    (project / "CMakeLists.txt").write_text(
-        "cmake_minimum_required(VERSION 3.18)\nproject(x CXX)\nfind_package(transformer_plugin REQUIRED)\n"
+    for name in names:
+        (package / name).touch()
+    tree.mkdir()
+    (tree / "version.py").write_text(f"__version__ = '2.12.1'\ncuda: Optional[str] = {cuda!r}\n")
+    # CUDA_VERSION: that of another toolkit
+    (tree / "TorchConfig.cmake").write_text(f'set(TORCH_INSTALL_PREFIX "{tree}")\nset(CUDA_VERSION 12.8)\n')
+    version = 'set(PACKAGE_VERSION "2.12.1")\nset(PACKAGE_VERSION_COMPATIBLE TRUE)\n'
+    (tree / "TorchConfigVersion.cmake").write_text(version)
+    (folder / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.18)\nproject(x NONE)\nfind_package(transformer_plugin REQUIRED)\n"
+        "get_target_property(libraries transformer_plugin::transformer_plugin INTERFACE_LINK_LIBRARIES)\n"
+        'message(STATUS "links ${libraries}")\n'
     )
-    done = subprocess.run(
-        [
-            "cmake",
-            *("-S", str(project), "-B", str(tmp_path / "out")),
-            f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path};{tmp_path}",
-        ],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "TORCH_CUDA_ARCH_LIST": "9.0"},
+    found = [f"-DTorch_DIR={tree}", f"-Dtransformer_plugin_DIR={package}/cmake"]
+    command = ["cmake", "-S", str(folder), "-B", str(folder / "out"), *found]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    said = " ".join((done.stdout + done.stderr).split())
+    assert (done.returncode == 0) == ("links" in said)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("cuda", "names", "chosen"),
+    [
+        (
+            "13.0",
+            ["_C.torch2.11.cu13.so", "_C.torch2.12.cu13.so", "_C.torch2.12.cpu.so"],
+            "_C.torch2.12.cu13.so",
+        ),
+        ("13.0", ["_C.torch2.11.cu13.so", "_C.torch2.12.cpu.so"], "_C.torch2.12.cpu.so"),
+        (None, ["_C.torch2.12.cu13.so", "_C.torch2.12.cpu.so"], "_C.torch2.12.cpu.so"),
+    ],
+)
+def test_which_library_the_target_is(tmp_path: Path, cuda: str | None, names: list[str], chosen: str) -> None:
+    said = choose(tmp_path, cuda, *names)
+    assert f'with space/transformer_plugin/{chosen}",' in said
+    assert not [name for name in names if name != chosen and name in said]
+
+
+@pytest.mark.parametrize(
+    ("cuda", "names", "wanted"),
+    [
+        ("13.0", ["_C.torch2.11.cu13.so"], "_C.torch2.12.cu13.so"),
+        ("12.9", ["_C.torch2.12.cpu.so", "_C.torch2.12.cu13.so"], "_C.torch2.12.cu12.so"),
+        (None, ["_C.torch2.12.cu13.so"], "_C.torch2.12.cpu.so"),
+    ],
+)
+def test_no_library_for_the_target(tmp_path: Path, cuda: str | None, names: list[str], wanted: str) -> None:
+    said = choose(tmp_path, cuda, *names)
+    assert (
+        f"expected {wanted} in {tmp_path}/with space/transformer_plugin, for torch 2.12.1, found: {';'.join(names)}."
+        in said
     )
-    said = " ".join(done.stderr.split())
-    assert done.returncode != 0 and "found: _C.torch2.8.cu13.so" in said
-    assert f"expected a library of ops for torch {torch.__version__.partition('+')[0]}" in said
 
 
 def test_a_missing_library_is_an_error(programs: Path) -> None:
