@@ -11,3 +11,8 @@ import pytest
 @functools.cache
 def peft() -> Any:
     return pytest.importorskip("peft")
+
+
+@functools.cache
+def transformers() -> Any:
+    return pytest.importorskip("transformers")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import importlib
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,10 @@ import pytest
 import torch
 
 import transformer_plugin as tp
+from tests.clients.hf_experts import are_near, differences, expected_results, make, results, routed
+from tests.clients.imported import transformers
 from transformer_plugin import nn, recipes
-from transformer_plugin.nn.convert import EXPERTS, ConvertedExperts
+from transformer_plugin.nn.convert import ConvertedExperts, explain
 
 
 def small() -> Any:
@@ -73,65 +74,37 @@ def test_refused_models_stay() -> None:
             tp.convert(*wrong)
 
 
-def transformers_class(name: str) -> Any:
-    pytest.importorskip("transformers")
-    folders = {"Glm4MoeExperts": "glm4_moe", "OlmoeExperts": "olmoe", "MixtralExperts": "mixtral"}
-    folder = (
-        folders.get(name)
-        or {
-            "DeepseekV2Experts": "deepseek_v2",
-            "DeepseekV3Experts": "deepseek_v3",
-            "Qwen2MoeExperts": "qwen2_moe",
-            "Qwen3MoeExperts": "qwen3_moe",
-            "Qwen3NextExperts": "qwen3_next",
-        }[name]
-    )
-    return getattr(importlib.import_module(f"transformers.models.{folder}.modeling_{folder}"), name)
+def made(name: str, **options: Any) -> Any:
+    """An experts module of transformers, with random weights."""
+    transformers()
+    return make(name, **options)
 
 
-class Config:
-    """What the classes read of their configurations, under all of its names."""
-
-    num_experts = num_local_experts = n_routed_experts = 4
-    hidden_size = 16
-    moe_intermediate_size = intermediate_size = 24
-    hidden_act = "silu"
-    _experts_implementation = "eager"
+#: Classes of experts, and whether they keep methods of their own.
+KINDS = {
+    **dict.fromkeys(("MixtralExperts", "Qwen3NextExperts", "Lfm2MoeExperts", "Gemma4TextExperts"), False),
+    **dict.fromkeys(("AriaExperts", "MuseSparkExperts", "NemotronHExperts"), False),
+    **dict.fromkeys(("GptOssExperts", "Inkling2Experts", "DeepseekV4Experts"), True),
+}
 
 
-@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize("name", KINDS)
 def test_experts_of_transformers(name: str, device: torch.device) -> None:
-    experts = transformers_class(name)(Config())
-    with torch.no_grad():
-        for p in experts.parameters():
-            p.copy_(torch.randn(p.shape) / 4)
-    weights = torch.rand(10, 2)
-    indices = torch.stack([torch.randperm(4)[:2] for _ in range(10)])
-    masked = indices.clone()
-    masked[3, 1] = 4  # as transformers does under expert parallelism
-    with contextlib.suppress(
-        RuntimeError
-    ):  # on a GPU, a version that does not would end all tests of the process
-        experts(torch.zeros(10, 16), masked, weights)
-        indices = masked
-    experts.to(device)
-    expected = copy.deepcopy(experts)
+    experts = made(name).to(device)
+    inputs: Any = tuple(each.to(device) for each in routed())
+    expected, parameters = expected_results(experts, inputs), dict(experts.named_parameters())
     tp.convert(experts)
-    assert type(experts) is ConvertedExperts
-    weights, indices = weights.to(device), indices.to(device)
-    results: list[list[Any]] = []
-    for module in (experts, expected):
-        x = torch.randn(10, 16, generator=torch.Generator().manual_seed(1)).to(device).requires_grad_()
-        output = module(x, indices, weights)
-        output.square().sum().backward()
-        assert x.grad is not None
-        results.append([output.detach(), x.grad, *(p.grad for p in module.parameters())])
-    for got, reference in zip(*results, strict=True):
-        torch.testing.assert_close(got, reference, atol=1e-5, rtol=1e-4)
+    assert isinstance(experts, ConvertedExperts)
+    assert type(experts).__name__ == (f"Converted{name}" if KINDS[name] else "ConvertedExperts")
+    assert all(parameter is parameters[name] for name, parameter in experts.named_parameters())
+    assert are_near(differences(results(experts, inputs), expected))
+    for copied in (copy.deepcopy(experts), pickle.loads(pickle.dumps(experts))):
+        assert type(copied) is type(experts) and list(copied.state_dict()) == list(parameters)
+        assert torch.equal(copied(*inputs), experts(*inputs))
+    assert "num_experts=4, hidden=32, ffn_hidden=64, recipe=None" in repr(experts)
 
 
 def model_of(kind: str) -> Any:
-    transformers = pytest.importorskip("transformers")
     sizes: dict[str, Any] = {
         "vocab_size": 64,
         "hidden_size": 64,
@@ -144,11 +117,11 @@ def model_of(kind: str) -> Any:
     }
     torch.manual_seed(0)
     if kind == "Qwen3-MoE":
-        config = transformers.Qwen3MoeConfig(
+        config = transformers().Qwen3MoeConfig(
             **sizes, num_experts=8, moe_intermediate_size=32, head_dim=16, norm_topk_prob=True
         )
-        return transformers.Qwen3MoeForCausalLM(config)
-    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, num_local_experts=4))
+        return transformers().Qwen3MoeForCausalLM(config)
+    return transformers().MixtralForCausalLM(transformers().MixtralConfig(**sizes, num_local_experts=4))
 
 
 @pytest.mark.parametrize("kind", ["Qwen3-MoE", "Mixtral"])
@@ -191,22 +164,58 @@ def test_a_model_of_transformers_trains_in_a_recipe(name: str, device: torch.dev
     assert losses[-1] < losses[0] - 0.3, losses
 
 
-def test_other_activations_are_refused() -> None:
-    experts = transformers_class("Qwen3MoeExperts")(type("Gelu", (Config,), {"hidden_act": "gelu"})())
-    with pytest.raises(ValueError, match="experts with SiLU"):
-        tp.convert(experts)
-    with pytest.raises(ValueError, match="scales come from current values"):
-        tp.convert(transformers_class("Qwen3MoeExperts")(Config()), recipes.DelayedScaling())
+def test_refused_recipes_of_experts() -> None:
+    text = "expected a recipe whose scales come from current values for experts"
+    for name in ("Qwen3MoeExperts", "GptOssExperts"):
+        model = torch.nn.ModuleList([torch.nn.Linear(16, 16), made(name)])
+        with pytest.raises(ValueError, match=f"{text} of layer '1', got DelayedScaling"):
+            tp.convert(model, recipes.DelayedScaling())
+        tp.convert(model[1], recipes.MXFP8BlockScaling())  # of biases no width counts
+        with pytest.raises(ValueError, match=text):
+            tp.convert(model, recipes.DelayedScaling())
+        with pytest.raises(ValueError, match=text):
+            model[1].recipe = recipes.DelayedScaling()
+        assert type(model[0]) is torch.nn.Linear
+    with pytest.raises(ValueError, match="widths that are multiples of 32"):
+        tp.convert(made("GptOssExperts", intermediate_size=48), recipes.MXFP8BlockScaling())
 
 
-def test_refused_of_experts_that_are_converted() -> None:
-    model = torch.nn.ModuleList([torch.nn.Linear(16, 16), transformers_class("Qwen3MoeExperts")(Config())])
-    tp.convert(model[1], recipes.Float8BlockScaling())
-    with pytest.raises(
-        ValueError, match="expected a recipe whose scales come from current values for experts of"
-    ):
-        tp.convert(model, recipes.DelayedScaling())
-    assert type(model[0]) is torch.nn.Linear
+class Bank(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (torch.nn.Parameter(torch.ones(4, 8, 8)) for _ in range(2))
+
+
+def test_explained() -> None:
+    replaced = made("MixtralExperts")
+    replaced.forward = lambda *_: None
+    float8 = made("MixtralExperts")
+    float8.gate_up_proj = torch.nn.Parameter(float8.gate_up_proj.to(torch.float8_e4m3fn), requires_grad=False)
+    model = torch.nn.ModuleDict(
+        {
+            "linear": torch.nn.Linear(32, 32), "fused": made("MixtralExperts"), "own": made("GptOssExperts"),
+            "bank": Bank(), "float8": float8, "replaced": replaced, "norm": torch.nn.LayerNorm(8),
+            "narrow": torch.nn.Linear(32, 33), "rnn": torch.nn.LSTM(8, 8), "moe": nn.Linear(32, 32),
+        }
+    )  # fmt: skip
+    rows = {row.name: row[1:] for row in explain(model, recipes.MXFP8BlockScaling())}
+    own = "experts, their own functions between two products: transposed weights, biases, a gate of its own"
+    assert rows.pop("linear") == ("Linear", "converted", "a linear layer")
+    assert rows.pop("fused") == ("MixtralExperts", "converted", "experts, one op")
+    assert rows.pop("own") == ("GptOssExperts", "converted", own)
+    assert rows.pop("moe") == ("Linear", "converted", "a layer of this package, gets the recipe")
+    assert rows.pop("bank")[1:] == (
+        "left", "experts: its class is not decorated with transformers' use_experts_implementation",
+    )  # fmt: skip
+    assert rows.pop("float8")[1:] == ("left", "experts: its weights are torch.float8_e4m3fn")
+    assert rows.pop("rnn")[1:] == ("left", "a linear layer of another class than torch.nn.Linear")
+    assert [rows.pop(name)[1] for name in ("replaced", "narrow")] == ["refused"] * 2 and rows == {}
+    assert not isinstance(model["fused"], ConvertedExperts) and type(model["linear"]) is torch.nn.Linear
+    lines = str(explain(model)).splitlines()
+    assert lines[0] == f"linear    {'Linear':14}  converted  a linear layer" and len(lines) == 9
+    assert explain is vars(tp.convert)["explain"] and "no module" in str(explain(torch.nn.GELU()))
+    tp.convert(model["fused"])
+    assert explain(model["fused"])[0] == ("", "ConvertedExperts", "converted", "experts, one op")
 
 
 def encoder_layer(device: torch.device) -> Any:

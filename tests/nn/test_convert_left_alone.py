@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize
 
 import transformer_plugin as tp
 from transformer_plugin import nn
+from transformer_plugin.nn.convert import ConvertedExperts
 from transformer_plugin.recipes import Float8BlockScaling
 
 
@@ -187,52 +188,48 @@ def test_nothing_to_convert() -> None:
 
 
 class Config:
-    """What the classes read of their configurations, under all of its names."""
+    """What the classes read of their configurations."""
 
-    num_experts = num_local_experts = n_routed_experts = 4
-    hidden_size = input_size = 16
-    moe_intermediate_size = intermediate_size = ffn_hidden_size = 24
-    moe_latent_size = None
-    swiglu_alpha = swiglu_limit = 1.0
-    moe_num_experts, hidden_act, ffn_act_fn = 4, "silu", {"name": "silu"}
-    mlp_hidden_act = "relu2"
-    _experts_implementation = "eager"
+    num_local_experts = moe_num_experts = 4
+    hidden_size = 16
+    intermediate_size = ffn_hidden_size = 24
+    hidden_act, ffn_act_fn = "silu", {"name": "silu"}
 
 
 @pytest.mark.parametrize(
     ("folder", "kind", "arguments"),
     [
-        ("gpt_oss", "GptOssExperts", None),
         ("llama4", "Llama4TextExperts", None),
-        ("phimoe", "PhimoeExperts", None),
-        ("qwen3_vl_moe", "Qwen3VLMoeTextExperts", None),
-        ("nemotron_h", "NemotronHExperts", None),
         ("dbrx", "DbrxExpertGLU", None),
         ("jetmoe", "JetMoeParallelExperts", (4, 16, 24)),
     ],
 )
-def test_experts_of_other_families_of_transformers(folder: str, kind: str, arguments: Any) -> None:
+def test_experts_that_transformers_does_not_decorate(folder: str, kind: str, arguments: Any) -> None:
     pytest.importorskip("transformers")
     module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
     make = getattr(module, kind)
     model = ModuleList([make(*(arguments or (Config(),))) for _ in range(2)])
     texts = texts_of(model, Float8BlockScaling())
     assert texts[0] == (
-        "transformer_plugin::convert: argument 'model': expected experts of a class in "
-        f"transformer_plugin.nn.convert.EXPERTS, got 2 modules of the class {kind} (such as '0'). They stay as they "
-        "are, without the recipe: leave them out with 'filter' if that is meant."
+        "transformer_plugin::convert: argument 'model': expected experts of a class that transformers decorates with "
+        f"use_experts_implementation, in 16 or 32 bits, got 2 modules of the class {kind} (such as '0'). They stay as "
+        "they are, without the recipe: leave them out with 'filter' if that is meant."
     )
     assert len(texts) == 2 and "got none" in texts[1]
 
 
 def test_a_model_of_gpt_oss() -> None:
+    """Its experts are converted, and its router is left on purpose."""
     transformers = pytest.importorskip("transformers")
     config = transformers.GptOssConfig(
         vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_local_experts=4,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts_per_tok=2,
     )  # fmt: skip
-    model = transformers.GptOssForCausalLM(config)
-    (text,) = texts_of(model, None, lambda _, name: name != "lm_head")
-    assert "2 modules of the class GptOssExperts (such as 'model.layers.0.mlp.experts')" in text
+    torch.manual_seed(0)
+    model, tokens = transformers.GptOssForCausalLM(config).eval(), torch.arange(16).view(2, 8)
+    expected = model(tokens).logits
+    assert texts_of(model, None, lambda _, name: name != "lm_head") == []
     assert type(model.model.layers[0].self_attn.q_proj) is nn.Linear
+    assert isinstance(model.model.layers[1].mlp.experts, ConvertedExperts)
     assert type(model.lm_head) is torch.nn.Linear
+    torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-5, atol=1e-5)

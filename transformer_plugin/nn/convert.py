@@ -2,83 +2,30 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
-from torch import Tensor
 
 from transformer_plugin._arguments import typed
-from transformer_plugin.functional import grouped_mlp
-from transformer_plugin.nn._autocast import operand
-from transformer_plugin.nn._formats import formats_of, row_rules, width_multiple
+from transformer_plugin.nn._experts import (
+    ConvertedExperts,
+    converted_class,
+    not_computed,
+    not_one_op,
+    refuse_delayed,
+)
+from transformer_plugin.nn._formats import formats_of, width_multiple
 from transformer_plugin.nn._left_alone import chooses, is_experts, is_linear, left_alone
-from transformer_plugin.nn._module import PluginModule, layer_forward
+from transformer_plugin.nn._module import PluginModule
 from transformer_plugin.nn._recipe import RecipeModule
 from transformer_plugin.nn.linear import Linear
 from transformer_plugin.nn.quantized_parameters import refused_recipe
-from transformer_plugin.parallel.token_dispatcher import DispatchConfig, LocalTokenDispatcher
 from transformer_plugin.recipes import DelayedScaling, Recipe
 from transformer_plugin.tensor._layout import message
 
-#: Classes of Hugging Face transformers, version 5, whose forward is what :class:`ConvertedExperts` computes.
-EXPERTS = (
-    *("DeepseekV2Experts", "DeepseekV3Experts", "Glm4MoeExperts", "MixtralExperts"),
-    *("OlmoeExperts", "Qwen2MoeExperts", "Qwen3MoeExperts", "Qwen3NextExperts"),
-)
-
-
-class ConvertedExperts(PluginModule):
-    """The experts of a Hugging Face model, with its parameters and its call, computed by this package.
-
-    ``forward(hidden_states [T, H], top_k_index [T, K], top_k_weights [T, K])`` returns ``[T, H]``. Parameters:
-    ``gate_up_proj [E, 2F, H]``, the gate first, and ``down_proj [E, H, F]``, those of the module that was converted.
-    Routing weights are applied between the two products, in float32. The indices -1 and E name no expert; other indices
-    that are no expert are an error, as in :func:`transformer_plugin.ops.assign_slots`.
-
-    The host reads no group size: there is room for every choice, ``T * K`` rows and padding.
-    """
-
-    gate_up_proj: Tensor
-    down_proj: Tensor
-
-    @property
-    def recipe(self) -> Recipe | None:
-        """The formats of both products; may be set."""
-        recipe: Recipe | None = self._recipe
-        return recipe
-
-    @recipe.setter
-    def recipe(self, recipe: Recipe | None) -> None:
-        if isinstance(recipe, DelayedScaling):
-            _refuse(
-                "recipe",
-                "a recipe whose scales come from current values",
-                recipe,
-                "Use Float8CurrentScaling()",
-            )
-        self._recipe = recipe
-        experts = self.gate_up_proj.shape[0]
-        # Under expert parallelism transformers gives choices of other ranks' experts the index `experts`.
-        rules = row_rules(formats_of(recipe))
-        self._dispatcher = LocalTokenDispatcher(experts, DispatchConfig(), *rules, total_experts=experts + 1)
-
-    @layer_forward
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Runs the tokens through their experts. See the class."""
-        tokens = operand(hidden_states)
-        received = self._dispatcher.dispatch(tokens, top_k_index, top_k_weights.float())
-        weights = (operand(self.gate_up_proj), operand(self.down_proj))
-        rows = grouped_mlp(received.rows, *weights, received.group_sizes, received.probs, recipe=self.recipe)
-        output: Tensor = self._dispatcher.combine(rows, received)
-        return output.to(hidden_states.dtype)
-
-    def extra_repr(self) -> str:
-        """The sizes and the recipe."""
-        experts, hidden, ffn_hidden = self.down_proj.shape
-        return f"num_experts={experts}, hidden={hidden}, ffn_hidden={ffn_hidden}, recipe={self.recipe}"
+__all__ = ["ConvertedExperts", "Explained", "Explanation", "convert", "explain"]
 
 
 @typed
@@ -89,9 +36,10 @@ def convert(
 ) -> torch.nn.Module:
     """Makes layers of a model compute with this package, in place. Parameters stay the same objects: nothing is copied.
 
-    Every ``torch.nn.Linear`` becomes a :class:`Linear` with the recipe, and the experts of the Hugging Face models in
-    ``transformer_plugin.nn.convert.EXPERTS`` become :class:`ConvertedExperts`. Modules of this package get the recipe.
-    Names of parameters, the ``state_dict``, hooks and references to the modules stay as they are.
+    Every ``torch.nn.Linear`` becomes a :class:`Linear` with the recipe, and experts of Hugging Face models, of every
+    class that transformers decorates with ``use_experts_implementation``, become :class:`ConvertedExperts`. Modules of
+    this package get the recipe. Names of parameters, the ``state_dict``, hooks and references to the modules stay as
+    they are. :func:`explain` says what becomes of each module.
 
     Other modules are left as they are. For each class of those that multiply by weights of their own there is one
     ``UserWarning`` with their number: experts of other classes, subclasses of ``torch.nn.Linear``, quantized linear
@@ -116,8 +64,7 @@ def convert(
 
     Raises:
         TypeError: no module, no recipe. ValueError: a layer whose widths the recipe does not take, or whose forward was
-        replaced on the instance; experts with ``DelayedScaling`` or another activation than SiLU. No layer is converted
-        then.
+        replaced on the instance; experts with ``DelayedScaling``. No layer is converted then.
     """
     if not isinstance(model, torch.nn.Module):
         _refuse("model", "a torch.nn.Module", type(model).__name__, "Pass the model", TypeError)
@@ -142,6 +89,66 @@ def convert(
         text = message("convert", "model", "layers that can be converted", got, text)
         warnings.warn(text, UserWarning, stacklevel=3)  # of the caller of the decorated function
     return model
+
+
+class Explained(NamedTuple):
+    """What becomes of one module."""
+
+    #: in the model; "" of the model itself.
+    name: str
+    #: the name of its class.
+    kind: str
+    #: ``"converted"``, ``"left"``, or ``"refused"``: :func:`convert` raises, and leaves the whole model as it is.
+    what: Literal["converted", "left", "refused"]
+    #: how it is computed, or why not.
+    reason: str
+
+
+class Explanation(tuple[Explained, ...]):
+    """A row for each module that multiplies by weights of its own. Printed, a line for each."""
+
+    def __str__(self) -> str:
+        columns = zip(*self, strict=True)
+        widths = [max(map(len, column)) for column in columns]
+        lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in self)
+        return "\n".join(lines) or "no module that multiplies by weights of its own"
+
+
+@typed
+def explain(model: torch.nn.Module, recipe: Recipe | None = None) -> Explanation:
+    """Lists what :func:`convert` makes of each module of a model with a recipe, and what it leaves and why.
+
+    Changes nothing. Also ``convert.explain``. Of experts it says whether one op computes them, as in :class:`MoE`, or
+    their own functions run between two grouped products; the same holds for
+    ``experts_implementation="transformer_plugin"`` (:mod:`transformer_plugin.integrations.hf`).
+
+    Returns:
+        A tuple of rows ``(name, kind, what, reason)``, which prints as a table.
+    """
+    found = ((name, module, _explained(name, module, recipe)) for name, module in model.named_modules())
+    return Explanation(Explained(name, type(module).__name__, *row) for name, module, row in found if row)
+
+
+def _explained(name: str, module: torch.nn.Module, recipe: Recipe | None) -> tuple[Any, str] | None:
+    kind = _kind(module)
+    if kind is None:
+        if is_experts(name, module):
+            return "left", f"experts: {not_computed(module)}"
+        text = "a linear layer of another class than torch.nn.Linear"
+        return ("left", text) if is_linear(module) else None
+    try:
+        _check(name, module, kind, recipe)
+    except ValueError as error:
+        return "refused", str(error)
+    if kind is RecipeModule and not isinstance(module, ConvertedExperts):
+        return "converted", "a layer of this package, gets the recipe"
+    if kind is Linear:
+        return "converted", "a linear layer"
+    own = not_one_op(module)
+    return (
+        "converted",
+        f"experts, their own functions between two products: {own}" if own else "experts, one op",
+    )
 
 
 def _keep_from_fused_kernel(model: torch.nn.Module) -> None:
@@ -170,7 +177,7 @@ def _left_as_they_are(
     others = [(name, module) for name, module, kind in kinds if kind is None]
     for expected, found in (
         (
-            "experts of a class in transformer_plugin.nn.convert.EXPERTS",
+            "experts of a class that transformers decorates with use_experts_implementation, in 16 or 32 bits",
             [o for o in others if is_experts(*o)],
         ),
         ("linear layers of the class torch.nn.Linear itself", [o for o in others if is_linear(o[1])]),
@@ -189,8 +196,7 @@ def _kind(module: torch.nn.Module) -> type[Any] | None:
         return Linear
     if isinstance(module, RecipeModule | ConvertedExperts):
         return RecipeModule
-    of_transformers = type(module).__module__.startswith("transformers.models.")
-    return ConvertedExperts if of_transformers and type(module).__name__ in EXPERTS else None
+    return None if not_computed(module) else converted_class(module)
 
 
 def _check(name: str, module: torch.nn.Module, kind: type[Any], recipe: Recipe | None) -> None:
@@ -203,34 +209,21 @@ def _check(name: str, module: torch.nn.Module, kind: type[Any], recipe: Recipe |
     if text:
         raise ValueError(f"transformer_plugin::convert: argument 'recipe': {text} It is layer '{name}'.")
     multiple = max(width_multiple(key) for key in formats_of(recipe))
-    for weight in (p for _, p in module.named_parameters(recurse=False) if p.dim() > 1):
+    least = (
+        3 if issubclass(kind, ConvertedExperts) or isinstance(module, ConvertedExperts) else 2
+    )  # no biases
+    for weight in (p for _, p in module.named_parameters(recurse=False) if p.dim() >= least):
         if any(width % multiple for width in weight.shape[-2:]):
             expected = f"widths{where} that are multiples of {multiple}, as {recipe} needs"
             _refuse("recipe", expected, list(weight.shape), "Leave the layer out with 'filter'")
-    if isinstance(recipe, DelayedScaling) and (
-        kind is ConvertedExperts or isinstance(module, ConvertedExperts)
-    ):
-        expected = f"a recipe whose scales come from current values for experts{where}"
-        _refuse("recipe", expected, recipe, "Use Float8CurrentScaling()")
-    if kind is ConvertedExperts:
-        _check_experts(where, module)
-
-
-def _check_experts(where: str, module: torch.nn.Module) -> None:
-    """Raises for experts that :class:`ConvertedExperts` does not compute."""
-    activation = type(getattr(module, "act_fn", None)).__name__
-    arguments = list(inspect.signature(type(module).forward).parameters)
-    if activation not in ("SiLU", "SiLUActivation") or arguments[1:] != [
-        "hidden_states",
-        "top_k_index",
-        "top_k_weights",
-    ]:
-        got = f"act_fn={activation}, forward({', '.join(arguments[1:])})"
-        expected = f"experts{where} with SiLU, called with hidden_states, top_k_index and top_k_weights"
-        _refuse("model", expected, got, "Leave them out with 'filter', or use transformers 5")
+    if isinstance(recipe, DelayedScaling) and least == 3:
+        refuse_delayed("convert", recipe, where)
 
 
 def _refuse(
     argument: str, expected: str, got: object, advice: str, error: type[Exception] = ValueError
 ) -> NoReturn:
     raise error(message("convert", argument, expected, str(got), advice))
+
+
+convert.explain = explain  # type: ignore[attr-defined]

@@ -1,0 +1,255 @@
+"""The experts of Hugging Face transformers, computed by what their class says of itself: one implementation for
+:func:`transformer_plugin.nn.convert` and for the name that :mod:`transformer_plugin.integrations.hf` registers.
+
+transformers' decorator ``use_experts_implementation`` gives a class flags (``has_gate``, ``has_bias``,
+``is_transposed``, ``is_concatenated``, ``has_post_expert_norm``) and ``_apply_gate``. Nothing here imports it.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from transformer_plugin import ops
+from transformer_plugin.formats import resolve
+from transformer_plugin.nn._autocast import as_float32, operand
+from transformer_plugin.nn._formats import DTYPES, RoleFormats, formats_of, row_rules
+from transformer_plugin.nn._module import PluginModule, layer_forward
+from transformer_plugin.nn._slots import Slots
+from transformer_plugin.parallel.token_dispatcher import DispatchConfig, LocalTokenDispatcher
+from transformer_plugin.recipes import DelayedScaling, Recipe
+from transformer_plugin.tensor._layout import message
+
+_ANY_CAPACITY = DispatchConfig()
+_NO_FORMATS = RoleFormats()
+#: Where transformers defines the gate of classes that have none of their own.
+_DEFAULT_GATE = "transformers.integrations.moe"
+#: transformers' modules of the functions that one op computes with both products.
+_ACTIVATIONS = {"SiLU": "silu", "SiLUActivation": "silu", "ReLUSquaredActivation": "relu2"}
+
+
+class Flags(NamedTuple):
+    """What the decorator says of a class, and what it is where a version of transformers does not say it."""
+
+    has_gate: bool = True
+    has_bias: bool = False
+    is_transposed: bool = False
+    is_concatenated: bool = True
+    has_post_expert_norm: bool = False
+
+
+def flags_of(module: torch.nn.Module) -> Flags:
+    """The flags of an experts module."""
+    defaults = Flags()
+    return Flags(
+        getattr(module, "has_gate", defaults.has_gate),
+        getattr(module, "has_bias", defaults.has_bias),
+        getattr(module, "is_transposed", defaults.is_transposed),
+        getattr(module, "is_concatenated", defaults.is_concatenated),
+        getattr(module, "has_post_expert_norm", defaults.has_post_expert_norm),
+    )
+
+
+def has_own_gate(module: torch.nn.Module) -> bool:
+    """Whether ``_apply_gate`` may be another function than ``act_fn(gate) * up`` of the two halves of the columns."""
+    if "_apply_gate" in module.__dict__:
+        return True
+    gate = getattr(type(module), "_apply_gate", None)
+    return gate is not ConvertedExperts._apply_gate and getattr(gate, "__module__", "") != _DEFAULT_GATE
+
+
+def not_one_op(module: torch.nn.Module) -> str:
+    """Why one op cannot compute the experts; "" if it can."""
+    flags = flags_of(module)
+    found = {
+        "transposed weights": flags.is_transposed,
+        "biases": flags.has_bias,
+        "a norm of each expert's output": flags.has_post_expert_norm,
+    }
+    texts = [text for text, is_there in found.items() if is_there]
+    if flags.has_gate and (not flags.is_concatenated or has_own_gate(module)):
+        texts.append("a gate of its own")
+    elif _function(module) != ("silu" if flags.has_gate else "relu2"):
+        texts.append(f"the activation {_name_of(getattr(module, 'act_fn', None))}")
+    return ", ".join(texts)
+
+
+def not_computed(module: torch.nn.Module) -> str:
+    """Why experts are not computed here; "" if they are. Of modules that are no experts it is not asked."""
+    if not hasattr(type(module), "_apply_gate"):
+        return "its class is not decorated with transformers' use_experts_implementation"
+    flags = flags_of(module)
+    names = _weight_names(flags)
+    weights = [getattr(module, name, None) for name in names]
+    for name, weight in zip(names, weights, strict=True):
+        if not isinstance(weight, Tensor) or weight.dim() != 3:
+            return f"it has no stack of matrices '{name}'"
+        if weight.dtype not in DTYPES:
+            return f"its weights are {weight.dtype}"
+    first, second = (each.shape[:0:-1] if flags.is_transposed else each.shape[1:] for each in weights)  # type: ignore[union-attr]
+    if first[0] != second[1] * (2 if flags.has_gate else 1) or first[1] != second[0]:
+        return f"its weights are {list(weights[0].shape)} and {list(weights[1].shape)}"  # type: ignore[union-attr]
+    return ""
+
+
+def run_experts(
+    module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, recipe: Recipe | None
+) -> Tensor:
+    """The sum of each token's experts times their routing weights, ``[T, H]`` in the dtype of ``hidden_states``.
+
+    Choices -1 and E, as transformers has them of experts of other ranks, add nothing. The host reads no size.
+    """
+    flags, formats = flags_of(module), formats_of(recipe)
+    tokens, weights = operand(hidden_states), as_float32(top_k_weights)
+    dispatcher = _dispatcher(module.down_proj.shape[0], formats)
+    slots, probs, _ = dispatcher.assign(top_k_index, weights)
+    if recipe is not None:
+        device = tokens.device
+        formats = RoleFormats(resolve(formats.input, device), formats.weight, resolve(formats.grad, device))
+    if not not_one_op(module):
+        return _in_one_op(module, tokens, slots, probs, formats).to(hidden_states.dtype)
+    rows = ops.permute_rows(tokens, slots.slot, slots.source)
+    rows = _product(module, _weight_names(flags)[0], rows, slots.group_sizes, formats)
+    rows = module._apply_gate(rows) if flags.has_gate else module.act_fn(rows)
+    rows = _product(module, "down_proj", rows, slots.group_sizes, formats)
+    if flags.has_post_expert_norm:
+        # Rows without a token are zeros, at which a norm need not have a gradient.
+        rows = module.post_expert_norm(rows.masked_fill((slots.source < 0)[:, None], 1.0))
+    return ops.unpermute(rows, slots.slot, slots.source, weights).to(hidden_states.dtype)
+
+
+class ConvertedExperts(PluginModule):
+    """The experts of a Hugging Face model, with its parameters and its call, computed by this package.
+
+    ``forward(hidden_states [T, H], top_k_index [T, K], top_k_weights [T, K])`` returns ``[T, H]``. The parameters are
+    those of the module that was converted: ``gate_up_proj [E, 2F, H]`` and ``down_proj [E, H, F]``, or what else the
+    flags of its class say. With SiLU between the two, the gate first, no biases and no norm, one op reads the tokens
+    where they lie, as in :class:`MoE`, and applies the routing weights between the two products, in float32. Experts of
+    other forms get copies of the tokens, and the module's own functions run between the two products. The indices -1
+    and E name no expert; other indices that are no expert are an error, as in
+    :func:`transformer_plugin.ops.assign_slots`.
+
+    The host reads no group size: there is room for every choice, ``T * K`` rows and padding.
+    """
+
+    down_proj: Tensor
+    act_fn: Any
+    #: the class of before, where the experts have its methods.
+    _own_class: Any = None
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """The formats of both products; may be set."""
+        recipe: Recipe | None = self._recipe
+        return recipe
+
+    @recipe.setter
+    def recipe(self, recipe: Recipe | None) -> None:
+        if isinstance(recipe, DelayedScaling):
+            refuse_delayed("convert", recipe)
+        self._recipe = recipe
+
+    @layer_forward
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Runs the tokens through their experts. See the class."""
+        return run_experts(self, hidden_states, top_k_index, top_k_weights, self.recipe)
+
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        """As the decorator defines it for classes without a gate of their own."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        product: Tensor = self.act_fn(gate) * up
+        return product
+
+    def extra_repr(self) -> str:
+        """The sizes and the recipe."""
+        experts, hidden, ffn_hidden = self.down_proj.shape
+        if flags_of(self).is_transposed:
+            hidden, ffn_hidden = ffn_hidden, hidden
+        return f"num_experts={experts}, hidden={hidden}, ffn_hidden={ffn_hidden}, recipe={self.recipe}"
+
+
+def converted_class(module: torch.nn.Module) -> type[ConvertedExperts]:
+    """The class that experts become: with the methods of their own class where their gate is one of those."""
+    return _with_methods_of(type(module)) if has_own_gate(module) else ConvertedExperts
+
+
+_OWN: dict[Any, type[ConvertedExperts]] = {}
+
+
+def _with_methods_of(kind: Any) -> type[ConvertedExperts]:
+    if kind not in _OWN:
+        members = {"_apply_gate": kind._apply_gate, "_own_class": kind, "__reduce_ex__": _reduced}
+        members["__doc__"] = ConvertedExperts.__doc__
+        _OWN[kind] = type(f"Converted{kind.__name__}", (ConvertedExperts, kind), members)
+    return _OWN[kind]
+
+
+def _reduced(self: Any, protocol: Any) -> tuple[Any, ...]:
+    """For copies and pickles, which find a class by its name: this one is made where it is needed."""
+    return _without_state, (self._own_class,), dict(self.__dict__)
+
+
+def _without_state(kind: type[torch.nn.Module]) -> torch.nn.Module:
+    converted = _with_methods_of(kind)
+    return converted.__new__(converted)
+
+
+def refuse_delayed(owner: str, recipe: Recipe, where: str = "") -> NoReturn:
+    """Raises: experts of transformers have no state of delayed scaling."""
+    expected = f"a recipe whose scales come from current values for experts{where}"
+    raise ValueError(message(owner, "recipe", expected, str(recipe), "Use Float8CurrentScaling()"))
+
+
+def _in_one_op(module: Any, tokens: Tensor, slots: Slots, probs: Tensor, formats: RoleFormats) -> Tensor:
+    """Both products, the activation and the sum of each token's rows, as :class:`GroupedMLP` calls them."""
+    first, second = _weight_names(flags_of(module))
+    weights = operand(getattr(module, first)), operand(getattr(module, second))
+    options: Any = {} if first == "gate_up_proj" else {"activation": "relu2"}
+    options.update(slot=slots.slot, source=slots.source)
+    return ops.grouped_mlp(tokens, *weights, slots.group_sizes, probs, None, None, *formats, **options)
+
+
+def _product(module: Any, name: str, rows: Tensor, group_sizes: Tensor, formats: RoleFormats) -> Tensor:
+    """Each expert's rows times its matrix, plus its bias. The tail of the rows is zero, and is not read."""
+    flags, weight = flags_of(module), operand(getattr(module, name))
+    bias = operand(getattr(module, f"{name}_bias")) if flags.has_bias else None
+    rows = rows.to(weight.dtype)  # autocast computes some functions in float32
+    if formats == _NO_FORMATS and flags.is_transposed:  # read where it lies
+        return ops.grouped_gemm(rows, weight, group_sizes, bias, transpose_b=False)
+    weight = weight.transpose(1, 2) if flags.is_transposed else weight
+    return ops.grouped_linear(rows, weight, group_sizes, bias, None, *formats)
+
+
+def _weight_names(flags: Flags) -> tuple[str, str]:
+    return "gate_up_proj" if flags.has_gate else "up_proj", "down_proj"
+
+
+def _function(module: torch.nn.Module) -> str:
+    """The name of the activation, if it is one that an op computes."""
+    function = getattr(module, "act_fn", None)
+    if function is torch.nn.functional.silu:
+        return "silu"
+    kind = type(function)
+    is_known = kind.__module__ in ("torch.nn.modules.activation", "transformers.activations")
+    return _ACTIVATIONS.get(kind.__name__, "") if is_known else ""
+
+
+def _name_of(function: Any) -> str:
+    name: str = getattr(function, "__name__", type(function).__name__)
+    return name
+
+
+def _made(experts: int, formats: RoleFormats) -> LocalTokenDispatcher:
+    """A dispatcher for experts and one index more, which transformers gives choices of other ranks' experts."""
+    return LocalTokenDispatcher(experts, _ANY_CAPACITY, *row_rules(formats), total_experts=experts + 1)
+
+
+_cached = cache(_made)
+
+
+def _dispatcher(experts: int, formats: RoleFormats) -> LocalTokenDispatcher:
+    """One for all modules. torch's compiler warns of a cache, into which it does not look."""
+    return _made(experts, formats) if torch.compiler.is_compiling() else _cached(experts, formats)
