@@ -191,11 +191,15 @@ def test_explained() -> None:
     replaced.forward = lambda *_: None
     float8 = made("MixtralExperts")
     float8.gate_up_proj = torch.nn.Parameter(float8.gate_up_proj.to(torch.float8_e4m3fn), requires_grad=False)
+    wrapped, own_forward = made("MixtralExperts"), made("MixtralExperts")
+    for each, members in ((wrapped, {}), (own_forward, {"forward": Bank.forward})):
+        each.__class__ = type("FSDPExperts", (type(each),), members)
     model = torch.nn.ModuleDict(
         {
             "linear": torch.nn.Linear(32, 32), "fused": made("MixtralExperts"), "own": made("GptOssExperts"),
             "bank": Bank(), "float8": float8, "replaced": replaced, "norm": torch.nn.LayerNorm(8),
             "narrow": torch.nn.Linear(32, 33), "rnn": torch.nn.LSTM(8, 8), "moe": nn.Linear(32, 32),
+            "wrapped": wrapped, "changed": own_forward,
         }
     )  # fmt: skip
     rows = {row.name: row[1:] for row in explain(model, recipes.MXFP8BlockScaling())}
@@ -208,11 +212,15 @@ def test_explained() -> None:
         "left", "experts: its class is not decorated with transformers' use_experts_implementation",
     )  # fmt: skip
     assert rows.pop("float8")[1:] == ("left", "experts: its weights are torch.float8_e4m3fn")
+    text = "experts: a wrapper such as fully_shard has changed its class: convert the model first"
+    assert rows.pop("wrapped") == ("FSDPExperts", "left", text)
+    text = "experts: its forward is not that of transformers' use_experts_implementation"
+    assert rows.pop("changed")[1:] == ("left", text)
     assert rows.pop("rnn")[1:] == ("left", "a linear layer of another class than torch.nn.Linear")
     assert [rows.pop(name)[1] for name in ("replaced", "narrow")] == ["refused"] * 2 and rows == {}
     assert not isinstance(model["fused"], ConvertedExperts) and type(model["linear"]) is torch.nn.Linear
     lines = str(explain(model)).splitlines()
-    assert lines[0] == f"linear    {'Linear':14}  converted  a linear layer" and len(lines) == 9
+    assert lines[0] == f"linear    {'Linear':14}  converted  a linear layer" and len(lines) == 11
     assert explain is vars(tp.convert)["explain"] and "no module" in str(explain(torch.nn.GELU()))
     tp.convert(model["fused"])
     assert explain(model["fused"])[0] == ("", "ConvertedExperts", "converted", "experts, one op")

@@ -25,8 +25,8 @@ from transformer_plugin.tensor._layout import message
 
 _ANY_CAPACITY = DispatchConfig()
 _NO_FORMATS = RoleFormats()
-#: Where transformers defines the gate of classes that have none of their own.
-_DEFAULT_GATE = "transformers.integrations.moe"
+#: Where transformers defines the decorator, the forward that it gives a class, and the gate of those without their own.
+_DECORATOR = "transformers.integrations.moe"
 #: transformers' modules of the functions that one op computes with both products.
 _ACTIVATIONS = {"SiLU": "silu", "SiLUActivation": "silu", "ReLUSquaredActivation": "relu2"}
 
@@ -58,12 +58,23 @@ def has_own_gate(module: torch.nn.Module) -> bool:
     if "_apply_gate" in module.__dict__:
         return True
     gate = getattr(type(module), "_apply_gate", None)
-    return gate is not ConvertedExperts._apply_gate and getattr(gate, "__module__", "") != _DEFAULT_GATE
+    return gate is not ConvertedExperts._apply_gate and getattr(gate, "__module__", "") != _DECORATOR
+
+
+def is_one_op(module: torch.nn.Module, flags: Flags) -> bool:
+    """Whether one op computes the experts. Asked in every forward, because an activation may be replaced."""
+    if flags.has_bias or flags.is_transposed or flags.has_post_expert_norm:
+        return False
+    if flags.has_gate:
+        return flags.is_concatenated and not has_own_gate(module) and _function(module) == "silu"
+    return _function(module) == "relu2"
 
 
 def not_one_op(module: torch.nn.Module) -> str:
-    """Why one op cannot compute the experts; "" if it can."""
+    """Why one op does not compute the experts; "" if it does."""
     flags = flags_of(module)
+    if is_one_op(module, flags):
+        return ""
     found = {
         "transposed weights": flags.is_transposed,
         "biases": flags.has_bias,
@@ -78,9 +89,12 @@ def not_one_op(module: torch.nn.Module) -> str:
 
 
 def not_computed(module: torch.nn.Module) -> str:
-    """Why experts are not computed here; "" if they are. Of modules that are no experts it is not asked."""
-    if not hasattr(type(module), "_apply_gate"):
+    """Why experts are not computed here; "" if they are. Of modules that are no experts it says so, too."""
+    kind: Any = type(module)
+    if not hasattr(kind, "_apply_gate"):
         return "its class is not decorated with transformers' use_experts_implementation"
+    if getattr(kind.forward, "__globals__", {}).get("__name__") != _DECORATOR:
+        return "its forward is not that of transformers' use_experts_implementation"
     flags = flags_of(module)
     names = _weight_names(flags)
     weights = [getattr(module, name, None) for name in names]
@@ -109,12 +123,12 @@ def run_experts(
     if recipe is not None:
         device = tokens.device
         formats = RoleFormats(resolve(formats.input, device), formats.weight, resolve(formats.grad, device))
-    if not not_one_op(module):
-        return _in_one_op(module, tokens, slots, probs, formats).to(hidden_states.dtype)
+    if is_one_op(module, flags):
+        return _in_one_op(module, flags, tokens, slots, probs, formats).to(hidden_states.dtype)
     rows = ops.permute_rows(tokens, slots.slot, slots.source)
-    rows = _product(module, _weight_names(flags)[0], rows, slots.group_sizes, formats)
+    rows = _product(module, flags, _weight_names(flags)[0], rows, slots.group_sizes, formats)
     rows = module._apply_gate(rows) if flags.has_gate else module.act_fn(rows)
-    rows = _product(module, "down_proj", rows, slots.group_sizes, formats)
+    rows = _product(module, flags, "down_proj", rows, slots.group_sizes, formats)
     if flags.has_post_expert_norm:
         # Rows without a token are zeros, at which a norm need not have a gradient.
         rows = module.post_expert_norm(rows.masked_fill((slots.source < 0)[:, None], 1.0))
@@ -203,18 +217,22 @@ def refuse_delayed(owner: str, recipe: Recipe, where: str = "") -> NoReturn:
     raise ValueError(message(owner, "recipe", expected, str(recipe), "Use Float8CurrentScaling()"))
 
 
-def _in_one_op(module: Any, tokens: Tensor, slots: Slots, probs: Tensor, formats: RoleFormats) -> Tensor:
+def _in_one_op(
+    module: Any, flags: Flags, tokens: Tensor, slots: Slots, probs: Tensor, formats: RoleFormats
+) -> Tensor:
     """Both products, the activation and the sum of each token's rows, as :class:`GroupedMLP` calls them."""
-    first, second = _weight_names(flags_of(module))
+    first, second = _weight_names(flags)
     weights = operand(getattr(module, first)), operand(getattr(module, second))
-    options: Any = {} if first == "gate_up_proj" else {"activation": "relu2"}
+    options: Any = {} if flags.has_gate else {"activation": "relu2"}
     options.update(slot=slots.slot, source=slots.source)
     return ops.grouped_mlp(tokens, *weights, slots.group_sizes, probs, None, None, *formats, **options)
 
 
-def _product(module: Any, name: str, rows: Tensor, group_sizes: Tensor, formats: RoleFormats) -> Tensor:
+def _product(
+    module: Any, flags: Flags, name: str, rows: Tensor, group_sizes: Tensor, formats: RoleFormats
+) -> Tensor:
     """Each expert's rows times its matrix, plus its bias. The tail of the rows is zero, and is not read."""
-    flags, weight = flags_of(module), operand(getattr(module, name))
+    weight = operand(getattr(module, name))
     bias = operand(getattr(module, f"{name}_bias")) if flags.has_bias else None
     rows = rows.to(weight.dtype)  # autocast computes some functions in float32
     if formats == _NO_FORMATS and flags.is_transposed:  # read where it lies

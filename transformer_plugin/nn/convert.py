@@ -133,7 +133,7 @@ def _explained(name: str, module: torch.nn.Module, recipe: Recipe | None) -> tup
     kind = _kind(module)
     if kind is None:
         if is_experts(name, module):
-            return "left", f"experts: {not_computed(module)}"
+            return "left", f"experts: {_not_converted(module)}"
         text = "a linear layer of another class than torch.nn.Linear"
         return ("left", text) if is_linear(module) else None
     try:
@@ -145,10 +145,8 @@ def _explained(name: str, module: torch.nn.Module, recipe: Recipe | None) -> tup
     if kind is Linear:
         return "converted", "a linear layer"
     own = not_one_op(module)
-    return (
-        "converted",
-        f"experts, their own functions between two products: {own}" if own else "experts, one op",
-    )
+    how = f"their own functions between two products: {own}" if own else "one op"
+    return "converted", f"experts, {how}"
 
 
 def _keep_from_fused_kernel(model: torch.nn.Module) -> None:
@@ -196,7 +194,13 @@ def _kind(module: torch.nn.Module) -> type[Any] | None:
         return Linear
     if isinstance(module, RecipeModule | ConvertedExperts):
         return RecipeModule
-    return None if not_computed(module) else converted_class(module)
+    return None if _not_converted(module) else converted_class(module)
+
+
+def _not_converted(module: torch.nn.Module) -> str:
+    """Why experts are not converted; "" if they are."""
+    wrapped = "a wrapper such as fully_shard has changed its class: convert the model first"
+    return not_computed(module) or ("" if "forward" in vars(type(module)) else wrapped)
 
 
 def _check(name: str, module: torch.nn.Module, kind: type[Any], recipe: Recipe | None) -> None:
@@ -209,14 +213,13 @@ def _check(name: str, module: torch.nn.Module, kind: type[Any], recipe: Recipe |
     if text:
         raise ValueError(f"transformer_plugin::convert: argument 'recipe': {text} It is layer '{name}'.")
     multiple = max(width_multiple(key) for key in formats_of(recipe))
-    least = (
-        3 if issubclass(kind, ConvertedExperts) or isinstance(module, ConvertedExperts) else 2
-    )  # no biases
-    for weight in (p for _, p in module.named_parameters(recurse=False) if p.dim() >= least):
+    are_experts = issubclass(kind, ConvertedExperts) or isinstance(module, ConvertedExperts)
+    matrices = 3 if are_experts else 2  # dimensions; biases of experts have two
+    for weight in (p for _, p in module.named_parameters(recurse=False) if p.dim() >= matrices):
         if any(width % multiple for width in weight.shape[-2:]):
             expected = f"widths{where} that are multiples of {multiple}, as {recipe} needs"
             _refuse("recipe", expected, list(weight.shape), "Leave the layer out with 'filter'")
-    if isinstance(recipe, DelayedScaling) and least == 3:
+    if isinstance(recipe, DelayedScaling) and are_experts:
         refuse_delayed("convert", recipe, where)
 
 
