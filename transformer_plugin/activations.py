@@ -41,6 +41,12 @@ TRAITS: dict[Function, ActivationTraits] = {
     "relu2": ActivationTraits(),
 }
 FUNCTIONS: tuple[Function, ...] = tuple(TRAITS)
+#: The functions by the names of modules and functions of torch and of transformers, which apply them to the gate, or to
+#: all without one.
+OF_OTHERS: dict[str, Function] = {
+    **dict.fromkeys(("SiLU", "SiLUActivation", "silu"), "swiglu"),
+    "ReLUSquaredActivation": "relu2",
+}
 #: Columns of the gate, and of the linear part, that lie side by side where the two are interleaved.
 INTERLEAVE = 32
 

@@ -8,12 +8,14 @@ transformers' decorator ``use_experts_implementation`` gives a class flags (``ha
 from __future__ import annotations
 
 from functools import cache
+from types import FunctionType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from transformer_plugin import ops
+from transformer_plugin.activations import OF_OTHERS, TRAITS
 from transformer_plugin.formats import resolve
 from transformer_plugin.nn._autocast import as_float32, operand
 from transformer_plugin.nn._formats import DTYPES, RoleFormats, formats_of, row_rules
@@ -27,8 +29,8 @@ _ANY_CAPACITY = DispatchConfig()
 _NO_FORMATS = RoleFormats()
 #: Where transformers defines the decorator, the forward that it gives a class, and the gate of those without their own.
 _DECORATOR = "transformers.integrations.moe"
-#: transformers' modules of the functions that one op computes with both products.
-_ACTIVATIONS = {"SiLU": "silu", "SiLUActivation": "silu", "ReLUSquaredActivation": "relu2"}
+#: Where the functions are that one op computes with both products.
+_ACTIVATIONS = ("torch.nn.modules.activation", "torch.nn.functional", "transformers.activations")
 
 
 class Flags(NamedTuple):
@@ -65,9 +67,9 @@ def is_one_op(module: torch.nn.Module, flags: Flags) -> bool:
     """Whether one op computes the experts. Asked in every forward, because an activation may be replaced."""
     if flags.has_bias or flags.is_transposed or flags.has_post_expert_norm:
         return False
-    if flags.has_gate:
-        return flags.is_concatenated and not has_own_gate(module) and _function(module) == "silu"
-    return _function(module) == "relu2"
+    if flags.has_gate and (not flags.is_concatenated or has_own_gate(module)):
+        return False
+    return _is_function(_function(module), flags)
 
 
 def not_one_op(module: torch.nn.Module) -> str:
@@ -83,7 +85,7 @@ def not_one_op(module: torch.nn.Module) -> str:
     texts = [text for text, is_there in found.items() if is_there]
     if flags.has_gate and (not flags.is_concatenated or has_own_gate(module)):
         texts.append("a gate of its own")
-    elif _function(module) != ("silu" if flags.has_gate else "relu2"):
+    elif not _is_function(_function(module), flags):
         texts.append(f"the activation {_name_of(getattr(module, 'act_fn', None))}")
     return ", ".join(texts)
 
@@ -223,8 +225,7 @@ def _in_one_op(
     """Both products, the activation and the sum of each token's rows, as :class:`GroupedMLP` calls them."""
     first, second = _weight_names(flags)
     weights = operand(getattr(module, first)), operand(getattr(module, second))
-    options: Any = {} if flags.has_gate else {"activation": "relu2"}
-    options.update(slot=slots.slot, source=slots.source)
+    options: Any = {"activation": _function(module), "slot": slots.slot, "source": slots.source}
     return ops.grouped_mlp(tokens, *weights, slots.group_sizes, probs, None, None, *formats, **options)
 
 
@@ -246,13 +247,15 @@ def _weight_names(flags: Flags) -> tuple[str, str]:
 
 
 def _function(module: torch.nn.Module) -> str:
-    """The name of the activation, if it is one that an op computes."""
+    """The op's name of the activation; "" if it has none."""
     function = getattr(module, "act_fn", None)
-    if function is torch.nn.functional.silu:
-        return "silu"
-    kind = type(function)
-    is_known = kind.__module__ in ("torch.nn.modules.activation", "transformers.activations")
-    return _ACTIVATIONS.get(kind.__name__, "") if is_known else ""
+    kind: Any = function if isinstance(function, FunctionType) else type(function)
+    return OF_OTHERS.get(kind.__name__, "") if kind.__module__ in _ACTIVATIONS else ""
+
+
+def _is_function(name: str, flags: Flags) -> bool:
+    """Whether an op has the function for experts with a gate, or without one."""
+    return name != "" and TRAITS[name].gated == flags.has_gate  # type: ignore[index]
 
 
 def _name_of(function: Any) -> str:
