@@ -6,8 +6,8 @@ with what registers ops and gradients and with process groups, and a small one f
 files that read the large one are compiled several at once, as one unit, which takes less than half of the time. A file
 still includes what it uses: compilers other than GCC get each file alone, without a precompiled header.
 
-The compilers run in the folder of the sources and are given paths from there on, so that what a library says of its
-source files does not name the folder in which it was built. (nvcc's tables of lines do.)
+The compilers run in the folder of the sources and are given paths from there on, so that no library names the folder in
+which it was built.
 """
 
 from __future__ import annotations

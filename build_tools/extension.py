@@ -31,7 +31,7 @@ CXX_FLAGS = [
 ]
 CXX_FLAGS += ["-fno-math-errno", "-fno-trapping-math"]
 CXX_FLAGS += ["-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-unknown-pragmas", "-g0"]
-NVCC_FLAGS = ["-O3", "-std=c++20", "--compiler-options", "-fPIC", "--fmad=false", "--threads=1", "-lineinfo"]
+NVCC_FLAGS = ["-O3", "-std=c++20", "--compiler-options", "-fPIC", "--fmad=false", "--threads=1"]
 NVCC_FLAGS += ["--expt-relaxed-constexpr", "--expt-extended-lambda"]
 NVCC_FLAGS += [
     f"-D__CUDA_NO_{name}__"

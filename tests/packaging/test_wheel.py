@@ -52,8 +52,8 @@ def test_holds_the_package_and_nothing_else(wheel: Path) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_no_error_names_a_folder_of_the_build(wheel: Path) -> None:
-    """They name files from csrc/ and torch/ on. nvcc's packed tables of lines are not searched."""
+def test_no_library_names_a_folder_of_the_build(wheel: Path) -> None:
+    """Errors name files from csrc/ and torch/ on. Packed code of kernels has no tables of lines, which name folders."""
     archive = zipfile.ZipFile(wheel)
     for name in archive.namelist():
         if name.endswith(".so"):
