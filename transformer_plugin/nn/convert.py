@@ -229,4 +229,5 @@ def _refuse(
     raise error(message("convert", argument, expected, str(got), advice))
 
 
+# The package has the function under the name of this module, so that `nn.convert.explain` has to be its attribute.
 convert.explain = explain  # type: ignore[attr-defined]
