@@ -194,6 +194,7 @@ struct TokenCounts {
   int32_t own[kMostPeers];     // from this rank
   int32_t before[kMostPeers];  // from the ranks before this one
   int32_t all[kMostPeers];
+  int32_t first_past[kMostPeers];  // drop_past_bound(): the first token of the chunk that is past the bound
 };
 
 // Called by all threads.
@@ -222,18 +223,23 @@ __device__ __forceinline__ bool is_past_bound(const PlanArgs& args, const TokenC
 }
 
 // Removes the experts of each rank from those tokens of the chunk that are past the bound there. Called by all threads.
-__device__ __forceinline__ void drop_past_bound(const PlanArgs& args, Chunk& chunk,
-                                                const TokenCounts& tokens) {
+__device__ __forceinline__ void drop_past_bound(const PlanArgs& args, Chunk& chunk, TokenCounts& tokens) {
   find_ranks(args, chunk, [](int) { return true; });
   const int topk = static_cast<int>(args.topk), local = static_cast<int>(args.local_experts());
   const int32_t* const before_chunk = args.chunk_counts[0] + blockIdx.x * args.chunk_stride() + args.experts;
   for (int rank = warp_in_block(); rank < args.peers.ranks; rank += kPlanWarps) {
     const int64_t left = args.bound - tokens.before[rank] - before_chunk[rank];
+    int first = chunk.tokens;
     visit_tokens(chunk, rank, [&](int t, int n) {
-      if (n < left) return;
-      for (int i = t * topk; i < (t + 1) * topk; ++i)  // no other warp writes this rank's experts
-        if (chunk.experts[i] >= 0 && chunk.experts[i] / local == rank) chunk.experts[i] = kNoExpert;
+      if (n >= left) first = min(first, t);
     });
+    first = __reduce_min_sync(kWholeWarp, first);
+    if (lane_in_warp() == 0) tokens.first_past[rank] = first;
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < chunk.tokens * topk; i += kPlanThreads) {
+    const int32_t expert = chunk.experts[i];
+    if (expert >= 0 && i / topk >= tokens.first_past[expert / local]) chunk.experts[i] = kNoExpert;
   }
   __syncthreads();
 }
