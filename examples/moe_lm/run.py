@@ -18,7 +18,7 @@ from tqdm import tqdm
 from moe_lm import checkpoint
 from moe_lm.config import Config, Options
 from moe_lm.data import Corpus, load_corpus
-from moe_lm.folder import RunFolder
+from moe_lm.folder import RunFolder, checkpoints
 from moe_lm.limits import UserError
 from moe_lm.sample import generate
 from moe_lm.stopping import SAVING, STEP, StopRequest
@@ -117,7 +117,7 @@ class Run:
             with world.together():
                 if self.owned is not None:
                     self.owned.update(config)
-            stop.resumable = str(self.step)
+        stop.resumable = self._resumable
         dist.barrier(group=world.group)
         self.saved = self.step
         self.pending: list[tuple[int, Tensor]] = []
@@ -211,8 +211,11 @@ class Run:
         checkpoint.save(self.out, self.step, self.config, self.trainer, self.world)
         self.stop.done()
         self.saved, self.read_at = self.step, time.perf_counter()
-        self.stop.resumable = str(self.step)
         self.stop.during(STEP)
+
+    def _resumable(self) -> str:
+        """The newest checkpoint's step. Its folder may be complete while this rank waits for the others' last word."""
+        return next((str(int(path.name[5:])) for path in reversed(checkpoints(self.out))), "")
 
     def finish(self) -> None:
         """Writes the plot and the sample, and prints the paths of the results."""

@@ -14,6 +14,7 @@ import statistics
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
@@ -41,7 +42,8 @@ class StopRequest:
         self.requested = False
         self.number = signal.SIGINT
         self.what, self.patience, self.since = "the start", 0.0, time.monotonic()
-        self.resumable = ""  # the step from which --resume would continue
+        #: returns the step from which --resume would continue, "" if there is none.
+        self.resumable: Callable[[], str] = lambda: ""
         self.signaled_at: float | None = None
         self.again = False
         self.seconds: dict[str, list[float]] = {what: [] for what in PATIENCE}
@@ -77,7 +79,10 @@ class StopRequest:
         if self.launcher is not None and self.rank > 0:
             os._exit(INTERRUPTED)
         rank = f"rank {self.rank}: " if "RANK" in os.environ else ""
-        kept = f"; --resume continues after step {self.resumable}" if self.resumable else ""
+        step = ""
+        with suppress(OSError):
+            step = self.resumable()
+        kept = f"; --resume continues after step {step}" if step else ""
         self._say(f"train_moe: {rank}interrupted during {self.what}, exited at once{kept}")
         os._exit(INTERRUPTED)
 
