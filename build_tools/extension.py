@@ -94,9 +94,9 @@ class Toolkit:
 class Libraries:
     """The libraries for one torch: their names, and how they are built into a folder."""
 
-    def __init__(self, root: Path, torch: TorchTree, toolkit: Toolkit | None, machine: str = "") -> None:
+    def __init__(self, root: Path, torch: TorchTree, toolkit: Toolkit | None, target: str = "") -> None:
         self.root, self.torch, self.toolkit = root, torch, toolkit
-        self.machine = machine  # another processor than this one, or ""
+        self.target = target  # another processor or GPU than the usual, whose objects lie apart, or ""
         cuda = torch.cuda if toolkit else None
         self.ops = torch_versions.library_name(torch.version, cuda)
         self.kernels = torch_versions.kernels_name(cuda) if cuda else None
@@ -110,19 +110,23 @@ class Libraries:
     def build(self, folder: Path) -> None:
         """Makes the libraries in a folder. Object files lie in build/, where every way to build finds them again."""
         folder = folder.resolve()
-        cxx = shlex.split(os.environ.get("CXX", "c++"))
-        jobs = int(os.environ.get("MAX_JOBS", job_count()))
-        nvcc = self.toolkit.nvcc if self.toolkit else None
-        # What is built for one torch is there for the next: the kernels' folder names no torch.
         if self.kernels:
-            kind = re.sub(r"^_kernels\.|\.so$", "", self.kernels)
-            Build(self.root, self._objects(kind), cxx, nvcc, [self._kernels(folder)], False).run(jobs)
+            self.build_kernels(folder)
         kind = "asan" if sanitize() else re.sub(r"^_C\.|\.so$", "", self.ops)
-        precompiles = is_gcc(cxx) and not sanitize()
-        Build(self.root, self._objects(kind), cxx, nvcc, [self._ops(folder)], precompiles).run(jobs)
+        self._run(kind, self._ops(folder), is_gcc(_cxx()) and not sanitize())
 
-    def _objects(self, kind: str) -> Path:
-        return self.root / "build" / (f"{kind}.{self.machine}" if self.machine else kind) / "objects"
+    def build_kernels(self, folder: Path) -> Path:
+        """Makes theirs alone. What is built for one torch is there for the next: their folder names no torch."""
+        assert self.kernels
+        library = self._kernels(folder.resolve())
+        self._run(re.sub(r"^_kernels\.|\.so$", "", self.kernels), library, False)
+        return library.path
+
+    def _run(self, kind: str, library: Library, precompiles: bool) -> None:
+        objects = self.root / "build" / (f"{kind}.{self.target}" if self.target else kind) / "objects"
+        nvcc = self.toolkit.nvcc if self.toolkit else None
+        jobs = int(os.environ.get("MAX_JOBS", job_count()))
+        Build(self.root, objects, _cxx(), nvcc, [library], precompiles).run(jobs)
 
     def _sources(self, suffix: str) -> list[Path]:
         return sorted((self.root / "csrc").rglob(f"*{suffix}"))
@@ -148,9 +152,10 @@ class Libraries:
     def _ops(self, folder: Path) -> Library:
         """The .cpp files."""
         includes = ["-Icsrc", *(f"-I{each}" for each in self.torch.includes)]
-        includes.append(
-            f"-ffile-prefix-map={self.torch.folder}=torch"
-        )  # its headers name themselves in errors
+        # The headers name themselves in errors.
+        includes.append(f"-ffile-prefix-map={self.torch.folder}=torch")
+        # Another patch release has other commands: its headers may be older than the objects.
+        includes.append(f"-DTRANSFORMER_PLUGIN_TORCH={self.torch.version}")
         link = ["-fopenmp", *(SANITIZE_FLAGS[:1] if sanitize() else LINK_FLAGS), f"-L{self.torch.libraries}"]
         link += ["-lc10", "-ltorch", "-ltorch_cpu"]
         needs = []
@@ -164,6 +169,10 @@ class Libraries:
         silent = [] if self.toolkit else ["-Wno-unused-function"]
         flags = {source: [*includes, *host_flags(source), *silent] for source in self._sources(".cpp")}
         return Library(folder / self.ops, flags, [*link, *shlex.split(os.environ.get("LDFLAGS", ""))], needs)
+
+
+def _cxx() -> list[str]:
+    return shlex.split(os.environ.get("CXX", "c++"))
 
 
 def host_compiler() -> list[str]:

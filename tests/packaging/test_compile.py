@@ -16,6 +16,7 @@ import pytest
 
 from build_tools import compile as compiling
 from build_tools.compile import Build, Library, is_gcc
+from build_tools.extension import Libraries
 from build_tools.toolchain import ToolchainError
 from build_tools.torch_tree import TorchTree
 from tests.packaging.test_toolchain import program
@@ -235,6 +236,21 @@ def test_the_installed_torch() -> None:
     assert (tree.includes[0] / "ATen" / "core" / "Tensor.h").exists() and any(
         tree.libraries.glob("libc10.so")
     )
+
+
+def test_another_patch_release_of_torch_compiles_again(tmp_path: Path) -> None:
+    """Its headers may be older than the object files of the first, and lie in the same folder."""
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "csrc" / "a.cpp").touch()
+
+    def commands(version: str) -> str:
+        (tmp_path / "version.py").write_text(f"__version__ = {version!r}\ncuda = None\n")
+        Libraries(tmp_path, TorchTree.unpacked(tmp_path), None).build(tmp_path)
+        return (tmp_path / "build" / "torch2.11.cpu" / "objects" / "build.ninja").read_text()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiling.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, ""))
+        assert commands("2.11.0") == commands("2.11.0") != commands("2.11.1")
 
 
 def test_united_files_have_nothing_outside_of_their_namespace() -> None:

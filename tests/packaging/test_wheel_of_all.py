@@ -112,6 +112,28 @@ def test_unpacks_what_compiling_needs(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not (tmp_path / "downloads").exists()
 
 
+def test_a_torch_for_another_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip is asked for its wheel, which lies beside that for this processor."""
+
+    def download(command: list[str]) -> subprocess.CompletedProcess[str]:
+        machine = "aarch64" if "manylinux_2_28_aarch64" in command else "mine"
+        folder = Path(command[command.index("-d") + 1])
+        folder.mkdir()
+        with zipfile.ZipFile(folder / "torch-2.15.0.whl", "w") as archive:
+            archive.writestr("torch/include/of.h", machine)
+            archive.writestr("torch/version.py", "__version__ = '2.15.0+cu132'\ncuda = '13.2'\n")
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(wheel, "FOLDER", tmp_path)
+    monkeypatch.setattr(wheel.subprocess, "run", download)
+    trees = [wheel.unpacked("2.15.0", machine) for machine in ("aarch64", "", "aarch64")]
+    assert [(tree.folder / "include" / "of.h").read_text() for tree in trees] == [
+        "aarch64",
+        "mine",
+        "aarch64",
+    ]
+
+
 def test_a_download_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wheel, "FOLDER", tmp_path)
     monkeypatch.setattr(wheel.subprocess, "run", lambda command: subprocess.CompletedProcess(command, 1))
