@@ -169,24 +169,27 @@ def test_programs_that_link_the_target(linked: Path, tmp_path: Path) -> None:
     assert [line.split(":")[0] for line in lines] == ["output equal", "grad equal"]
 
 
-def choose(folder: Path, cuda: str | None, *names: str) -> str:
-    """What CMake says of the library that a program for torch 2.12 with this CUDA links, of those of these names."""
+def choose(folder: Path, cuda: str | None, *names: str, version: str = "") -> str:
+    """What CMake says of the library that a program for torch 2.12 with this CUDA links, of those of these names, if it
+    asks for this version of the package, which is 1.2.3."""
     if shutil.which("cmake") is None:
         pytest.skip("cmake is not installed")
     package, tree = folder / "with space" / "transformer_plugin", folder / "torch"
     shutil.copytree(LIBRARY.parent / "cmake", package / "cmake")
     for name in names:
         (package / name).touch()
+    (package / "__init__.py").write_text('"""A package."""\n\n__version__ = "1.2.3"\n')
     tree.mkdir()
     (tree / "version.py").write_text(f"__version__ = '2.12.1'\ncuda: Optional[str] = {cuda!r}\n")
     # CUDA_VERSION: that of another toolkit
     (tree / "TorchConfig.cmake").write_text(f'set(TORCH_INSTALL_PREFIX "{tree}")\nset(CUDA_VERSION 12.8)\n')
-    version = 'set(PACKAGE_VERSION "2.12.1")\nset(PACKAGE_VERSION_COMPATIBLE TRUE)\n'
-    (tree / "TorchConfigVersion.cmake").write_text(version)
+    of_torch = 'set(PACKAGE_VERSION "2.12.1")\nset(PACKAGE_VERSION_COMPATIBLE TRUE)\n'
+    (tree / "TorchConfigVersion.cmake").write_text(of_torch)
     (folder / "CMakeLists.txt").write_text(
-        "cmake_minimum_required(VERSION 3.18)\nproject(x NONE)\nfind_package(transformer_plugin REQUIRED)\n"
+        "cmake_minimum_required(VERSION 3.18)\nproject(x NONE)\n"
+        f"find_package(transformer_plugin {version} REQUIRED)\n"
         "get_target_property(libraries transformer_plugin::transformer_plugin INTERFACE_LINK_LIBRARIES)\n"
-        'message(STATUS "links ${libraries}")\n'
+        'message(STATUS "links ${libraries} of ${transformer_plugin_VERSION}")\n'
     )
     found = [f"-DTorch_DIR={tree}", f"-Dtransformer_plugin_DIR={package}/cmake"]
     command = ["cmake", "-S", str(folder), "-B", str(folder / "out"), *found]
@@ -212,6 +215,31 @@ def test_which_library_the_target_is(tmp_path: Path, cuda: str | None, names: li
     said = choose(tmp_path, cuda, *names)
     assert f'with space/transformer_plugin/{chosen}",' in said
     assert not [name for name in names if name != chosen and name in said]
+
+
+@pytest.mark.parametrize(
+    ("version", "serves"),
+    [("1", True), ("1.2", True), ("1.2.3 EXACT", True), ("1.3", False), ("0.9", False), ("2", False)],
+)
+def test_the_version_that_a_program_asks_for(tmp_path: Path, version: str, serves: bool) -> None:
+    said = choose(tmp_path, None, "_C.torch2.12.cpu.so", version=version)
+    assert ("links" in said and "of 1.2.3" in said) == serves
+    assert ("version: 1.2.3" in said) != serves  # CMake names what it found instead
+
+
+@pytest.mark.parametrize(("version", "serves"), [("0.1", True), ("0.0.9", False), ("0.2", False)])
+def test_before_1_0_a_minor_version_serves_itself_alone(tmp_path: Path, version: str, serves: bool) -> None:
+    text = (LIBRARY.parent / "__init__.py").read_text()
+    assert '__version__ = "0.1.' in text
+    script = tmp_path / "ask.cmake"
+    file = LIBRARY.parent / "cmake" / "transformer_pluginConfigVersion.cmake"
+    script.write_text(
+        f'set(PACKAGE_FIND_VERSION {version})\ninclude("{file}")\nmessage("${{PACKAGE_VERSION_COMPATIBLE}}")\n'
+    )
+    if shutil.which("cmake") is None:
+        pytest.skip("cmake is not installed")
+    done = subprocess.run(["cmake", "-P", str(script)], capture_output=True, text=True, check=True)
+    assert done.stderr.strip() == str(serves).upper()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,18 @@
+# For find_package(transformer_plugin 0.1): serves programs written for the same major version, before 1.0 for the same minor version, and no
+# newer release (semantic versioning; docs/install.md has the policy).
+file(STRINGS "${CMAKE_CURRENT_LIST_DIR}/../__init__.py" _transformer_plugin_line REGEX "^__version__ = ")
+string(REGEX MATCH "[0-9]+(\\.[0-9]+)*" PACKAGE_VERSION "${_transformer_plugin_line}")
+set(_transformer_plugin_same "^[0-9]+")
+if(PACKAGE_VERSION VERSION_LESS 1.0)
+  set(_transformer_plugin_same "^0\\.[0-9]+")
+endif()
+string(REGEX MATCH "${_transformer_plugin_same}" _transformer_plugin_has "${PACKAGE_VERSION}")
+string(REGEX MATCH "${_transformer_plugin_same}" _transformer_plugin_wanted "${PACKAGE_FIND_VERSION}.0")
+set(PACKAGE_VERSION_COMPATIBLE FALSE)
+set(PACKAGE_VERSION_EXACT FALSE)
+if(_transformer_plugin_wanted STREQUAL _transformer_plugin_has AND NOT PACKAGE_FIND_VERSION VERSION_GREATER PACKAGE_VERSION)
+  set(PACKAGE_VERSION_COMPATIBLE TRUE)
+  if(PACKAGE_FIND_VERSION VERSION_EQUAL PACKAGE_VERSION)
+    set(PACKAGE_VERSION_EXACT TRUE)
+  endif()
+endif()
