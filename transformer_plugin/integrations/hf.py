@@ -7,33 +7,38 @@ Importing this module registers it, and so does importing the package. Then this
 or ``model.set_experts_implementation("transformer_plugin")``. Every experts class that transformers decorates with
 ``use_experts_implementation`` is computed, by its flags. Parameters, state dicts and hooks stay as they are.
 
+Over ranks the same name is transformers' ``ep_implementation``: tokens go through this package's exchange. ::
+
+    DistributedConfig(fsdp_size=8, ep_size=8, ep_implementation="transformer_plugin")
+
 transformers is not imported: what it imports first registers the name.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import sys
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from transformer_plugin import recipes
 from transformer_plugin._arguments import typed
 from transformer_plugin._on_import import on_import
+from transformer_plugin.integrations._hf_expert_parallel import ATTRIBUTE as RANKS
+from transformer_plugin.integrations._hf_expert_parallel import ExpertsOverRanks
+from transformer_plugin.integrations._hf_recipe import KEY, recipe_of, saved
 from transformer_plugin.nn._experts import ConvertedExperts, not_computed, refuse_delayed, run_experts
-from transformer_plugin.recipes import RECIPES, DelayedScaling, Recipe
+from transformer_plugin.parallel.token_dispatcher import DispatchConfig
+from transformer_plugin.recipes import DelayedScaling, Recipe
 from transformer_plugin.tensor._layout import message
 
-__all__ = ["NAME", "experts_forward", "set_recipe"]
+__all__ = ["NAME", "experts_forward", "set_dispatch", "set_recipe"]
 
-#: What ``experts_implementation`` takes.
+#: What ``experts_implementation`` takes, and ``ep_implementation``.
 NAME = "transformer_plugin"
-#: The attribute of a model's configuration that holds the recipe of its experts; ``save_pretrained`` saves it.
-_KEY = "transformer_plugin_recipe"
 _REGISTRY = "transformers.integrations.moe"
+#: transformers 5.17 has none.
+_OF_RANKS = "transformers.distributed.expert_parallel"
 
 
 def experts_forward(
@@ -52,8 +57,7 @@ def experts_forward(
     Returns:
         ``[T, H]`` in the dtype of ``hidden_states``. Differentiable in all but the indices.
     """
-    value = getattr(getattr(self, "config", None), _KEY, None)
-    return run_experts(self, hidden_states, top_k_index, top_k_weights, _recipe(value))
+    return run_experts(self, hidden_states, top_k_index, top_k_weights, recipe_of(self))
 
 
 @typed
@@ -84,9 +88,46 @@ def set_recipe(model: torch.nn.Module, recipe: Recipe | None) -> torch.nn.Module
         expected = "a model with experts of transformers that are computed here"
         advice = "Call transformer_plugin.nn.convert.explain() to see what it has"
         raise ValueError(message("set_recipe", "model", expected, type(model).__name__, advice))
-    value = _saved(recipe)
+    value = saved(recipe)
     for module in found:
-        setattr(module.config, _KEY, value)
+        setattr(module.config, KEY, value)
+    return model
+
+
+@typed
+def set_dispatch(model: torch.nn.Module, dispatch: DispatchConfig) -> torch.nn.Module:
+    """Sets how many tokens the experts of ``ep_implementation="transformer_plugin"`` exchange, and how.
+
+    Call it on every rank before the first forward, in which the ranks make their exchange. Without it ``max_tokens`` is
+    the most tokens of any rank in the first forward, rounded up to a power of two; a later call with more raises.
+
+    Args:
+        model: a model of transformers that was loaded with this ``ep_implementation``, or a part of it.
+        dispatch: as of :class:`transformer_plugin.nn.MoE`; its ``max_tokens`` counts the tokens of one rank in one
+            call, padding included.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: no DispatchConfig. ValueError: a model without such experts. RuntimeError: the ranks have made their
+            exchange.
+    """
+    if not isinstance(dispatch, DispatchConfig):
+        advice = "Make one: transformer_plugin.nn.DispatchConfig(max_tokens=...)"
+        raise TypeError(message("set_dispatch", "dispatch", "a DispatchConfig", repr(dispatch), advice))
+    found = [getattr(module, RANKS) for module in model.modules() if hasattr(module, RANKS)]
+    if not found:
+        expected = f'a model whose distributed_config has ep_implementation="{NAME}"'
+        advice = f'Load it with DistributedConfig(ep_size=..., ep_implementation="{NAME}")'
+        raise ValueError(message("set_dispatch", "model", expected, type(model).__name__, advice))
+    if any(each.dispatcher is not None for each in found):
+        expected, got = "a model before its first forward", "one whose ranks have made their exchange"
+        raise RuntimeError(
+            message("set_dispatch", "model", expected, got, "Call it before, or load the model again")
+        )
+    for each in found:
+        each.config = dispatch
     return model
 
 
@@ -96,37 +137,13 @@ def _is_computed(module: Any) -> bool:
     return hasattr(type(module), "_apply_gate") and not not_computed(module)
 
 
-def _saved(recipe: Recipe | None) -> str | dict[str, Any] | None:
-    """A recipe as JSON can keep it: its name, or its class and its arguments."""
-    for name, each in RECIPES.items():
-        if type(each) is type(recipe) and each == recipe:
-            return None if recipe is None else name
-    assert recipe is not None
-    return {"class": type(recipe).__name__, **dataclasses.asdict(recipe)}
-
-
-def _recipe(value: Any) -> Recipe | None:
-    """The recipe of what a configuration keeps."""
-    if value is None:
-        return None
-    if isinstance(value, str):
-        return RECIPES[value] if value in RECIPES else recipes.recipe_from_name(value)  # which raises
-    items = tuple(value.items())
-    # torch's compiler warns of a cache, into which it does not look.
-    return _made(items) if torch.compiler.is_compiling() else _cached(items)
-
-
-def _made(items: tuple[tuple[str, Any], ...]) -> Recipe:
-    arguments = dict(items)
-    recipe: Recipe = getattr(recipes, arguments.pop("class"))(**arguments)
-    return recipe
-
-
-_cached = cache(_made)
-
-
 def _register() -> None:
     sys.modules[_REGISTRY].ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
 
 
+def _register_over_ranks() -> None:
+    sys.modules[_OF_RANKS].EPImplementationInterface.register(NAME, ExpertsOverRanks)
+
+
 on_import(_REGISTRY, _register)
+on_import(_OF_RANKS, _register_over_ranks)

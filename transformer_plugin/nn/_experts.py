@@ -19,9 +19,10 @@ from transformer_plugin.activations import OF_OTHERS, TRAITS
 from transformer_plugin.formats import resolve
 from transformer_plugin.nn._autocast import as_float32, operand
 from transformer_plugin.nn._formats import DTYPES, RoleFormats, formats_of, row_rules
+from transformer_plugin.nn._mlp_arguments import of_slots
 from transformer_plugin.nn._module import PluginModule, layer_forward
-from transformer_plugin.nn._slots import Slots
-from transformer_plugin.parallel.token_dispatcher import DispatchConfig, LocalTokenDispatcher
+from transformer_plugin.nn._slots import Slots, SlotsOfRanks
+from transformer_plugin.parallel.token_dispatcher import DispatchConfig, LocalTokenDispatcher, TokenDispatcher
 from transformer_plugin.recipes import DelayedScaling, Recipe
 from transformer_plugin.tensor._layout import message
 
@@ -112,29 +113,69 @@ def not_computed(module: torch.nn.Module) -> str:
 
 
 def run_experts(
-    module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, recipe: Recipe | None
+    module: Any,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    recipe: Recipe | None,
+    ranks: TokenDispatcher | None = None,
 ) -> Tensor:
     """The sum of each token's experts times their routing weights, ``[T, H]`` in the dtype of ``hidden_states``.
 
-    Choices -1 and E, as transformers has them of experts of other ranks, add nothing. The host reads no size.
+    Choices -1 and E, as transformers has them of experts of other ranks, add nothing. The host reads no size. With
+    ``ranks`` the module has the experts of this rank, the choices are among those of all ranks, -1 or none, and tokens
+    are exchanged.
     """
     flags, formats = flags_of(module), formats_of(recipe)
     tokens, weights = operand(hidden_states), as_float32(top_k_weights)
-    dispatcher = _dispatcher(module.down_proj.shape[0], formats)
-    slots, probs, _ = dispatcher.assign(top_k_index, weights)
+    own = _dispatcher(module.down_proj.shape[0], formats) if ranks is None else None
     if recipe is not None:
         device = tokens.device
         formats = RoleFormats(resolve(formats.input, device), formats.weight, resolve(formats.grad, device))
+    if own is None:
+        assert ranks is not None
+        output = _over_ranks(module, flags, ranks, tokens, top_k_index, weights, formats)
+        return output.to(hidden_states.dtype)
+    slots, probs, _ = own.assign(top_k_index, weights)
     if is_one_op(module, flags):
         return _in_one_op(module, flags, tokens, slots, probs, formats).to(hidden_states.dtype)
     rows = ops.permute_rows(tokens, slots.slot, slots.source)
-    rows = _product(module, flags, _weight_names(flags)[0], rows, slots.group_sizes, formats)
+    rows = _one_by_one(module, flags, rows, slots.group_sizes, slots.source, formats)
+    return ops.unpermute(rows, slots.slot, slots.source, weights).to(hidden_states.dtype)
+
+
+def _over_ranks(
+    module: Any,
+    flags: Flags,
+    ranks: TokenDispatcher,
+    tokens: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    formats: RoleFormats,
+) -> Tensor:
+    """Both exchanges, and this rank's experts between them."""
+    plan = ranks.plan(indices)
+    if is_one_op(module, flags):
+        slots, weights = ranks.context.slots_of(plan, tokens, weights)
+        return _in_one_op(module, flags, tokens, slots, weights, formats)
+    rows, probs = ranks.context.dispatch(plan, tokens, weights)
+    rows = _one_by_one(module, flags, rows, plan.tokens_per_expert, plan.source, formats)
+    weighted = (rows.float() * probs[:, None]).to(rows.dtype)
+    # Of rows without a token, which have no weight, a module's own function need not be finite.
+    return ranks.context.combine(plan, weighted.masked_fill((plan.source < 0)[:, None], 0.0))
+
+
+def _one_by_one(
+    module: Any, flags: Flags, rows: Tensor, group_sizes: Tensor, source: Tensor, formats: RoleFormats
+) -> Tensor:
+    """Both products, and the module's own functions between and behind them."""
+    rows = _product(module, flags, _weight_names(flags)[0], rows, group_sizes, formats)
     rows = module._apply_gate(rows) if flags.has_gate else module.act_fn(rows)
-    rows = _product(module, flags, "down_proj", rows, slots.group_sizes, formats)
+    rows = _product(module, flags, "down_proj", rows, group_sizes, formats)
     if flags.has_post_expert_norm:
         # Rows without a token are zeros, at which a norm need not have a gradient.
-        rows = module.post_expert_norm(rows.masked_fill((slots.source < 0)[:, None], 1.0))
-    return ops.unpermute(rows, slots.slot, slots.source, weights).to(hidden_states.dtype)
+        rows = module.post_expert_norm(rows.masked_fill((source < 0)[:, None], 1.0))
+    return rows
 
 
 class ConvertedExperts(PluginModule):
@@ -220,12 +261,17 @@ def refuse_delayed(owner: str, recipe: Recipe, where: str = "") -> NoReturn:
 
 
 def _in_one_op(
-    module: Any, flags: Flags, tokens: Tensor, slots: Slots, probs: Tensor, formats: RoleFormats
+    module: Any,
+    flags: Flags,
+    tokens: Tensor,
+    slots: Slots | SlotsOfRanks,
+    probs: Tensor,
+    formats: RoleFormats,
 ) -> Tensor:
     """Both products, the activation and the sum of each token's rows, as :class:`GroupedMLP` calls them."""
     first, second = _weight_names(flags)
     weights = operand(getattr(module, first)), operand(getattr(module, second))
-    options: Any = {"activation": _function(module), "slot": slots.slot, "source": slots.source}
+    options: Any = {"activation": _function(module), **of_slots(slots)}
     return ops.grouped_mlp(tokens, *weights, slots.group_sizes, probs, None, None, *formats, **options)
 
 
