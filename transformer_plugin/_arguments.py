@@ -257,6 +257,10 @@ def typed(function: Function) -> Function:
                 if name in kinds and not kinds[name][0].allows(value):
                     op = class_name(args[0]) if is_constructor else function.__name__
                     raise wrong_type(f"transformer_plugin::{op}", name, value, *kinds[name])
+            if is_constructor and not parameters.keys() >= kwargs.keys():
+                from transformer_plugin.nn._transformer_engine import refuse_names
+
+                refuse_names(args[0], function, kwargs)
         return function(*args, **kwargs)
 
     return call  # type: ignore[return-value]

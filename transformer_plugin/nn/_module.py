@@ -15,6 +15,7 @@ from torch.utils._pytree import _register_namedtuple
 
 from transformer_plugin._arguments import class_name
 from transformer_plugin.errors import peer_timeout
+from transformer_plugin.nn._transformer_engine import drop_extra_state, refuse_names
 
 if TYPE_CHECKING:
     from transformer_plugin.nn._tensor_parallel import TensorParallel
@@ -58,6 +59,10 @@ class PluginModule(torch.nn.Module):
         is_same = cls.__getattr__ is torch.nn.Module.__getattr__
         cls._class_attributes = frozenset(dir(cls)) if is_same else None
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        drop_extra_state(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
     def __prepare_scriptable__(self) -> NoReturn:
         """Raises an error. ``torch.jit.script`` calls this method on a module and on its submodules."""
         raise TypeError(
@@ -98,6 +103,8 @@ def layer_forward(forward: Forward) -> Forward:
             with profiler.record_function(name):
                 return forward(self, *args, **kwargs)
         except (ValueError, TypeError, RuntimeError) as error:
+            if kwargs and isinstance(error, TypeError):
+                refuse_names(self, forward, kwargs)
             lost = peer_timeout(error)
             _add_layer_note(lost or error, self)
             if lost is not None:

@@ -28,6 +28,7 @@ from transformer_plugin.nn._tensor_parallel import (
     tensor_parallel_of,
     without_buffers,
 )
+from transformer_plugin.nn._transformer_engine import rename
 from transformer_plugin.nn.linear import linear_product
 from transformer_plugin.nn.norms import checked_eps
 from transformer_plugin.nn.quantized_parameters import chosen_recipe, in_high_precision, quantize_parameter
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 
 #: The names of the norms, and what the ops call them.
 _NORMS = {"LayerNorm": "layer_norm", "RMSNorm": "rms_norm"}
+#: Entries of its state dicts, which ``load_state_dict`` takes too.
+_NAMES_OF_TRANSFORMER_ENGINE = {"layer_norm_weight": "norm_weight", "layer_norm_bias": "norm_bias"}
 
 
 class LayerNormLinear(RecipeModule):
@@ -245,6 +248,10 @@ class LayerNormLinear(RecipeModule):
         if self.normalization == "LayerNorm":
             return ops.layer_norm(input, weight, bias, self.eps, self.zero_centered)
         return ops.rms_norm(input, weight, self.eps, self.zero_centered)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        rename(state_dict, prefix, _NAMES_OF_TRANSFORMER_ENGINE)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def extra_repr(self) -> str:
         """The sizes, the norm, and the recipe where there is one."""
