@@ -93,11 +93,14 @@ def test_every_class_of_transformers() -> None:
         if not are_near(found):
             wrong[name] = str(found)
         computed.append(name)
-    assert wrong == {} and len(computed) == len(classes()) >= 68
+    assert wrong == {} and len(computed) == len(classes()) >= 55
 
 
 def test_the_page_lists_every_class() -> None:
     """``python -m tests.clients.hf_experts`` prints the rows."""
+    if transformers().__version__ != "5.24.0":
+        pytest.skip("the page is about transformers 5.24.0")
+    assert len(classes()) == 68
     page = (Path(__file__).parents[2] / "docs" / "training-frameworks.md").read_text()
     assert f"\n{table()}\n\n" in page
 
