@@ -7,9 +7,10 @@
 #   make test-cpus  the tests of equal bits as on CPUs with fewer instructions, one run for each of CPUS
 #   make test-newest
 #                   the library built for CPUs with the newest torch that was tried, and some of its tests
-#   make test-megatron, make test-torchtitan
-#                   tests under megatron-core (needs Python 3.12 or later) and torchtitan (needs a newer torch:
-#                   TORCH=torch==2.15.0), which are installed for them
+#   make test-megatron
+#                   tests under megatron-core (needs Python 3.12 or later), which is installed for them
+#   make test-titan tests under torchtitan, which is installed for them, with the newest torch that was tried; 200 steps of its
+#                   debug DeepSeek-V3 are the larger part. PYTEST_ARGS='-m "not long"' leaves them out
 #   make wheel      dist/: one wheel for every torch that is served (TORCHES="2.11.0 2.15.0" for these alone)
 #   make bench      benchmarks into benchmarks/results/, and plots from there
 #   make docs       the manual, in docs/_build/html
@@ -50,7 +51,7 @@ BUILD_INPUTS := setup.py $(wildcard build_tools/*.py build_tools/*.map) $(shell 
 CXX_FILES := $(shell find csrc examples -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 BENCHMARKS := $(filter-out __init__ common compile_peer expert_parallel_autograd expert_parallel_cases expert_parallel_exchange expert_parallel_layers expert_parallel_measures expert_parallel_page expert_parallel_peers functional_cases grouped_gemm_cpu grouped_gemm_works host_time_cases moe_layer_cases moe_layer_measures moe_layer_page moe_layer_peers peers plot plot_expert_parallel quantize_case quantize_cases quantize_grouped,$(basename $(notdir $(wildcard benchmarks/*.py))))
 
-.PHONY: FORCE help setup build demo test test-cpus test-newest test-megatron test-torchtitan test-long sanitize sanitize-gpu wheel bench docs lint format clean distclean
+.PHONY: FORCE help setup build demo test test-cpus test-newest test-megatron test-titan test-long sanitize sanitize-gpu wheel bench docs lint format clean distclean
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
@@ -116,13 +117,19 @@ NEWEST_TESTS := surface/test_torch_private.py packaging/test_torch_versions.py o
   parallel/test_dtensor_ops.py parallel/test_quantized_gather.py parallel/test_expert_parallel.py parallel/test_moe.py
 test-newest:  # CFLAGS: the build takes two thirds of the time
 	TRANSFORMER_PLUGIN_CPU_ONLY=1 CFLAGS=-O1 $(MAKE) test TORCH=$(NEWEST) PYTEST_ARGS="$(addprefix tests/,$(NEWEST_TESTS))"
+	TRANSFORMER_PLUGIN_CPU_ONLY=1 CFLAGS=-O1 $(MAKE) test-titan TORCH=$(NEWEST) PYTEST_ARGS='-m "not long"'
 
-# torchtitan does not import on the default torch.
-test-torchtitan: build
+# torchtitan does not import on the default torch. It is installed into the environment of another one.
+ifeq ($(TORCH),$(DEFAULT_TORCH))
+test-titan:
+	$(MAKE) test-titan TORCH=$(NEWEST)
+else
+test-titan: build
 	$(BIN)/python -m pip install --quiet "$$($(BIN)/python build_tools/extras.py torchtitan)"
 	@$(BIN)/python -c "import torchtitan.models.common.moe" || \
-	  { echo "torchtitan: expected a torch that it imports on, got $(TORCH). Run make test-torchtitan TORCH=$(NEWEST)"; exit 1; }
-	$(BIN)/python -m pytest tests/clients/test_torchtitan.py $(PYTEST_ARGS)
+	  { echo "torchtitan: expected a torch that it imports on, got $(TORCH). Leave TORCH out."; exit 1; }
+	$(BIN)/python -m pytest tests/clients/test_torchtitan*.py $(PYTEST_ARGS)
+endif
 
 # megatron-core is not among the requirements of `make test`: it has no wheel for older Pythons.
 test-megatron: build

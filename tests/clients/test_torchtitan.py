@@ -1,6 +1,6 @@
 """torchtitan's grouped experts beside this package's layer: same weights, same rows, output and gradients.
 
-torchtitan 0.3 does not import on torch 2.11: `make test-torchtitan` runs this file with a newer one.
+torchtitan 0.3 does not import on torch 2.11: `make test-titan` runs this file with a newer one.
 """
 
 from __future__ import annotations

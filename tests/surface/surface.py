@@ -32,10 +32,16 @@ def op_schemas() -> dict[str, str]:
     return {_name_of(schema): str(schema) for schema in sorted(schemas, key=str)}
 
 
+#: Modules that import the library that they are for, which need not be installed.
+OF_OTHERS = {f"{NAMESPACE}.integrations.torchtitan"}
+
+
 def modules() -> list[ModuleType]:
-    """Returns the package and every module in it whose name has no leading underscore."""
+    """Returns the package and every module in it whose name has no leading underscore, but for ``OF_OTHERS``."""
     found = pkgutil.walk_packages(transformer_plugin.__path__, f"{NAMESPACE}.")
     names = [info.name for info in found if not any(part.startswith("_") for part in info.name.split("."))]
+    assert set(names) >= OF_OTHERS
+    names = [name for name in names if name not in OF_OTHERS]
     return [transformer_plugin, *(importlib.import_module(name) for name in names)]
 
 

@@ -1,4 +1,4 @@
-"""Adapters for other libraries, which they do not import."""
+"""Adapters for other libraries. ``hf`` does not import its library; ``torchtitan`` does, and is imported by name."""
 
 from transformer_plugin.integrations import hf
 
