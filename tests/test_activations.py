@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from typing import Any
 
@@ -21,9 +22,65 @@ from transformer_plugin.activations import (
 )
 from transformer_plugin.reference.activations import FUNCTIONS as REFERENCES
 
+WITHOUT_GATE = next(function for function in FUNCTIONS if not TRAITS[function].gated)
 #: Each activation with its key.
-WRITTEN = [("swiglu", Activation()), ("swiglu:interleave=32", Activation("swiglu", 32))]
+WRITTEN = [
+    ("swiglu", Activation()),
+    ("swiglu:interleave=32", Activation("swiglu", 32)),
+    ("swiglu:interleave=1", Activation("swiglu", 1)),
+    ("swiglu:limit=7,alpha=1.702,offset=1", Activation("swiglu", limit=7, alpha=1.702, offset=1)),
+    ("swiglu:interleave=1,limit=0.1", Activation("swiglu", 1, 0.1)),
+    ("swiglu:offset=-0.25", Activation(offset=-0.25)),
+    ("swiglu:limit=100,alpha=1e-30,offset=1e+30", Activation(limit=100, alpha=1e-30, offset=1e30)),
+    ("geglu_tanh", Activation("geglu_tanh")),
+    ("geglu_tanh:interleave=32", Activation("geglu_tanh", 32)),
+    (WITHOUT_GATE, Activation(WITHOUT_GATE)),
+]
+#: Other keys of the same activations.
+EQUAL = [
+    ("swiglu:limit=inf,alpha=1.0,offset=-0", "swiglu"),
+    ("swiglu:offset=1.,alpha=1.70200001,limit=7e+0", "swiglu:limit=7,alpha=1.702,offset=1"),
+    ("swiglu:limit=.5,interleave=1", "swiglu:interleave=1,limit=0.5"),
+    ("swiglu:limit=1.00000005", "swiglu:limit=1"),
+    ("swiglu:limit=1.0000001", "swiglu:limit=1.0000001"),
+    ("swiglu:limit=16777217", "swiglu:limit=16777216"),
+]
 REFUSED = [
+    *(
+        f"swiglu:{name}={text}"
+        for name in ("limit", "alpha", "offset")
+        for text in (
+            "",
+            "nan",
+            "infinity",
+            "Inf",
+            "1e99",
+            "1e39",
+            "1e-60",
+            "1e-999",
+            "+7",
+            "7_0",
+            " 7",
+            "0x1p2",
+            "1e",
+            "1-",
+            "-",
+            "--1",
+            "7;",
+            "1E5",
+            "e5",
+            ".",
+        )
+    ),
+    *("swiglu:limit=0", "swiglu:limit=-1", "swiglu:alpha=0", "swiglu:alpha=-1", "swiglu:alpha=inf"),
+    *("swiglu:offset=inf", "swiglu:limit", "swiglu:limit=7,limit=8", "swiglu:interleave=1,interleave=32"),
+    *(
+        f"{WITHOUT_GATE}:limit=7",
+        "geglu_tanh:alpha=2",
+        f"{WITHOUT_GATE}:interleave=1",
+        "swiglu:interleave=2",
+        "swiglu:beta=1",
+    ),
     "",
     ":",
     "SwiGLU",
@@ -64,6 +121,24 @@ def test_other_keys_are_refused_by_python_and_the_ops(key: str) -> None:
     assert str(caught.value) == f"transformer_plugin::activation: {text}"
 
 
+@pytest.mark.parametrize(("key", "canonical"), EQUAL)
+def test_equal_activations_have_equal_keys(key: str, canonical: str) -> None:
+    activation = Activation.parse(key)
+    assert activation.key == canonical and activation == Activation.parse(canonical)
+    x = 3 * torch.randn(4, 64)
+    assert torch.equal(ops.activation(x, activation=key), ops.activation(x, activation=activation))
+
+
+def test_every_float32_is_written_so_that_it_is_read_as_it() -> None:
+    bits = torch.randint(1, 0x7F800000, (500,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    for number in [*bits.view(torch.float32).tolist(), 1.1754943508222875e-38, 1.401298464324817e-45]:
+        activation = Activation(limit=number, alpha=number, offset=-number)
+        assert Activation.parse(activation.key) == activation
+        as_float32 = torch.tensor([activation.limit, activation.alpha, -activation.offset])
+        assert torch.equal(as_float32, torch.full((3,), number))
+        assert len(activation.key) <= len("swiglu:limit=,alpha=,offset=-") + 3 * len("1234567890000000")
+
+
 def test_a_repeated_option_counts_once() -> None:
     key = "swiglu:interleave=32,interleave=32"
     assert Activation.parse(key) == Activation("swiglu", 32)
@@ -89,7 +164,42 @@ def test_a_repeated_option_counts_once() -> None:
         (
             {"interleave": 16},
             ValueError,
-            "argument 'interleave': expected 0 or 32, got 16. Leave it out for all of the gate first.",
+            "argument 'interleave': expected 0, 1 or 32, got 16. Leave it out for all of the gate first.",
+        ),
+        (
+            {"function": WITHOUT_GATE, "interleave": 1},
+            ValueError,
+            "argument 'interleave': expected 0 without a gate, got 1. Leave it out for all of the gate first.",
+        ),
+        (
+            {"limit": 0},
+            ValueError,
+            "argument 'limit': expected a positive number of float32 or inf, got 0. Leave it out for inf.",
+        ),
+        (
+            {"limit": math.nan},
+            ValueError,
+            "argument 'limit': expected a positive number of float32 or inf, got nan. Leave it out for inf.",
+        ),
+        (
+            {"alpha": math.inf},
+            ValueError,
+            "argument 'alpha': expected a positive number of float32, got inf. Leave it out for 1.",
+        ),
+        (
+            {"offset": 1e39},
+            ValueError,
+            "argument 'offset': expected a number of float32, got 1e+39. Leave it out for 0.",
+        ),
+        (
+            {"function": "geglu_tanh", "limit": 7.0},
+            ValueError,
+            "argument 'limit': expected inf with geglu_tanh, got 7. Leave it out, or choose swiglu.",
+        ),
+        (
+            {"alpha": "1.702"},
+            TypeError,
+            "argument 'alpha': expected a number, got '1.702'. The default is 1.0.",
         ),
         (
             {"interleave": "32"},
@@ -161,7 +271,10 @@ def test_traits_are_those_of_the_ops(function: Function) -> None:
 
     assert accepts(function) == traits.has_fused_quantize
     if traits.gated:
-        assert not accepts(Activation(function, INTERLEAVE).key)
+        assert not accepts(Activation(function, INTERLEAVE).key) and not accepts(Activation(function, 1).key)
+    if function == "swiglu":
+        numbers = Activation(function, limit=7, alpha=1.702, offset=1)
+        assert accepts(numbers.key) == numbers.traits.has_fused_quantize
 
 
 def test_fused_quantization_takes_one_order_of_columns() -> None:
@@ -182,8 +295,7 @@ def test_fused_quantization_takes_one_order_of_columns() -> None:
 
 def test_every_function_has_a_reference() -> None:
     assert tuple(REFERENCES) == FUNCTIONS
-    for function in FUNCTIONS:
-        activation = Activation(function)
+    for activation in (*map(Activation, FUNCTIONS), Activation(limit=0.5, alpha=1.702, offset=1)):
         x = torch.randn(5, activation.input_columns(8), dtype=torch.float32, requires_grad=True)
         probs = torch.rand(5, requires_grad=True)
         grad = torch.randn(5, 8)

@@ -18,19 +18,27 @@ namespace transformer_plugin::activation {
 inline constexpr int kSumTile = 128;  // columns that are summed as a tree
 
 // Where column `j` of F lies in a row of the input: its gate, and how far behind that its linear part. Without a gate the
-// input has the columns of the output.
-template <bool gated>
+// input has the columns of the output. `alternating`: the two are one column each in turn; else `interleaved` says whether they are blocks
+// of kInterleave in turn.
+template <bool gated, bool alternating = false>
 struct InputColumns {
+  static_assert(gated || !alternating);
+  static constexpr int kStep = alternating ? 2 : 1;  // columns from one gate of a run to the next
   int64_t features;
   bool interleaved;
 
   TP_HOST_DEVICE int64_t width() const { return gated ? 2 * features : features; }
   TP_HOST_DEVICE int64_t gate(int64_t j) const {
+    if constexpr (alternating) return 2 * j;
     return gated && interleaved ? j + j / kInterleave * kInterleave : j;
   }
-  TP_HOST_DEVICE int64_t linear_offset() const { return gated ? (interleaved ? kInterleave : features) : 0; }
-  // Columns from `j` on, of `count`, whose gates are adjacent.
+  TP_HOST_DEVICE int64_t linear_offset() const {
+    if constexpr (alternating) return 1;
+    return gated ? (interleaved ? kInterleave : features) : 0;
+  }
+  // Columns from `j` on, of `count`, whose gates are kStep columns apart.
   TP_HOST_DEVICE int64_t run(int64_t j, int64_t count) const {
+    if constexpr (alternating) return count;
     const int64_t left = kInterleave - j % kInterleave;
     return gated && interleaved && left < count ? left : count;
   }
@@ -47,8 +55,8 @@ struct ActivationArgs {
   Activation activation = {};
 
   TP_HOST_DEVICE int64_t used_rows() const { return end != nullptr ? *end : rows; }
-  template <bool gated>
-  TP_HOST_DEVICE InputColumns<gated> columns() const {
+  template <bool gated, bool alternating = false>
+  TP_HOST_DEVICE InputColumns<gated, alternating> columns() const {
     return {features, activation.interleave != 0};
   }
 };
@@ -69,8 +77,8 @@ struct ActivationBackwardArgs {
   Activation activation = {};
 
   TP_HOST_DEVICE int64_t used_rows() const { return end != nullptr ? *end : rows; }
-  template <bool gated>
-  TP_HOST_DEVICE InputColumns<gated> columns() const {
+  template <bool gated, bool alternating = false>
+  TP_HOST_DEVICE InputColumns<gated, alternating> columns() const {
     return {features, activation.interleave != 0};
   }
 };

@@ -1,5 +1,6 @@
 // CUDA kernels of the backward of activations.
 #include "activation/activation.h"
+#include "activation/columns.cuh"
 #include "activation/functions.h"
 #include "activation/row_sums.cuh"
 #include "common/math.h"
@@ -43,11 +44,12 @@ __device__ __forceinline__ void write_vector(T* at, int64_t count, uint4 vector)
 // Grid: one-dimensional, 256 threads per block. A group of kLanes neighbouring lanes processes 4 rows of one
 // tile of 128 columns, 16 bytes per lane and row; `tiles` of those groups cover 4 rows. Row sums of a tile
 // are reduced by shuffles and go to `partial`. No shared memory.
-template <typename T, typename Function, bool aligned>
+template <typename T, typename Function, bool alternating, bool aligned>
 __global__ void __launch_bounds__(kThreads)
     activation_backward_kernel(const __grid_constant__ ActivationBackwardArgs args, Function function,
                                uint32_t tiles) {
   constexpr int kColumns = kVectorSize<T>, kLanes = kSumTile / kColumns;
+  using Vectors = PartVectors<T, alternating>;
   pdl_wait();
   const uint32_t part = blockIdx.x * (kThreads / kLanes) + threadIdx.x / kLanes;
   const uint32_t band = part / tiles, tile = part - band * tiles;
@@ -55,8 +57,8 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t f = args.features, first_row = static_cast<int64_t>(band) * kRowsPerThread;
   const int64_t column = static_cast<int64_t>(tile) * kSumTile + lane * kColumns;
   const T* grad = static_cast<const T*>(args.grad) + first_row * f + column;
-  const auto columns = args.columns<kIsGated<Function>>();
-  const int64_t width = columns.width(), linear = columns.linear_offset();
+  const auto columns = args.columns<kIsGated<Function>, alternating>();
+  const int64_t width = columns.width(), second = Vectors::second(columns);
   const int64_t first = first_row * width + columns.gate(column);
   const T* gate = static_cast<const T*>(args.input) + first;
   T* target = static_cast<T*>(args.grad_input) + first;
@@ -70,15 +72,18 @@ __global__ void __launch_bounds__(kThreads)
   for (int r = 0; r < kRowsPerThread; ++r) {  // all loads are issued before the first use
     const int64_t count = is_row(r) ? f - column : 0;
     grads[r] = read_vector<T, aligned>(grad + r * f, count);
-    gates[r] = read_vector<T, aligned>(gate + r * width, count);
-    if constexpr (kIsGated<Function>) linears[r] = read_vector<T, aligned>(gate + r * width + linear, count);
+    gates[r] = read_vector<T, aligned>(gate + r * width, Vectors::in_first(count));
+    if constexpr (kIsGated<Function>) {
+      linears[r] = read_vector<T, aligned>(gate + r * width + second, Vectors::in_second(count));
+    }
     probs[r] = args.probs && is_row(r) ? args.probs[first_row + r] : 1.0f;
   }
   RowSums<kRowsPerThread, kLanes> sums;
 #pragma unroll
   for (int r = 0; r < kRowsPerThread; ++r) {
-    const Floats<T> g(grads[r]), a(gates[r]), b(linears[r]);
-    Floats<T> of_gate, of_linear;
+    const Floats<T> g(grads[r]);
+    Floats<T> a(gates[r]), b(linears[r]), of_gate, of_linear;
+    Vectors::split(a, b);
     float terms[kColumns];
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
@@ -88,10 +93,11 @@ __global__ void __launch_bounds__(kThreads)
       terms[i] = g.at[i] * d.activation;
     }
     sums.at[r] = sum_of_tile<kColumns>(terms);
+    Vectors::join(of_gate, of_linear);
     const int64_t count = is_row(r) ? f - column : 0;
-    write_vector<T, aligned>(target + r * width, count, of_gate.rounded());
+    write_vector<T, aligned>(target + r * width, Vectors::in_first(count), of_gate.rounded());
     if constexpr (kIsGated<Function>) {
-      write_vector<T, aligned>(target + r * width + linear, count, of_linear.rounded());
+      write_vector<T, aligned>(target + r * width + second, Vectors::in_second(count), of_linear.rounded());
     }
   }
   if (!args.partial) return;
@@ -135,14 +141,15 @@ void launch_activation_backward(const ActivationBackwardArgs& args, void* stream
   const int64_t tiles = ceil_div(args.features, kSumTile), bands = ceil_div(args.rows, kRowsPerThread);
   if (tiles > 0 && bands > 0) {
     visit_device_float(args.dtype, [&](auto element) {
-      visit_function(args.activation, [&](auto function) {
+      visit_function_and_columns(args.activation, [&](auto function, auto alternating) {
         using T = decltype(element);
         using Function = decltype(function);
         constexpr int kOfBlock = kThreads / (kSumTile / kVectorSize<T>);
         const bool aligned = args.features % kVectorSize<T> == 0 && is_vector_aligned(args.grad) &&
                              is_vector_aligned(args.input);
-        launch_pdl(aligned ? activation_backward_kernel<T, Function, true>
-                           : activation_backward_kernel<T, Function, false>,
+        constexpr bool kAlternating = decltype(alternating)::value;
+        launch_pdl(aligned ? activation_backward_kernel<T, Function, kAlternating, true>
+                           : activation_backward_kernel<T, Function, kAlternating, false>,
                    grid_size(tiles * bands, kOfBlock), kThreads, 0, static_cast<cudaStream_t>(stream), args,
                    function, static_cast<uint32_t>(tiles));
       });

@@ -12,26 +12,27 @@ namespace {
 
 constexpr int64_t kElementsPerTask = 16384;
 
-template <typename T, typename Function>
+// Gates, and linear parts, are `step` columns apart.
+template <typename T, int step, typename Function>
 TP_CPU_CLONES void forward_row(Function function, const T* gate, const T* linear, float prob, T* output,
                                int64_t features) {
   for (int64_t j = 0; j < features; ++j) {
-    const float of_linear = kIsGated<Function> ? static_cast<float>(linear[j]) : 0.0f;
-    output[j] = static_cast<T>(function.value(static_cast<float>(gate[j]), of_linear, prob));
+    const float of_linear = kIsGated<Function> ? static_cast<float>(linear[j * step]) : 0.0f;
+    output[j] = static_cast<T>(function.value(static_cast<float>(gate[j * step]), of_linear, prob));
   }
 }
 
 // Gradients of adjacent columns, and the terms grad * activation. Without __restrict compilers do not vectorize the loop.
-template <typename T, typename Function>
+template <typename T, int step, typename Function>
 TP_CPU_CLONES void backward_columns(Function function, const T* __restrict grad, const T* __restrict gate,
                                     const T* __restrict linear, float prob, T* __restrict grad_gate,
                                     T* __restrict grad_linear, float* __restrict terms, int64_t cols) {
   for (int64_t c = 0; c < cols; ++c) {
     const float g = static_cast<float>(grad[c]);
-    const float of_linear = kIsGated<Function> ? static_cast<float>(linear[c]) : 0.0f;
-    const ActivationGradient d = function.gradient(g, static_cast<float>(gate[c]), of_linear, prob);
-    grad_gate[c] = static_cast<T>(d.gate);
-    if constexpr (kIsGated<Function>) grad_linear[c] = static_cast<T>(d.linear);
+    const float of_linear = kIsGated<Function> ? static_cast<float>(linear[c * step]) : 0.0f;
+    const ActivationGradient d = function.gradient(g, static_cast<float>(gate[c * step]), of_linear, prob);
+    grad_gate[c * step] = static_cast<T>(d.gate);
+    if constexpr (kIsGated<Function>) grad_linear[c * step] = static_cast<T>(d.linear);
     terms[c] = g * d.activation;
   }
 }
@@ -39,9 +40,9 @@ TP_CPU_CLONES void backward_columns(Function function, const T* __restrict grad,
 TP_CPU_CLONES float sum_of_terms(const float* terms) { return sum_of_tile(terms); }
 
 // Returns the row's sum of grad * activation.
-template <typename T, typename Function>
+template <typename T, typename Function, typename Columns>
 float backward_row(Function function, const T* grad, const T* input, float prob, T* grad_input,
-                   const InputColumns<kIsGated<Function>>& columns) {
+                   const Columns& columns) {
   const int64_t features = columns.features, linear = columns.linear_offset();
   float sum = 0.0f;
   for (int64_t tile = 0; tile < features; tile += kSumTile) {
@@ -50,8 +51,9 @@ float backward_row(Function function, const T* grad, const T* input, float prob,
     std::fill(terms + (end - tile), terms + kSumTile, 0.0f);
     for (int64_t j = tile; j < end;) {
       const int64_t count = columns.run(j, end - j), gate = columns.gate(j);
-      backward_columns<T>(function, grad + j, input + gate, input + gate + linear, prob, grad_input + gate,
-                          grad_input + gate + linear, terms + (j - tile), count);
+      backward_columns<T, Columns::kStep>(function, grad + j, input + gate, input + gate + linear, prob,
+                                          grad_input + gate, grad_input + gate + linear, terms + (j - tile),
+                                          count);
       j += count;
     }
     sum = sum + sum_of_terms(terms);
@@ -68,10 +70,10 @@ int64_t rows_per_task(int64_t features) {
 void activation_cpu(const ActivationArgs& args) {
   if (args.features == 0) return;  // rows without columns may be more than a loop can visit
   visit_float(args.dtype, [&](auto element) {
-    visit_function(args.activation, [&](auto function) {
+    visit_function_and_columns(args.activation, [&](auto function, auto alternating) {
       using T = decltype(element);
       const int64_t f = args.features;
-      const auto columns = args.columns<kIsGated<decltype(function)>>();
+      const auto columns = args.columns<kIsGated<decltype(function)>, alternating>();
       at::parallel_for(0, args.used_rows(), rows_per_task(f), [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) {
           const T* input = static_cast<const T*>(args.input) + i * columns.width();
@@ -80,7 +82,8 @@ void activation_cpu(const ActivationArgs& args) {
           for (int64_t j = 0; j < f;) {
             const int64_t count = columns.run(j, f - j);
             const T* gate = input + columns.gate(j);
-            forward_row<T>(function, gate, gate + columns.linear_offset(), prob, output + j, count);
+            forward_row<T, decltype(columns)::kStep>(function, gate, gate + columns.linear_offset(), prob,
+                                                     output + j, count);
             j += count;
           }
         }
@@ -94,10 +97,10 @@ void activation_backward_cpu(const ActivationBackwardArgs& args) {
   const int64_t used = args.used_rows();
   if (args.grad_probs) std::fill(args.grad_probs + used, args.grad_probs + args.rows, 0.0f);
   visit_float(args.dtype, [&](auto element) {
-    visit_function(args.activation, [&](auto function) {
+    visit_function_and_columns(args.activation, [&](auto function, auto alternating) {
       using T = decltype(element);
       const int64_t f = args.features;
-      const auto columns = args.columns<kIsGated<decltype(function)>>();
+      const auto columns = args.columns<kIsGated<decltype(function)>, alternating>();
       at::parallel_for(0, used, rows_per_task(f), [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) {
           const float sum = backward_row<T>(function, static_cast<const T*>(args.grad) + i * f,

@@ -1,5 +1,6 @@
 // CUDA kernels of activations.
 #include "activation/activation.h"
+#include "activation/columns.cuh"
 #include "activation/functions.h"
 #include "common/launch.cuh"
 #include "common/vectors.cuh"
@@ -15,17 +16,18 @@ constexpr int kRowsPerThread = 4;
 //
 // Grid: one-dimensional, 256 threads per block. A thread processes 16 bytes of output columns in each of 4
 // rows; `vectors` threads cover 4 rows. No shared memory.
-template <typename T, typename Function>
+template <typename T, typename Function, bool alternating>
 __global__ void __launch_bounds__(kThreads)
     activation_vector_kernel(const __grid_constant__ ActivationArgs args, Function function,
                              uint32_t vectors) {
+  using Vectors = PartVectors<T, alternating>;
   pdl_wait();
   const uint32_t index = blockIdx.x * kThreads + threadIdx.x;
   const uint32_t band = index / vectors;
   const int64_t first_row = static_cast<int64_t>(band) * kRowsPerThread;
   const int64_t column = static_cast<int64_t>(index - band * vectors) * kVectorSize<T>;
   const int64_t f = args.features;
-  const auto columns = args.columns<kIsGated<Function>>();
+  const auto columns = args.columns<kIsGated<Function>, alternating>();
   const T* gate = static_cast<const T*>(args.input) + first_row * columns.width() + columns.gate(column);
   const int rows = static_cast<int>(min(static_cast<int64_t>(kRowsPerThread), args.used_rows() - first_row));
   uint4 gates[kRowsPerThread] = {}, linears[kRowsPerThread] = {};
@@ -37,15 +39,15 @@ __global__ void __launch_bounds__(kThreads)
     const T* row = gate + r * columns.width();
     gates[r] = *reinterpret_cast<const uint4*>(row);
     if constexpr (kIsGated<Function>) {
-      linears[r] = *reinterpret_cast<const uint4*>(row + columns.linear_offset());
+      linears[r] = *reinterpret_cast<const uint4*>(row + Vectors::second(columns));
     }
     if (args.probs) probs[r] = args.probs[first_row + r];
   }
 #pragma unroll
   for (int r = 0; r < kRowsPerThread; ++r) {
     if (r >= rows) return;
-    Floats<T> out;
-    const Floats<T> a(gates[r]), b(linears[r]);
+    Floats<T> out, a(gates[r]), b(linears[r]);
+    Vectors::split(a, b);
 #pragma unroll
     for (int i = 0; i < kVectorSize<T>; ++i) {
       out.at[i] = function.value(a.at[i], b.at[i], probs[r]);
@@ -55,10 +57,10 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // The same for any width and alignment: a grid-stride loop over the elements of the output.
-template <typename T, typename Function>
+template <typename T, typename Function, bool alternating>
 __global__ void __launch_bounds__(kThreads)
     activation_kernel(const __grid_constant__ ActivationArgs args, Function function) {
-  const auto columns = args.columns<kIsGated<Function>>();
+  const auto columns = args.columns<kIsGated<Function>, alternating>();
   const int64_t elements = args.used_rows() * args.features;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
   for (int64_t k = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; k < elements; k += step) {
@@ -77,18 +79,19 @@ void launch_activation(const ActivationArgs& args, void* stream) {
   if (args.rows == 0 || args.features == 0) return;
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   visit_device_float(args.dtype, [&](auto element) {
-    visit_function(args.activation, [&](auto function) {
+    visit_function_and_columns(args.activation, [&](auto function, auto alternating) {
+      constexpr bool kAlternating = decltype(alternating)::value;
       using T = decltype(element);
       using Function = decltype(function);
       const int64_t vectors = args.features / kVectorSize<T>;
       const int64_t threads = (args.rows + kRowsPerThread - 1) / kRowsPerThread * vectors;
       if (args.features % kVectorSize<T> == 0 && is_vector_aligned(args.input) && threads <= 0x7fffffff) {
-        launch_pdl(activation_vector_kernel<T, Function>, grid_size(threads, kThreads), kThreads, 0,
-                   cuda_stream, args, function, static_cast<uint32_t>(vectors));
+        launch_pdl(activation_vector_kernel<T, Function, kAlternating>, grid_size(threads, kThreads),
+                   kThreads, 0, cuda_stream, args, function, static_cast<uint32_t>(vectors));
         check_launch("activation_vector_kernel");
         return;
       }
-      activation_kernel<T, Function>
+      activation_kernel<T, Function, kAlternating>
           <<<grid_size(args.rows * args.features, kThreads), kThreads, 0, cuda_stream>>>(args, function);
       check_launch("activation_kernel");
     });

@@ -2,6 +2,8 @@
 // template parameter. `of` makes the functor from the description; parameters known at run time are members of a functor.
 #pragma once
 
+#include <type_traits>
+
 #include "activation/description.h"
 #include "common/math.h"
 
@@ -36,6 +38,58 @@ struct Swiglu {
   }
 };
 
+// min(gate, limit) * sigmoid(alpha * min(gate, limit)) * (clamp(linear, -limit, limit) + offset) * prob. As torch.clamp has it, a NaN
+// stays one, and the gradient passes at the limits and inside, and is 0 outside and at a NaN; without a limit it passes everywhere.
+struct ClampedSwiglu {
+  static constexpr ActivationFunction kFunction = ActivationFunction::kClampedSwiglu;
+  float limit, alpha, offset;
+  static ClampedSwiglu of(const Activation& activation) {
+    return {activation.limit, activation.alpha, activation.offset};
+  }
+
+  TP_HOST_DEVICE float at_most(float x) const { return x > limit ? limit : x; }
+  TP_HOST_DEVICE float between(float x) const { return x < -limit ? -limit : at_most(x); }
+  TP_HOST_DEVICE float value(float gate, float linear, float prob) const {
+    const float g = at_most(gate);
+    return g * sigmoid_of_number_f32(alpha * g) * (between(linear) + offset) * prob;
+  }
+  TP_HOST_DEVICE ActivationGradient gradient(float grad, float gate, float linear, float prob) const {
+    const float g = at_most(gate), u = between(linear) + offset;
+    const float sigmoid = sigmoid_of_number_f32(alpha * g);
+    const float activated = g * sigmoid;
+    const float slope = sigmoid + alpha * activated * (1.0f - sigmoid);
+    const float of_gate = grad * u * prob * slope, of_linear = grad * activated * prob;
+    const bool clamps = limit < kNoLimit;
+    return {gate <= limit || !clamps ? of_gate : 0.0f,
+            (linear >= -limit && linear <= limit) || !clamps ? of_linear : 0.0f, activated * u};
+  }
+};
+
+// gelu(gate) * linear * prob with gelu(a) = a (1 + tanh(z)) / 2 = a sigmoid(2 z), z = sqrt(2 / pi) (a + 0.044715 a^3). With sigmoid
+// no digits cancel where a is negative.
+struct GegluTanh {
+  static constexpr ActivationFunction kFunction = ActivationFunction::kGegluTanh;
+  static GegluTanh of(const Activation&) { return {}; }
+  static constexpr float kScale = 1.59576912f;                     // 2 sqrt(2 / pi)
+  static constexpr float kCubic = 0.044715f, kSquare = 0.134145f;  // three times, of the derivative
+  // Above it a^2 has no effect on the slope, whose factor of it is 0 then; so that a product with it does not overflow.
+  static constexpr float kLargestSquare = 1000.0f;
+
+  static TP_HOST_DEVICE float sigmoid_of(float gate) {
+    return sigmoid_of_number_f32(kScale * (gate + kCubic * (gate * gate * gate)));
+  }
+  TP_HOST_DEVICE float value(float gate, float linear, float prob) const {
+    return gate * sigmoid_of(gate) * linear * prob;
+  }
+  TP_HOST_DEVICE ActivationGradient gradient(float grad, float gate, float linear, float prob) const {
+    const float sigmoid = sigmoid_of(gate), gelu = gate * sigmoid;
+    const float square = gate * gate > kLargestSquare ? kLargestSquare : gate * gate;
+    const float inner = kScale * (1.0f + kSquare * square);
+    const float slope = sigmoid + gelu * (1.0f - sigmoid) * inner;
+    return {grad * linear * prob * slope, grad * gelu * prob, gelu * linear};
+  }
+};
+
 // relu(x)^2 * prob. A NaN stays one, and relu(-0) is 0.
 struct Relu2 {
   static constexpr ActivationFunction kFunction = ActivationFunction::kRelu2;
@@ -59,8 +113,21 @@ template <typename Visit>
 void visit_function(const Activation& activation, Visit&& visit) {
   switch (activation.function) {
     case ActivationFunction::kSwiglu: return visit(Swiglu::of(activation));
+    case ActivationFunction::kClampedSwiglu: return visit(ClampedSwiglu::of(activation));
+    case ActivationFunction::kGegluTanh: return visit(GegluTanh::of(activation));
     case ActivationFunction::kRelu2: return visit(Relu2::of(activation));
   }
+}
+
+// The same, and as a constant whether columns of the gate and of the linear part alternate one by one.
+template <typename Visit>
+void visit_function_and_columns(const Activation& activation, Visit&& visit) {
+  visit_function(activation, [&](auto function) {
+    if constexpr (kIsGated<decltype(function)>) {
+      if (activation.alternates()) return visit(function, std::true_type());
+    }
+    visit(function, std::false_type());
+  });
 }
 
 // The same for the functions that have kernels that quantize; the ops refuse the others.

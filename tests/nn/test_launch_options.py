@@ -177,7 +177,7 @@ def test_interleaved_weights(recipe: Recipe | None, bias: bool, hook: bool, devi
 
 def test_interleave_is_checked() -> None:
     with pytest.raises(
-        ValueError, match="argument 'glu_interleave': expected 0, or 32 with a ffn_hidden that is a"
+        ValueError, match="argument 'glu_interleave': expected 0, 1, or 32 with a ffn_hidden that is a"
     ):
         GroupedMLP(GROUPS, HIDDEN, 40, glu_interleave=32)
     module = GroupedMLP(GROUPS, HIDDEN, FEATURES, glu_interleave=32)

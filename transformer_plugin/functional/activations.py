@@ -26,12 +26,18 @@ from transformer_plugin.tensor import _checks
 
 __all__ = ["activation", "activation_backward", "bias_backward"]
 
-#: The keys that quantize in one pass, and the columns of their input for one of the result. Others take two passes.
+#: The functions that quantize in one pass, and the columns of their input for one of the result. Others take two.
 _IN_ONE_PASS = {
-    Activation(function).key: Activation(function).input_columns(1)
+    str(function): Activation(function).input_columns(1)
     for function, traits in TRAITS.items()
     if traits.has_fused_quantize
 }
+
+
+def _columns_in_one_pass(key: str) -> int | None:
+    """The columns of the input for one of the result if one pass quantizes it, for which all of the gate is first."""
+    function, _, options = key.partition(":")
+    return None if "interleave=" in options else _IN_ONE_PASS.get(function)
 
 
 def quantized_rows(data: Tensor, rows: Rows, key: str, **directions: Any) -> Any:
@@ -79,7 +85,7 @@ def activation(
         without_format(op, group_sizes=group_sizes, rowwise=rowwise, columnwise=columnwise, seed=seed)
         return with_groups(ops.activation(plain(rows.values, op, "input"), probs, None, key), rows)
     data, probs = constant(rows.values, op, "input"), detached(probs)
-    facts, columns = _checks.facts_of(op, format), _IN_ONE_PASS.get(key)
+    facts, columns = _checks.facts_of(op, format), _columns_in_one_pass(key)
     directions: dict[str, Any] = {"rowwise": rowwise, "columnwise": columnwise, "seed": seed}
     if columns is None or not facts.is_one_pass:
         return quantized_rows(ops.activation(data, probs, None, key), rows, facts.key, **directions)
@@ -123,7 +129,7 @@ def activation_backward(
         without_format(op, group_sizes=group_sizes, seed=seed)
     facts = None if format is None else _checks.facts_of(op, format)
     key = key_of_activation(activation, op)
-    columns = _IN_ONE_PASS.get(key)
+    columns = _columns_in_one_pass(key)
     if facts is not None and facts.is_one_pass and columns and data.shape[1] % (128 * columns) == 0:
         *outputs, grad_probs = ops.activation_backward_quantize(
             given, data, facts.key, probs, rows.group_sizes, seed=seed, activation=key

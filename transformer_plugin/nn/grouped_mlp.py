@@ -1,4 +1,4 @@
-"""GroupedMLP: the experts of a mixture, SwiGLU feed-forward networks over groups of rows."""
+"""GroupedMLP: the experts of a mixture, feed-forward networks over groups of rows."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from transformer_plugin.nn._containers import LayerContainer, quantize_layers, r
 from transformer_plugin.nn._formats import RoleFormats
 from transformer_plugin.nn._hooks import allow_one_op, call_forward_hooks, call_pre_hooks, have_hooks
 from transformer_plugin.nn._layouts import Layout
+from transformer_plugin.nn._mlp_activation import check_interleave, chosen_activation
 from transformer_plugin.nn._mlp_arguments import of_both, of_slots
 from transformer_plugin.nn._module import check_sizes, layer_forward, registered
 from transformer_plugin.nn._slots import Slots, SlotsOfRanks, sizes_tensor
@@ -52,8 +53,6 @@ def _is_plain(layer: Any) -> bool:
 _CALL = torch.nn.Module.__call__
 _NO_FORMATS, _NO_OPTIONS = RoleFormats(), LaunchOptions()
 _ops = torch.ops.transformer_plugin
-#: What the ops take, by ``glu_interleave``.
-_ACTIVATIONS = {interleave: Activation("swiglu", interleave).key for interleave in (0, 32)}
 
 
 def _matrices(weight: Tensor | list[Tensor]) -> list[Tensor]:
@@ -66,16 +65,8 @@ def takes_tokens(experts: Any) -> bool:
     return getattr(kind, "forward", None) is GroupedMLP.forward and "forward" not in experts.__dict__
 
 
-def _check_interleave(interleave: int, ffn_hidden: int) -> None:
-    if type(interleave) is not int or interleave not in (0, 32) or (interleave and ffn_hidden % interleave):
-        raise ValueError(
-            "transformer_plugin::GroupedMLP: argument 'glu_interleave': expected 0, or 32 with a ffn_hidden that is a "
-            f"multiple of 32, got {interleave!r} with ffn_hidden={ffn_hidden}. Reorder the weight's rows, or use 0."
-        )
-
-
 class GroupedMLP(LayerContainer):
-    """``fc2(swiglu(fc1(input)) * probs)`` for each group, with its own weights.
+    """``fc2(activation(fc1(input)) * probs)`` for each group, with its own weights.
 
     The probability of a row scales the row between the two products, and also the bias of ``fc2``. The output is the
     expert's output times the probability, so combining is a plain sum.
@@ -83,20 +74,25 @@ class GroupedMLP(LayerContainer):
     Args:
         num_groups: G, the experts of this rank.
         hidden: H, the columns of input and output.
-        ffn_hidden: F, the columns between the products. ``fc1`` has 2F output columns, the gate's first.
+        ffn_hidden: F, the columns between the products. ``fc1`` has 2F output columns, the gate's first; without a gate
+            F.
         bias: whether both products add a learned bias.
         device, dtype: as in :class:`GroupedLinear`.
         recipe: the formats of both products. Setting it later sets it in both layers.
-        glu_interleave: the order of the 2F rows of ``fc1.weight`` and ``fc1.bias``. 0: the gate's F rows first. 32:
-            blocks of 32 rows of gate and linear part alternate, as some checkpoints store them; F is then a multiple of
-            32. With a recipe each forward and backward copies the output of ``fc1`` into the other order.
+        activation: the function between the products, a key or an :class:`~transformer_plugin.activations.Activation`:
+            ``"swiglu"``, ``"swiglu:limit=7,alpha=1.702,offset=1"``, or another of
+            :func:`~transformer_plugin.ops.activation`. The attribute is the parsed form.
+        glu_interleave: the order of the 2F rows of ``fc1.weight`` and ``fc1.bias``, as ``interleave`` of the
+            activation. 0: the gate's F rows first. 1: rows of gate and linear part alternate. 32: blocks of 32 rows of
+            each alternate; F is then a multiple of 32. With 1 and 32 and a recipe the activation and its quantization
+            are two passes.
         launch_options: of the GEMMs of both layers; an attribute that may be set later.
         parameters, fuse_wgrad_accumulation, delay_wgrad_compute: of both layers, as in :class:`GroupedLinear`.
         tp_group: a process group or a mesh of one dimension whose ranks divide F: tensor parallelism of each expert.
             All ranks have the same rows, sizes and probabilities. ``ffn_hidden`` of the module is this rank's.
 
     Parameters, packed: ``fc1.weight [G, 2F, H]``, ``fc2.weight [G, H, F]``, and with bias ``fc1.bias [G, 2F]``,
-    ``fc2.bias [G, H]``.
+    ``fc2.bias [G, H]``; without a gate F in place of 2F.
 
     One op, :func:`~transformer_plugin.ops.grouped_mlp`, runs both layers; the result has the same bits as calling them.
     They are called one by one if a hook needs a tensor between them (see below), one has another forward, they have
@@ -114,7 +110,8 @@ class GroupedMLP(LayerContainer):
     hidden: int = fixed("hidden")
     ffn_hidden: int = fixed("ffn_hidden")
     bias: bool = fixed("bias")
-    glu_interleave: int = fixed("glu_interleave")
+    activation: Activation = fixed("activation")
+    glu_interleave: int = fixed("glu_interleave", lambda mlp: mlp.activation.interleave)
 
     @typed
     def __init__(
@@ -127,6 +124,7 @@ class GroupedMLP(LayerContainer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         recipe: Recipe | None = None,
+        activation: str | Activation = "swiglu",
         glu_interleave: int = 0,
         launch_options: LaunchOptions = LaunchOptions(),  # noqa: B008 immutable
         parameters: Layout = "packed",
@@ -139,9 +137,9 @@ class GroupedMLP(LayerContainer):
         parallel = tensor_parallel_of(class_name(self), mode, tp_group, False)
         check_sizes(class_name(self), dtype, num_groups=num_groups, hidden=hidden, ffn_hidden=ffn_hidden)
         checked(launch_options, class_name(self))
-        _check_interleave(glu_interleave, ffn_hidden)
+        self.activation = chosen_activation(activation, glu_interleave, ffn_hidden)
+        self._activation_key = self.activation.key
         self.num_groups, self.hidden, self.ffn_hidden, self.bias = num_groups, hidden, ffn_hidden, bias
-        self.glu_interleave = glu_interleave
         of_layers: dict[str, Any] = {"device": device, "dtype": dtype, "recipe": recipe}
         of_layers.update(launch_options=launch_options, parameters=parameters)
         of_layers["fuse_wgrad_accumulation"] = fuse_wgrad_accumulation
@@ -150,13 +148,16 @@ class GroupedMLP(LayerContainer):
         if parallel is not None:
             column = {"parallel_mode": "column", "tp_group": tp_group, "sections": self._gate_and_linear()}
             row = {"parallel_mode": "row", "tp_group": tp_group}
-        self.fc1 = GroupedLinear(num_groups, hidden, 2 * ffn_hidden, bias, **of_layers, **column)
+        columns = self.activation.input_columns(ffn_hidden)
+        self.fc1 = GroupedLinear(num_groups, hidden, columns, bias, **of_layers, **column)
         self.fc2 = GroupedLinear(num_groups, ffn_hidden, hidden, bias, scale_bias=bias, **of_layers, **row)
         if parallel is not None:
             self._have_slices(parallel)
 
     def _gate_and_linear(self) -> tuple[int, ...]:
-        return () if self.glu_interleave else (self.ffn_hidden, self.ffn_hidden)
+        """The parts of the rows of ``fc1`` of which each rank has a slice; none if it has one slice of all."""
+        in_two = self.activation.traits.gated and self.glu_interleave == 0
+        return (self.ffn_hidden, self.ffn_hidden) if in_two else ()
 
     def _divide(self, parallel: TensorParallel) -> None:
         """Keeps this rank's slices of both layers."""
@@ -166,7 +167,7 @@ class GroupedMLP(LayerContainer):
 
     def _have_slices(self, parallel: TensorParallel) -> None:
         self._ffn_hidden, self.tensor_parallel = self.fc2.in_features, parallel
-        _check_interleave(self.glu_interleave, self.ffn_hidden)
+        check_interleave(self.glu_interleave, self.ffn_hidden)
 
     def reset_parameters(self) -> None:
         """Fresh initial values for both products."""
@@ -245,7 +246,7 @@ class GroupedMLP(LayerContainer):
         of_first = {} if dgrad_out is None else {"dgrad_out": dgrad_out}
         of_second = {} if out is None else {"out": out}
         linear = fc1(input, group_sizes, **of_first)
-        activation = ops.activation(linear, of_activation, None, _ACTIVATIONS[self.glu_interleave])
+        activation = ops.activation(linear, of_activation, None, self._activation_key)
         scale = probs if getattr(fc2, "scale_bias", self.bias) else None
         return fc2(activation, group_sizes, scale, **of_second)
 
@@ -306,7 +307,7 @@ class GroupedMLP(LayerContainer):
             return call_forward_hooks(fc2, second, self._fused(fc1, fc2, args[0], group_sizes, probs))
         # Hooks have changed what the layers get, or the layers themselves.
         linear = call_forward_hooks(fc1, first, fc1.forward(*args, **kwargs))
-        activation = ops.activation(linear, probs, None, _ACTIVATIONS[self.glu_interleave])
+        activation = ops.activation(linear, probs, None, self._activation_key)
         if not is_made:
             second = (activation, group_sizes, scale), second[1]
         return call_forward_hooks(fc2, second, fc2.forward(*second[0], **second[1]))
@@ -367,14 +368,14 @@ class GroupedMLP(LayerContainer):
             options.update(zip(("input_format", "weight_format", "grad_format"), fc1._formats, strict=True))
         if fc1._launch_options != _NO_OPTIONS:
             options.update(fc1._launch_options._asdict())
-        if self.glu_interleave:
-            options["activation"] = _ACTIVATIONS[self.glu_interleave]
+        if self._activation_key != "swiglu":
+            options["activation"] = self._activation_key
         return options
 
     def extra_repr(self) -> str:
-        """The sizes."""
+        """The sizes and the activation."""
         text = f"num_groups={self.num_groups}, hidden={self.hidden}, ffn_hidden={self.ffn_hidden}, bias={self.bias}"
-        return text + (f", glu_interleave={self.glu_interleave}" if self.glu_interleave else "")
+        return text + (f", activation={key}" if (key := self._activation_key) != "swiglu" else "")
 
     @staticmethod
     def _can_fuse(fc1: GroupedLinear, fc2: GroupedLinear) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from transformer_plugin._arguments import check_dtype, class_name, typed
+from transformer_plugin.activations import Activation
 from transformer_plugin.launch import LaunchOptions
 from transformer_plugin.nn import _tracing
 from transformer_plugin.nn._attributes import fixed
@@ -16,6 +17,7 @@ from transformer_plugin.nn._caller_buffers import check_buffer, copied_into, wit
 from transformer_plugin.nn._containers import LayerContainer, row_rules_in
 from transformer_plugin.nn._formats import DTYPES, RowRules, formats_of, row_rules
 from transformer_plugin.nn._layouts import Layout
+from transformer_plugin.nn._mlp_activation import chosen_activation
 from transformer_plugin.nn._module import check_sizes, layer_forward, registered, serializable
 from transformer_plugin.nn._tensor_parallel import TensorParallel, same_on_ranks, sequence_parallel_group
 from transformer_plugin.nn.grouped_mlp import GroupedMLP
@@ -110,7 +112,7 @@ def _size_of(group: ProcessGroup, dtensor: bool) -> int:
 
 
 class MoE(LayerContainer):
-    """A mixture of E SwiGLU experts: each token goes to ``topk`` of them and gets the weighted sum of their outputs.
+    """A mixture of E experts: each token goes to ``topk`` of them and gets the weighted sum of their outputs.
 
     With a ``group`` or a ``mesh`` of R ranks each rank holds E / R consecutive experts, and the ranks exchange tokens.
     Without one, or with one rank, nothing is communicated.
@@ -135,8 +137,9 @@ class MoE(LayerContainer):
             ``reset_parameters()``.
         recipe: the formats of the experts' linear layers. Setting it later sets it in each layer, and changes the
             padding of the experts' rows as the recipe requires.
-        glu_interleave, launch_options, parameters, fuse_wgrad_accumulation, delay_wgrad_compute: of the experts, as in
-            :class:`GroupedMLP`. With several ranks the layouts ``"list"`` and ``"grouped"`` need ``dtensor=False``.
+        activation, glu_interleave, launch_options, parameters, fuse_wgrad_accumulation, delay_wgrad_compute: of the
+            experts, as in :class:`GroupedMLP`. With several ranks the layouts ``"list"`` and ``"grouped"`` need
+            ``dtensor=False``.
         sequence_parallel: whether the ranks of ``tp_group`` have other tokens of the same sequences, and one loss, see
             :doc:`/tensor-parallel`. These ranks must share the experts. The router's gradient is the sum over them, and
             the auxiliary loss the mean.
@@ -160,7 +163,8 @@ class MoE(LayerContainer):
     dispatch: DispatchConfig = fixed("dispatch")
     bias: bool = fixed("bias")
     mesh: DeviceMesh | None = fixed("mesh")
-    glu_interleave: int = fixed("glu_interleave")
+    activation: Activation = fixed("activation")
+    glu_interleave: int = fixed("glu_interleave", lambda moe: moe.activation.interleave)
 
     @typed
     def __init__(
@@ -179,6 +183,7 @@ class MoE(LayerContainer):
         dtype: torch.dtype | None = None,
         recipe: Recipe | None = None,
         dtensor: bool = True,
+        activation: str | Activation = "swiglu",
         glu_interleave: int = 0,
         launch_options: LaunchOptions = LaunchOptions(),  # noqa: B008 immutable
         parameters: Layout = "packed",
@@ -190,11 +195,11 @@ class MoE(LayerContainer):
         super().__init__()
         parallel = sequence_parallel_group("MoE", tp_group, sequence_parallel)
         _check_types(router, dispatch, recipe, dtype)
-        sizes = {"hidden": hidden, "ffn_hidden": ffn_hidden, "num_experts": num_experts, "topk": topk}
-        check_sizes("MoE", **sizes)
+        check_sizes("MoE", hidden=hidden, ffn_hidden=ffn_hidden, num_experts=num_experts, topk=topk)
         _check_layout(parameters, dtensor, group, mesh)
         self.hidden, self.ffn_hidden, self.num_experts, self.bias = hidden, ffn_hidden, num_experts, bias
-        self.dispatch, self.mesh, self.glu_interleave = dispatch, mesh, glu_interleave
+        self.dispatch, self.mesh = dispatch, mesh
+        self.activation = chosen_activation(activation, glu_interleave, ffn_hidden)
         self.dispatcher: LocalTokenDispatcher | TokenDispatcher
         ranks, (alignment, multiple) = 1, row_rules(formats_of(recipe))
         found, expert_mesh = group_and_mesh(group, mesh)
@@ -211,16 +216,15 @@ class MoE(LayerContainer):
         # Sharded experts are initialized below, when it is known which experts this rank holds.
         first = device if ranks == 1 else "meta"
         of_experts: dict[str, Any] = {"device": first, "dtype": dtype, "recipe": recipe}
-        of_experts.update(glu_interleave=glu_interleave, launch_options=launch_options, parameters=parameters)
+        of_experts.update(activation=self.activation, launch_options=launch_options, parameters=parameters)
         of_experts.update(fuse_wgrad_accumulation=fuse_wgrad_accumulation)
         of_experts.update(delay_wgrad_compute=delay_wgrad_compute)
         self.experts = GroupedMLP(num_experts // ranks, hidden, ffn_hidden, bias, **of_experts)
         self._dispatcher_rules = RowRules(alignment, multiple)
         if found is not None and isinstance(self.dispatcher, TokenDispatcher):
             self.experts.to_empty(device=torch.get_default_device() if device is None else device)
-            over = expert_mesh or mesh_of(found, self.dispatcher.context.device)
-            ranks_per_loss = len(parallel.ranks) if parallel else 1
-            shard_experts(self.experts, self.router, found, over if dtensor else None, ranks_per_loss)
+            over = (expert_mesh or mesh_of(found, self.dispatcher.context.device)) if dtensor else None
+            shard_experts(self.experts, self.router, found, over, len(parallel.ranks) if parallel else 1)
             self.experts.reset_parameters()
             install_wrapper_checks()
 
@@ -327,6 +331,7 @@ class MoE(LayerContainer):
         return input if input.dim() == 2 else input.reshape(-1, self.hidden)
 
     def extra_repr(self) -> str:
-        """The sizes and the dispatcher."""
+        """The sizes, the activation and the dispatcher."""
         sizes = f"hidden={self.hidden}, ffn_hidden={self.ffn_hidden}, num_experts={self.num_experts}"
-        return f"{sizes}, {self.dispatcher}"
+        activation = "" if (key := self.activation.key) == "swiglu" else f"activation={key}, "
+        return f"{sizes}, {activation}{self.dispatcher}"

@@ -3,8 +3,11 @@ of those without.
 
 ``activation`` is a key with options or a :class:`~transformer_plugin.activations.Activation`: the function, and the
 order of the columns of its input. ``"swiglu"``: ``silu(gate) * linear``, the gate in the first F columns and the linear
-part in the last F. ``"swiglu:interleave=32"``: 32 columns of the gate and 32 of the linear part follow each other in
-turn, and F is a multiple of 32 (TransformerEngine's ``glu_interleave_size``).
+part in the last F. ``"swiglu:limit=7,alpha=1.702,offset=1"``: ``g * sigmoid(alpha * g) * (u + offset)`` of ``g =
+min(gate, limit)`` and ``u = clamp(linear, -limit, limit)``. ``"geglu_tanh"``: ``gelu(gate) * linear``. Others, also
+without a gate, are those of the class. With ``interleave=32`` 32 columns of the gate and 32 of the linear part follow
+each other in turn, and F is a multiple of 32 (TransformerEngine's ``glu_interleave_size``); with ``interleave=1`` one
+column of each.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ for bit.
 
 ``activation`` is that of :func:`~transformer_plugin.ops.activation`, and the order of the columns of ``h`` is that of
 the rows of ``W1``. ``"swiglu"``: F gate columns, then F linear columns. ``"swiglu:interleave=32"``: blocks of 32 gate
-columns and their 32 linear columns, alternating; F is a multiple of 32.
+columns and their 32 linear columns, alternating; F is a multiple of 32. In these two orders SwiGLU is in the epilogue,
+also with limit, alpha and offset; other activations are steps.
 
 Tail rows are zero in every result and are not read in the inputs. ``max_sms`` and ``expected_rows`` are those of
 :mod:`transformer_plugin.ops.gemm_plan`.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,6 +42,75 @@ class Swiglu:
         return [grad_gate, grad * silu * prob], silu * linear
 
 
+@dataclass(frozen=True)
+class ClampedSwiglu:
+    """g * sigmoid(alpha * g) * (u + offset) of g = min(gate, limit) and u = clamp(linear, -limit, limit)."""
+
+    limit: float
+    alpha: float
+    offset: float
+
+    def clamped(self, gate: Tensor, linear: Tensor) -> tuple[Tensor, Tensor]:
+        return gate.clamp(max=self.limit), linear.clamp(-self.limit, self.limit) + self.offset
+
+    def passed(self, grad: Tensor, inside: Tensor) -> Tensor:
+        """The gradient of a clamp, which is none without a limit."""
+        return grad if self.limit == math.inf else torch.where(inside, grad, 0.0)
+
+    def value(self, gate: Tensor, linear: Tensor) -> Tensor:
+        """The activation of float32 parts of an input."""
+        g, u = self.clamped(gate, linear)
+        return g * torch.sigmoid(self.alpha * g) * u
+
+    def backward(
+        self, grad: Tensor, prob: Tensor | float, gate: Tensor, linear: Tensor
+    ) -> tuple[list[Tensor], Tensor]:
+        """The gradients of the parts, and the activation; as those of SwiGLU."""
+        g, u = self.clamped(gate, linear)
+        sigmoid = torch.sigmoid(self.alpha * g)
+        activated = g * sigmoid
+        of_gate = grad * u * prob * (sigmoid + self.alpha * activated * (1 - sigmoid))
+        within = (linear >= -self.limit) & (linear <= self.limit)
+        gradients = [
+            self.passed(of_gate, gate <= self.limit),
+            self.passed(grad * activated * prob, within),
+        ]
+        return gradients, activated * u
+
+
+class GegluTanh:
+    """gelu(gate) * linear, with the approximation of GELU by tanh.
+
+    ``(1 + tanh(z)) / 2`` is ``sigmoid(2 z)``, with which no digits cancel.
+    """
+
+    SCALE, CUBIC = 2 * math.sqrt(2 / math.pi), 0.044715
+
+    @staticmethod
+    def sigmoid(gate: Tensor) -> Tensor:
+        return torch.sigmoid(GegluTanh.SCALE * (gate + GegluTanh.CUBIC * (gate * gate * gate)))
+
+    @staticmethod
+    def value(gate: Tensor, linear: Tensor) -> Tensor:
+        """The activation of float32 parts of an input."""
+        return gate * GegluTanh.sigmoid(gate) * linear
+
+    @staticmethod
+    def backward(
+        grad: Tensor, prob: Tensor | float, gate: Tensor, linear: Tensor
+    ) -> tuple[list[Tensor], Tensor]:
+        """The gradients of the parts, and the activation.
+
+        Where a square is above 1000 the sigmoid is 0 or 1, and its slope 0: the square is cut off, so that it does not
+        overflow.
+        """
+        sigmoid = GegluTanh.sigmoid(gate)
+        gelu = gate * sigmoid
+        inner = GegluTanh.SCALE * (1 + 3 * GegluTanh.CUBIC * (gate * gate).clamp(max=1000))
+        grad_gate = grad * linear * prob * (sigmoid + gelu * (1 - sigmoid) * inner)
+        return [grad_gate, grad * gelu * prob], gelu * linear
+
+
 class Relu2:
     """relu(x) squared; a NaN stays one, and relu(-0) is 0, which torch leaves open."""
 
@@ -60,11 +131,19 @@ class Relu2:
 
 
 #: The value and the gradients of each function, of as many parts as its input has.
-FUNCTIONS: dict[Function, Any] = {"swiglu": Swiglu, "relu2": Relu2}
+FUNCTIONS: dict[Function, Any] = {"swiglu": Swiglu, "geglu_tanh": GegluTanh, "relu2": Relu2}
 
 
 def parsed(activation: str | Activation) -> Activation:
     return activation if isinstance(activation, Activation) else Activation.parse(activation)
+
+
+def _function_of(activation: Activation) -> Any:
+    numbers = (activation.limit, activation.alpha, activation.offset)
+    return FUNCTIONS[activation.function] if numbers == _NO_NUMBERS else ClampedSwiglu(*numbers)
+
+
+_NO_NUMBERS = (math.inf, 1.0, 0.0)
 
 
 def halves_apart(h: Tensor, activation: str | Activation) -> Tensor:
@@ -96,7 +175,7 @@ def activation(
 ) -> Tensor:
     """The function times probs in float32, rounded once. Rows past the groups, which the op leaves out, are 0."""
     described = parsed(activation)
-    output: Tensor = FUNCTIONS[described.function].value(*_parts(input, described))
+    output: Tensor = _function_of(described).value(*_parts(input, described))
     if probs is not None:
         output = output * probs[:, None]
     return before_tail(output.to(input.dtype), group_sizes)
@@ -112,7 +191,7 @@ def activation_backward(
     """The function's gradients. Past the groups both are 0, of which the op does not write the first."""
     described, grad = parsed(activation), grad.float()
     prob = 1.0 if probs is None else probs[:, None]
-    gradients, value = FUNCTIONS[described.function].backward(grad, prob, *_parts(input, described))
+    gradients, value = _function_of(described).backward(grad, prob, *_parts(input, described))
     grad_input = before_tail(_together(gradients, described).to(input.dtype), group_sizes)
     if probs is None:
         return grad_input, torch.empty(0, dtype=torch.float32, device=input.device)

@@ -94,9 +94,18 @@ def layer_calls(draw: Draw) -> Calls:
     yield "grouped_gemm_activation_quantize", "", {**product, "keep_input": True, "format": "mxfp8"}
     yield "check_group_sizes", "", {}
     every_row = {"group_sizes": draw.integers([T])}  # others have unspecified results, which differ
+    yield from _activation_calls(draw, probs, every_row)
+
+
+def _activation_calls(draw: Draw, probs: dict[str, Any], every_row: dict[str, Any]) -> Calls:
+    T, _, K, _ = draw.TNKG
     for name, of_rows in (("", {}), ("groups", every_row)):
         yield "activation", name, {"input": draw(T, K), **probs, **of_rows}
         yield "activation_backward", name, {"grad": draw(T, K // 2), "input": draw(T, K), **probs, **of_rows}
+    for key in ("swiglu:interleave=1,limit=0.5,alpha=1.702,offset=1", "geglu_tanh"):
+        other = {"input": draw(T, K), **probs, "activation": key}
+        yield "activation", key, other
+        yield "activation_backward", key, {"grad": draw(T, K // 2), **other}
     without_gate = {"input": draw(T, K), **probs, "activation": "relu2"}
     yield "activation", "without a gate", without_gate
     yield "activation_backward", "without a gate", {"grad": draw(T, K), **without_gate}

@@ -70,10 +70,17 @@ constexpr Launchers kSwigluLaunchers = {{swiglu, swiglu_interleaved},
                                         {swiglu_gather, swiglu_gather_interleaved},
                                         {swiglu_fp8_block, swiglu_fp8_block_interleaved},
                                         {swiglu_mxfp8, swiglu_mxfp8_interleaved}};
+constexpr Launchers kClampedSwigluLaunchers = {
+    {clamped_swiglu, clamped_swiglu_interleaved},
+    {clamped_swiglu_gather, clamped_swiglu_gather_interleaved},
+    {clamped_swiglu_fp8_block, clamped_swiglu_fp8_block_interleaved},
+    {clamped_swiglu_mxfp8, clamped_swiglu_mxfp8_interleaved}};
 
 // Of a function whose traits say that it has them.
 const Launchers& launchers_of(const activation::Activation& activation) {
-  TORCH_INTERNAL_ASSERT(activation.function == activation::ActivationFunction::kSwiglu,
+  using activation::ActivationFunction;
+  if (activation.function == ActivationFunction::kClampedSwiglu) return kClampedSwigluLaunchers;
+  TORCH_INTERNAL_ASSERT(activation.function == ActivationFunction::kSwiglu,
                         "select_gemm takes the steps for other functions");
   return kSwigluLaunchers;
 }

@@ -52,6 +52,7 @@ Selection select_activation(const GemmDesc& desc, const GpuDesc& gpu) {
   const int64_t features = desc.n / activation.columns_per_feature();
   const char* reason =
       activation.traits().has_gemm_epilogue ? why_not_sm90(desc, gpu) : "no epilogue has this activation";
+  if (!reason && activation.alternates()) reason = "no epilogue has columns that alternate one by one";
   if (!reason && !desc.rows_aligned) reason = kNotAligned;
   if (!reason && features % (activation.interleave != 0 ? 32 : 8) != 0) {
     reason = "the features are not a multiple of 8 (32 when interleaved)";

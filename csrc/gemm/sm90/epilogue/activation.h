@@ -39,5 +39,13 @@ ActivationQuantizeLauncher swiglu_fp8_block(DType dtype);
 ActivationQuantizeLauncher swiglu_fp8_block_interleaved(DType dtype);
 ActivationQuantizeLauncher swiglu_mxfp8(DType dtype);
 ActivationQuantizeLauncher swiglu_mxfp8_interleaved(DType dtype);
+ActivationLauncher clamped_swiglu(DType dtype);
+ActivationLauncher clamped_swiglu_interleaved(DType dtype);
+ActivationGatherLauncher clamped_swiglu_gather(DType dtype);
+ActivationGatherLauncher clamped_swiglu_gather_interleaved(DType dtype);
+ActivationQuantizeLauncher clamped_swiglu_fp8_block(DType dtype);
+ActivationQuantizeLauncher clamped_swiglu_fp8_block_interleaved(DType dtype);
+ActivationQuantizeLauncher clamped_swiglu_mxfp8(DType dtype);
+ActivationQuantizeLauncher clamped_swiglu_mxfp8_interleaved(DType dtype);
 
 }  // namespace transformer_plugin::gemm

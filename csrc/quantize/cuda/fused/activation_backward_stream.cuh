@@ -20,8 +20,26 @@ struct Packed8Gradients {
   float sum;
 };
 
-// Two features of Packed8Gradients from their sigmoids: replaces the values by gradients and returns the sum of
-// the terms.
+template <typename T, typename Function>
+__device__ __forceinline__ Packed8Gradients<T> gradients_of(const Function& function, Packed8<T> grads,
+                                                            Packed8<T> gates, Packed8<T> linears,
+                                                            float prob) {
+  float sums[kStreamCols / 2];
+#pragma unroll
+  for (int i = 0; i < kStreamCols / 2; ++i) {
+    const float2 grad = to_floats(grads.at[i]), gate = to_floats(gates.at[i]);
+    const float2 linear = to_floats(linears.at[i]);
+    const auto x = function.gradient(grad.x, gate.x, linear.x, prob);
+    const auto y = function.gradient(grad.y, gate.y, linear.y, prob);
+    gates.at[i] = two_from_floats<T>(x.gate, y.gate);
+    linears.at[i] = two_from_floats<T>(x.linear, y.linear);
+    sums[i] = grad.x * x.activation + grad.y * y.activation;
+  }
+  return {gates, linears, (sums[0] + sums[1]) + (sums[2] + sums[3])};
+}
+
+// Of SwiGLU, with one test of the range of all eight. First two features of Packed8Gradients from their sigmoids: replaces the
+// values by gradients and returns the sum of the terms.
 template <typename T>
 __device__ __forceinline__ float gradients_of_two(const activation::Swiglu& swiglu, float2 sigmoid,
                                                   Packed2<T> grads, Packed2<T>& gates, Packed2<T>& linears,

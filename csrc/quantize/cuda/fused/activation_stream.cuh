@@ -56,7 +56,20 @@ __device__ __forceinline__ Packed2<T> rotate(Packed8<T>& eight, Packed2<T> last)
   return first;
 }
 
-// Eight values of a function. Each function that quantizing kernels take has an overload of this and of gradients_of.
+// Eight values of a function.
+template <typename T, typename Function>
+__device__ __forceinline__ Packed8<T> values_of(const Function& function, Packed8<T> gates,
+                                                Packed8<T> linears, float prob) {
+#pragma unroll
+  for (int i = 0; i < kStreamCols / 2; ++i) {
+    const float2 gate = to_floats(gates.at[i]), linear = to_floats(linears.at[i]);
+    gates.at[i] =
+        two_from_floats<T>(function.value(gate.x, linear.x, prob), function.value(gate.y, linear.y, prob));
+  }
+  return gates;
+}
+
+// The same of SwiGLU, with one test of the range of all eight.
 template <typename T>
 __device__ __forceinline__ Packed8<T> values_of(const activation::Swiglu& swiglu, Packed8<T> gates,
                                                 Packed8<T> linears, float prob) {
