@@ -37,6 +37,7 @@ from transformer_plugin import _library
 #: What is imported, or read from modules and classes.
 NAMES = (
     "torch.Tensor._make_wrapper_subclass",
+    "torch._C._cuda_getCurrentRawStream",
     "torch._C._disabled_torch_function_impl",
     "torch._C._dispatch_has_kernel_for_dispatch_key",
     "torch._C._distributed_c10d._resolve_process_group",
@@ -49,6 +50,7 @@ NAMES = (
     "torch._ops.OpOverloadPacket",
     "torch.autograd._unsafe_preserve_version_counter",
     "torch.autograd.profiler._is_profiler_enabled",
+    "torch.distributed._composable_state._module_state_mapping",
     "torch.distributed.distributed_c10d._resolve_process_group",
     "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
     "torch.distributed.pipelining.stage._PipelineStageBase",
@@ -77,6 +79,8 @@ NAMES = (
     "torch.optim._muon._zeropower_via_newtonschulz",
     "torch.optim._muon.muon",
     "torch.optim.optimizer._to_scalar",
+    "torch.utils._python_dispatch._disable_current_modes",
+    "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
     "torch.utils._python_dispatch.is_in_torch_dispatch_mode",
     "torch.utils._pytree._register_namedtuple",
 )
@@ -90,6 +94,7 @@ ATTRIBUTES: dict[str, Any] = {
     "_backward_hooks": _MODULE,
     "_backward_pre_hooks": _MODULE,
     "_buffers": _MODULE,
+    "_cdata": torch.UntypedStorage,
     "_ddp_params_and_buffers_to_ignore": None,  # of a module, which torch's own method sets
     "_device_types": ProcessGroup,
     "_flatten": DeviceMesh,
@@ -103,6 +108,7 @@ ATTRIBUTES: dict[str, Any] = {
     "_init_group": torch.optim.Muon,
     "_load_state_dict_pre_hooks": _MODULE,
     "_local_tensor": torch.distributed.tensor.DTensor.__slots__,
+    "_module_info": FSDPParam.__init__.__code__.co_names,
     "_modules": _MODULE,
     "_mp_policy": FSDPState.init.__code__.co_names,
     "_non_persistent_buffers_set": _MODULE,

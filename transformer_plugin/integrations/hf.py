@@ -27,7 +27,13 @@ from transformer_plugin._on_import import on_import
 from transformer_plugin.integrations._hf_expert_parallel import ATTRIBUTE as RANKS
 from transformer_plugin.integrations._hf_expert_parallel import ExpertsOverRanks
 from transformer_plugin.integrations._hf_recipe import KEY, recipe_of, saved
-from transformer_plugin.nn._experts import ConvertedExperts, not_computed, refuse_delayed, run_experts
+from transformer_plugin.nn._experts import (
+    ConvertedExperts,
+    not_computed,
+    refuse_delayed,
+    run_experts,
+    set_cache_weights,
+)
 from transformer_plugin.parallel.token_dispatcher import DispatchConfig
 from transformer_plugin.recipes import DelayedScaling, Recipe
 from transformer_plugin.tensor._layout import message
@@ -61,7 +67,9 @@ def experts_forward(
 
 
 @typed
-def set_recipe(model: torch.nn.Module, recipe: Recipe | None) -> torch.nn.Module:
+def set_recipe(
+    model: torch.nn.Module, recipe: Recipe | None, *, cache_weights: bool | None = None
+) -> torch.nn.Module:
     """Sets the recipe of the experts of a model whose implementation is ``"transformer_plugin"``.
 
     It is kept in the model's configuration under one key, ``transformer_plugin_recipe``, which ``save_pretrained``
@@ -70,6 +78,9 @@ def set_recipe(model: torch.nn.Module, recipe: Recipe | None) -> torch.nn.Module
     Args:
         model: a model of transformers, or a part of it.
         recipe: of :mod:`transformer_plugin.recipes`, but not ``DelayedScaling``; None for the products as they are.
+        cache_weights: whether the experts keep their quantized weights until these change, as
+            :attr:`transformer_plugin.nn.Linear.cache_weights` says; None leaves it as it is, at first False. It is an
+            attribute of the modules and not of the configuration, so that it is not saved.
 
     Returns:
         The model.
@@ -91,6 +102,8 @@ def set_recipe(model: torch.nn.Module, recipe: Recipe | None) -> torch.nn.Module
     value = saved(recipe)
     for module in found:
         setattr(module.config, KEY, value)
+        if cache_weights is not None:
+            set_cache_weights(module, cache_weights)
     return model
 
 

@@ -3,6 +3,7 @@
 from transformer_plugin.launch import LaunchOptions
 from transformer_plugin.nn._pipelining import dw_builder
 from transformer_plugin.nn._slots import Slots, SlotsOfRanks
+from transformer_plugin.nn._weight_cache import weights_changed
 from transformer_plugin.nn.convert import convert
 from transformer_plugin.nn.delayed import reduce_amax
 from transformer_plugin.nn.embedding import Embedding
@@ -39,4 +40,5 @@ __all__ = [
     "dw_builder",
     "quantized_init",
     "reduce_amax",
+    "weights_changed",
 ]

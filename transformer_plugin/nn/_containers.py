@@ -47,8 +47,8 @@ def row_rules_in(*modules: torch.nn.Module) -> RowRules:
 
 
 class LayerContainer(PluginModule):
-    """A module of layers with recipes. What is set on it is set on all of them: ``recipe``, ``launch_options`` and
-    ``delay_wgrad_compute``. ``backward_dw()`` calls that of each."""
+    """A module of layers with recipes. What is set on it is set on all of them: ``recipe``, ``launch_options``,
+    ``cache_weights`` and ``delay_wgrad_compute``. ``backward_dw()`` calls that of each."""
 
     #: What :meth:`backward_dw` calls at its end.
     _wgrad_hooks: tuple[Callable[[], Any], ...] = ()
@@ -114,18 +114,35 @@ class LayerContainer(PluginModule):
                 layer.launch_options = options
 
     @property
+    def cache_weights(self) -> bool:
+        """Whether the layers keep their quantized weights, as :attr:`Linear.cache_weights` says.
+
+        Setting it sets that of each layer. Reading it raises a ValueError if the layers differ.
+        """
+        return self._of_all("cache_weights", list(recipe_layers(self)))
+
+    @cache_weights.setter
+    def cache_weights(self, caches: bool) -> None:
+        for layer in recipe_layers(self):
+            layer.cache_weights = caches
+
+    def _of_all(self, name: str, layers: list[Any]) -> bool:
+        """A flag that the layers have in common."""
+        found = {getattr(layer, name) for layer in layers}
+        if len(found) > 1:
+            raise ValueError(
+                f"transformer_plugin::{class_name(self)}: attribute '{name}': expected the same in "
+                "all layers, got both. Read that of each layer."
+            )
+        return found == {True}
+
+    @property
     def delay_wgrad_compute(self) -> bool:
         """Whether the backward leaves the weights' gradients to :meth:`backward_dw`.
 
         Setting it sets that of each layer. Reading it raises a ValueError if the layers differ.
         """
-        found = {layer.delay_wgrad_compute for layer in outermost(self)}
-        if len(found) > 1:
-            raise ValueError(
-                f"transformer_plugin::{class_name(self)}: attribute 'delay_wgrad_compute': expected the same in "
-                "all layers, got both. Read that of each layer."
-            )
-        return found == {True}
+        return self._of_all("delay_wgrad_compute", list(outermost(self)))
 
     @delay_wgrad_compute.setter
     def delay_wgrad_compute(self, delay: bool) -> None:

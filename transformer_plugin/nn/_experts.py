@@ -22,6 +22,7 @@ from transformer_plugin.nn._formats import DTYPES, RoleFormats, formats_of, row_
 from transformer_plugin.nn._mlp_arguments import of_slots
 from transformer_plugin.nn._module import PluginModule, layer_forward
 from transformer_plugin.nn._slots import Slots, SlotsOfRanks
+from transformer_plugin.nn._weight_cache import WEIGHT_CACHES, WeightCaches
 from transformer_plugin.parallel.token_dispatcher import DispatchConfig, LocalTokenDispatcher, TokenDispatcher
 from transformer_plugin.recipes import DelayedScaling, Recipe
 from transformer_plugin.tensor._layout import message
@@ -209,6 +210,15 @@ class ConvertedExperts(PluginModule):
             refuse_delayed("convert", recipe)
         self._recipe = recipe
 
+    @property
+    def cache_weights(self) -> bool:
+        """Whether the experts keep their quantized weights, as :attr:`Linear.cache_weights` says; may be set."""
+        return caches_weights(self)
+
+    @cache_weights.setter
+    def cache_weights(self, caches: bool) -> None:
+        set_cache_weights(self, caches)
+
     @layer_forward
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Runs the tokens through their experts. See the class."""
@@ -269,9 +279,11 @@ def _in_one_op(
     formats: RoleFormats,
 ) -> Tensor:
     """Both products, the activation and the sum of each token's rows, as :class:`GroupedMLP` calls them."""
-    first, second = _weight_names(flags)
-    weights = operand(getattr(module, first)), operand(getattr(module, second))
+    first, second = (getattr(module, name) for name in _weight_names(flags))
+    weights = operand(first), operand(second)
     options: Any = {"activation": _function(module), **of_slots(slots)}
+    for name, own, weight in zip(("fc1", "fc2"), _weight_names(flags), (first, second), strict=True):
+        options[f"quantized_{name}_weight"] = _kept(module, own, weight, formats)
     return ops.grouped_mlp(tokens, *weights, slots.group_sizes, probs, None, None, *formats, **options)
 
 
@@ -279,13 +291,42 @@ def _product(
     module: Any, flags: Flags, name: str, rows: Tensor, group_sizes: Tensor, formats: RoleFormats
 ) -> Tensor:
     """Each expert's rows times its matrix, plus its bias. The tail of the rows is zero, and is not read."""
-    weight = operand(getattr(module, name))
+    own = getattr(module, name)
+    weight = operand(own)
     bias = operand(getattr(module, f"{name}_bias")) if flags.has_bias else None
     rows = rows.to(weight.dtype)  # autocast computes some functions in float32
     if formats == _NO_FORMATS and flags.is_transposed:  # read where it lies
         return ops.grouped_gemm(rows, weight, group_sizes, bias, transpose_b=False)
     weight = weight.transpose(1, 2) if flags.is_transposed else weight
-    return ops.grouped_linear(rows, weight, group_sizes, bias, None, *formats)
+    kept = _kept(module, name, own, formats, flags.is_transposed)
+    return ops.grouped_linear(rows, weight, group_sizes, bias, None, *formats, quantized_weight=kept)
+
+
+def _kept(
+    module: torch.nn.Module, name: str, weight: Tensor, formats: RoleFormats, transposed: bool = False
+) -> list[Tensor] | None:
+    """The quantized weight of experts that keep it; None if the op is to quantize it."""
+    if torch.compiler.is_compiling():
+        return None
+    caches: WeightCaches | None = module.__dict__.get(WEIGHT_CACHES)
+    if caches is None or formats == _NO_FORMATS:
+        return None
+    return caches.of(name).quantized(module, weight, formats, transposed)
+
+
+def caches_weights(module: torch.nn.Module) -> bool:
+    """Whether experts keep their quantized weights."""
+    return WEIGHT_CACHES in module.__dict__
+
+
+def set_cache_weights(module: torch.nn.Module, caches: bool) -> None:
+    """Whether experts keep their quantized weights, and read them again until the weights change."""
+    if bool(caches) == caches_weights(module):
+        return
+    if caches:
+        setattr(module, WEIGHT_CACHES, WeightCaches())
+    else:
+        delattr(module, WEIGHT_CACHES)
 
 
 def _weight_names(flags: Flags) -> tuple[str, str]:

@@ -13,6 +13,7 @@ from transformer_plugin.formats import resolve
 from transformer_plugin.nn._autocast import is_cast
 from transformer_plugin.nn._delayed_scaling import STATE, keep_float32, keep_state
 from transformer_plugin.nn._formats import RoleFormats, RowRules, formats_of, row_rules, width_multiple
+from transformer_plugin.nn._module import registered
 from transformer_plugin.nn._parameter_types import (
     after_load,
     fit_assigned,
@@ -62,6 +63,7 @@ class RecipeModule(ShardableModule):
     save_original_input: bool = False
     #: whether the forward leaves out the bias and returns it.
     return_bias: bool = False
+    _cache_weights: bool = False
 
     @property
     def recipe(self) -> Recipe | None:
@@ -110,6 +112,24 @@ class RecipeModule(ShardableModule):
         return self._weight_source.quantized_weight
 
     @property
+    def cache_weights(self) -> bool:
+        """Whether the layer keeps its quantized weight, and reads it again until the weight changes.
+
+        May be set at any time. Outputs and gradients have the same bits. In eager code a weight is then quantized once
+        for all micro-batches between two steps of an optimizer, and for recomputations. Compiled code, traces and CUDA
+        graphs quantize in each forward, and so does a layer whose weight FSDP2 gathers or something computes. What
+        changes weights without a trace is in :func:`~transformer_plugin.nn.weights_changed`. The copy is neither in
+        the ``state_dict`` nor in copies of the module. Without effect where the recipe is None or ``DelayedScaling``,
+        while there is a copy of :meth:`quantize_weights`, and on weights that ranks gather from shards.
+        """
+        return self._cache_weights
+
+    @cache_weights.setter
+    def cache_weights(self, caches: bool) -> None:
+        self._cache_weights = bool(caches)
+        self._take_weight_from(self._weight_source.with_cache(self._cache_weights))
+
+    @property
     def gathers_quantized(self) -> bool:
         """Whether :func:`transformer_plugin.parallel.shard_` lets ranks exchange quantized shards."""
         return self._weight_source.gathers_quantized
@@ -148,7 +168,8 @@ class RecipeModule(ShardableModule):
 
     def _source_weight(self) -> Tensor | list[Tensor]:
         """The parameter, or the parameters, of the weight."""
-        return self.weight
+        weight: Tensor = registered(self, self._parameters, "weight")
+        return weight
 
     def _weights(self) -> list[Tensor]:
         weight = self._source_weight()
@@ -259,6 +280,7 @@ class RecipeModule(ShardableModule):
         text = ", fuse_wgrad_accumulation=True" if self.fuse_wgrad_accumulation else ""
         text += ", delay_wgrad_compute=True" if self.delay_wgrad_compute else ""
         text += ", save_original_input=True" if self.save_original_input else ""
+        text += ", cache_weights=True" if self.cache_weights else ""
         text += f", weight_shard={self.weight_shard!r}" if self.weight_shard else ""
         text += "" if self.tensor_parallel is None else str(self.tensor_parallel)
         return text + (", return_bias=True" if self.return_bias else "")

@@ -75,6 +75,7 @@ class ShardableModule(PluginModule):
             ValueError: another tensor, such as the full weight, in place of a shard.
         """
         check_like(self, name, param)
+        self._weight_source.weight_replaced()
         _layer_shards.register(self, name, param, super().register_parameter)
         if self._expert_ranks is not None and hasattr(param, "to_local"):
             from transformer_plugin.parallel._sharded_parameter import restore_sharded_class
@@ -84,6 +85,7 @@ class ShardableModule(PluginModule):
     def __delattr__(self, name: str) -> None:
         if name in self._parameters and (name in self.parameter_shards or name in self.tensor_slices):
             _layer_shards.refuse_deletion(self, name)
+        self._weight_source.weight_replaced()
         super().__delattr__(name)
 
     def _load_from_state_dict(self, *arguments: Any) -> None:

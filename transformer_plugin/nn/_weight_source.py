@@ -1,6 +1,7 @@
 """Where the products of a layer get the weight from.
 
     WeightSource    the weight itself, which each forward quantizes
+    KeptWeight      the same, quantized again when the weight has changed (``cache_weights``)
     QuantizedCopy   what ``quantize_weights()`` made of it, for many forwards and backwards
     ShardedWeight   all ranks: their shards are all-gathered in the forward, and in the backward again
     ExternalWeight  another runtime, which unshards the weight in each direction
@@ -24,6 +25,7 @@ from torch.nn import Parameter
 from transformer_plugin._arguments import class_name
 from transformer_plugin.functional._values import is_quantized
 from transformer_plugin.nn._tracing import is_tracing
+from transformer_plugin.nn._weight_cache import WeightCache
 from transformer_plugin.nn.quantized_parameters import tensors_of
 from transformer_plugin.nn.quantized_weight import QuantizedWeight
 from transformer_plugin.parallel._layer_shards import check_shard
@@ -71,7 +73,7 @@ class WeightSource:
         weight = layer._source_weight()
         if is_quantized(weight):
             return self  # the parameter itself, which quantized_init made
-        return QuantizedCopy(QuantizedWeight(weight, layer._formats))
+        return QuantizedCopy(QuantizedWeight(weight, layer._formats), self)
 
     def without_copy(self) -> WeightSource:
         """The source of a layer after ``forget_quantized_weights()``."""
@@ -85,14 +87,54 @@ class WeightSource:
         """The source of a layer that was copied or unpickled, and is itself a copy."""
         return self
 
+    def with_cache(self, caches: bool) -> WeightSource:
+        """The source of a layer after its ``cache_weights`` was set. What ranks exchange is not cached here."""
+        kind = KeptWeight if caches else WeightSource
+        return self if type(self) is kind or type(self) not in (WeightSource, KeptWeight) else kind()
+
+    def weight_replaced(self) -> None:
+        """Called when the layer gets another parameter, or loses one."""
+
+
+class KeptWeight(WeightSource):
+    """The weight itself, and its quantized copy, which forwards and backwards read until the weight changes."""
+
+    def __init__(self) -> None:
+        self._cache = WeightCache()
+
+    def arguments(self, layer: RecipeModule) -> dict[str, Any]:
+        """The tensors of the copy, unless the op is to quantize the weight."""
+        found = super().arguments(layer)
+        if found or layer._formats[1] == "none" or isinstance(layer._recipe, DelayedScaling):
+            return found
+        tensors = self._cache.quantized(layer, layer._source_weight(), layer._formats)
+        return found if tensors is None else {"quantized_weight": tensors}
+
+    def without_copy(self) -> WeightSource:
+        """The same without a copy."""
+        return KeptWeight()
+
+    def with_recipe(self, layer: RecipeModule) -> WeightSource:
+        """The copy is dropped; the next forward makes another one."""
+        return KeptWeight()
+
+    def of_copy(self, layer: Any) -> WeightSource:
+        """Copies of a layer have no copy of the weight yet."""
+        return KeptWeight()
+
+    def weight_replaced(self) -> None:
+        """Drops the copy."""
+        self._cache.clear()
+
 
 class QuantizedCopy(WeightSource):
     """The quantized copy of a weight that stays the same for many forwards and backwards."""
 
     quantized_weight: QuantizedWeight
 
-    def __init__(self, quantized_weight: QuantizedWeight) -> None:
+    def __init__(self, quantized_weight: QuantizedWeight, own: WeightSource) -> None:
         self.quantized_weight = quantized_weight
+        self._own = own.without_copy()
 
     def arguments(self, layer: RecipeModule) -> dict[str, Any]:
         """The tensors of the copy. Raises if it is not that of the present weight."""
@@ -110,11 +152,16 @@ class QuantizedCopy(WeightSource):
 
     def without_copy(self) -> WeightSource:
         """The weight itself."""
-        return WeightSource()
+        return self._own
 
     def with_recipe(self, layer: RecipeModule) -> WeightSource:
         """The weight itself, with other formats."""
-        return self if self.quantized_weight.formats == tuple(layer._formats) else WeightSource()
+        return self if self.quantized_weight.formats == tuple(layer._formats) else self._own
+
+    def with_cache(self, caches: bool) -> WeightSource:
+        """The copy stays until it is dropped."""
+        self._own = self._own.with_cache(caches)
+        return self
 
 
 class ShardedWeight(WeightSource):

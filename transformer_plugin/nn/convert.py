@@ -33,6 +33,8 @@ def convert(
     model: torch.nn.Module,
     recipe: Recipe | None = None,
     filter: Callable[[torch.nn.Module, str], bool] | None = None,
+    *,
+    cache_weights: bool | None = None,
 ) -> torch.nn.Module:
     """Makes layers of a model compute with this package, in place. Parameters stay the same objects: nothing is copied.
 
@@ -58,6 +60,7 @@ def convert(
         filter: called with a module and its name; the module is converted where it returns True. For example
             ``lambda module, name: name != "lm_head"``. None converts all. It is also called with the modules that a
             warning would name, and silences it where it returns False.
+        cache_weights: of the layers and experts, see :attr:`Linear.cache_weights`; None leaves it as it is.
 
     Returns:
         The model.
@@ -66,11 +69,7 @@ def convert(
         TypeError: no module, no recipe. ValueError: a layer whose widths the recipe does not take, or whose forward was
         replaced on the instance; experts with ``DelayedScaling``. No layer is converted then.
     """
-    if not isinstance(model, torch.nn.Module):
-        _refuse("model", "a torch.nn.Module", type(model).__name__, "Pass the model", TypeError)
-    if recipe is not None and not isinstance(recipe, Recipe):
-        advice = "Make one, or call transformer_plugin.recipes.recipe_from_name()"
-        _refuse("recipe", "a recipe of transformer_plugin.recipes or None", repr(recipe), advice, TypeError)
+    _check_types(model, recipe)
     kinds = [(name, module, _kind(module)) for name, module in model.named_modules()]
     convertible = [(name, module, kind) for name, module, kind in kinds if kind is not None]
     chosen = [each for each in convertible if filter is None or filter(each[1], each[0])]
@@ -80,6 +79,7 @@ def convert(
         if kind is not RecipeModule:
             module.__class__ = kind
         module.recipe = recipe
+        module.cache_weights = module.cache_weights if cache_weights is None else cache_weights
     _keep_from_fused_kernel(model)
     for text in _left_as_they_are(kinds, filter):
         warnings.warn(text, UserWarning, stacklevel=3)  # of the caller of the decorated function
@@ -89,6 +89,14 @@ def convert(
         text = message("convert", "model", "layers that can be converted", got, text)
         warnings.warn(text, UserWarning, stacklevel=3)  # of the caller of the decorated function
     return model
+
+
+def _check_types(model: Any, recipe: Any) -> None:
+    if not isinstance(model, torch.nn.Module):
+        _refuse("model", "a torch.nn.Module", type(model).__name__, "Pass the model", TypeError)
+    if recipe is not None and not isinstance(recipe, Recipe):
+        advice = "Make one, or call transformer_plugin.recipes.recipe_from_name()"
+        _refuse("recipe", "a recipe of transformer_plugin.recipes or None", repr(recipe), advice, TypeError)
 
 
 class Explained(NamedTuple):

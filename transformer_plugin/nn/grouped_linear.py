@@ -84,7 +84,7 @@ class GroupedLinear(RecipeModule):
             operands until then; an attribute that may be set later. Not with ``DelayedScaling``.
         return_bias: whether ``forward`` leaves out the bias and returns it beside the output; ``bias_scale`` is then
             the caller's to apply.
-        save_original_input: as in :class:`Linear`.
+        save_original_input, cache_weights: as in :class:`Linear`.
         parallel_mode, tp_group, sections: tensor parallelism of every group's product, as in :class:`Linear`, with
             packed parameters. All ranks have the same rows and ``bias_scale``; in mode "row" the first adds the bias.
 
@@ -123,6 +123,7 @@ class GroupedLinear(RecipeModule):
         parallel_mode: ParallelMode | None = None,
         tp_group: ProcessGroup | DeviceMesh | None = None,
         sections: Sequence[int] = (),
+        cache_weights: bool = False,
     ) -> None:
         super().__init__()
         parallel = tensor_parallel_of(class_name(self), parallel_mode, tp_group, False)
@@ -153,7 +154,7 @@ class GroupedLinear(RecipeModule):
         self.in_features, self.out_features = in_features, out_features
         if parallel is not None:
             self._divide(parallel, sections)
-        self.recipe = chosen_recipe(recipe)
+        self.cache_weights, self.recipe = cache_weights, chosen_recipe(recipe)
         if chosen_recipe(None) is not None:
             self._check_quantizable_layout()
             quantize_parameter(self, "weight", self._formats[1])
@@ -389,10 +390,8 @@ class GroupedLinear(RecipeModule):
 
     def extra_repr(self) -> str:
         """The sizes and the recipe."""
-        text = (
-            f"num_groups={self.num_groups}, in_features={self.in_features}, out_features={self.out_features}"
-        )
-        text += f", bias={self.has_bias}"
+        text = f"num_groups={self.num_groups}, in_features={self.in_features}, "
+        text += f"out_features={self.out_features}, bias={self.has_bias}"
         text += ", scale_bias=True" if self.scale_bias else ""
         text += "" if self.parameter_layout == "packed" else f", parameters={self.parameter_layout!r}"
         text += self._extra_options()

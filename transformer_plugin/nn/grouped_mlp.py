@@ -87,7 +87,8 @@ class GroupedMLP(LayerContainer):
             each alternate; F is then a multiple of 32. With 1 and 32 and a recipe the activation and its quantization
             are two passes.
         launch_options: of the GEMMs of both layers; an attribute that may be set later.
-        parameters, fuse_wgrad_accumulation, delay_wgrad_compute: of both layers, as in :class:`GroupedLinear`.
+        parameters, fuse_wgrad_accumulation, delay_wgrad_compute, cache_weights: of both layers, as in
+            :class:`GroupedLinear`.
         tp_group: a process group or a mesh of one dimension whose ranks divide F: tensor parallelism of each expert.
             All ranks have the same rows, sizes and probabilities. ``ffn_hidden`` of the module is this rank's.
 
@@ -131,6 +132,7 @@ class GroupedMLP(LayerContainer):
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
         tp_group: ProcessGroup | DeviceMesh | None = None,
+        cache_weights: bool = False,
     ) -> None:
         super().__init__()
         mode = None if tp_group is None else "column"
@@ -141,7 +143,7 @@ class GroupedMLP(LayerContainer):
         self._activation_key = self.activation.key
         self.num_groups, self.hidden, self.ffn_hidden, self.bias = num_groups, hidden, ffn_hidden, bias
         of_layers: dict[str, Any] = {"device": device, "dtype": dtype, "recipe": recipe}
-        of_layers.update(launch_options=launch_options, parameters=parameters)
+        of_layers.update(launch_options=launch_options, parameters=parameters, cache_weights=cache_weights)
         of_layers["fuse_wgrad_accumulation"] = fuse_wgrad_accumulation
         of_layers["delay_wgrad_compute"] = delay_wgrad_compute
         column, row = dict[str, Any](), dict[str, Any]()

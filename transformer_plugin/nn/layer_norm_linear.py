@@ -64,7 +64,7 @@ class LayerNormLinear(RecipeModule):
         eps: what is added to the variance, or to the mean of the squares.
         zero_centered: whether gamma is 1 + ``norm_weight``, which then starts at 0.
         return_normalized: whether ``forward`` returns the norm, too.
-        fuse_wgrad_accumulation, delay_wgrad_compute, return_bias: as in :class:`Linear`.
+        fuse_wgrad_accumulation, delay_wgrad_compute, return_bias, cache_weights: as in :class:`Linear`.
         parallel_mode: ``"column"``: tensor parallelism, as in :class:`Linear`. Each rank normalizes full rows: all of
             them, or with ``sequence_parallel`` its own, which are then gathered. The norm's gradients are complete.
         tp_group, sequence_parallel, sections, pad_outputs: as in :class:`Linear`.
@@ -112,12 +112,13 @@ class LayerNormLinear(RecipeModule):
         sequence_parallel: bool = False,
         sections: Sequence[int] = (),
         pad_outputs: bool = False,
+        cache_weights: bool = False,
     ) -> None:
         super().__init__()
         own = class_name(self)
         parallel = tensor_parallel_of(own, parallel_mode, tp_group, sequence_parallel, ("column",))
         self.fuse_wgrad_accumulation, self.return_bias = fuse_wgrad_accumulation, return_bias
-        self.delay_wgrad_compute = delay_wgrad_compute
+        self.delay_wgrad_compute, self.cache_weights = delay_wgrad_compute, cache_weights
         check_sizes(own, dtype, in_features=in_features, out_features=out_features)
         checked_eps(own, eps)
         check_division(own, parallel_mode, sections, pad_outputs, out_features)

@@ -67,6 +67,8 @@ class Linear(RecipeModule, torch.nn.Linear):
             several outputs, such as gate and up, or query, key and value.
         pad_outputs: with ``"column"`` and without sections, whether N need not divide by the ranks; the outputs of the
             last ranks are then zeros. For the logits of :func:`~transformer_plugin.ops.vocab_parallel_cross_entropy`.
+        cache_weights: whether the layer keeps its quantized weight until the weight changes; an attribute that may be
+            set later. See :doc:`/modules`.
 
     Buffers: with ``DelayedScaling`` ``delayed_history [H, 3]``, ``delayed_scale [3]`` and ``delayed_amax [3]``,
     float32, of the input, the weight and the gradient. Otherwise none.
@@ -95,6 +97,7 @@ class Linear(RecipeModule, torch.nn.Linear):
         sequence_parallel: bool = False,
         sections: Sequence[int] = (),
         pad_outputs: bool = False,
+        cache_weights: bool = False,
     ) -> None:
         parallel = tensor_parallel_of(class_name(self), parallel_mode, tp_group, sequence_parallel)
         check_sizes(class_name(self), dtype, in_features=in_features, out_features=out_features)
@@ -104,7 +107,7 @@ class Linear(RecipeModule, torch.nn.Linear):
             self._divide(parallel, sections, pad_outputs)
         self.save_original_input = save_original_input
         self.fuse_wgrad_accumulation, self.return_bias = fuse_wgrad_accumulation, return_bias
-        self.delay_wgrad_compute = delay_wgrad_compute
+        self.delay_wgrad_compute, self.cache_weights = delay_wgrad_compute, cache_weights
         self.recipe = chosen_recipe(recipe)
         quantize_parameter(self, "weight", self._formats[1])
 

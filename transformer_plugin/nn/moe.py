@@ -137,9 +137,9 @@ class MoE(LayerContainer):
             ``reset_parameters()``.
         recipe: the formats of the experts' linear layers. Setting it later sets it in each layer, and changes the
             padding of the experts' rows as the recipe requires.
-        activation, glu_interleave, launch_options, parameters, fuse_wgrad_accumulation, delay_wgrad_compute: of the
-            experts, as in :class:`GroupedMLP`. With several ranks the layouts ``"list"`` and ``"grouped"`` need
-            ``dtensor=False``.
+        activation, glu_interleave, launch_options, parameters, fuse_wgrad_accumulation, delay_wgrad_compute,
+            cache_weights: of the experts, as in :class:`GroupedMLP`. With several ranks ``"list"`` and ``"grouped"``
+            layouts need ``dtensor=False``.
         sequence_parallel: whether the ranks of ``tp_group`` have other tokens of the same sequences, and one loss, see
             :doc:`/tensor-parallel`. These ranks must share the experts. The router's gradient is the sum over them, and
             the auxiliary loss the mean.
@@ -156,6 +156,7 @@ class MoE(LayerContainer):
     input before the cast; where that and the router's weight differ in dtype, from both in float32.
     """
 
+    dispatcher: LocalTokenDispatcher | TokenDispatcher
     hidden: int = fixed("hidden")
     ffn_hidden: int = fixed("ffn_hidden")
     num_experts: int = fixed("num_experts")
@@ -191,6 +192,7 @@ class MoE(LayerContainer):
         delay_wgrad_compute: bool = False,
         tp_group: ProcessGroup | DeviceMesh | None = None,
         sequence_parallel: bool = False,
+        cache_weights: bool = False,
     ) -> None:
         super().__init__()
         parallel = sequence_parallel_group("MoE", tp_group, sequence_parallel)
@@ -200,7 +202,6 @@ class MoE(LayerContainer):
         self.hidden, self.ffn_hidden, self.num_experts, self.bias = hidden, ffn_hidden, num_experts, bias
         self.dispatch, self.mesh = dispatch, mesh
         self.activation = chosen_activation(activation, glu_interleave, ffn_hidden)
-        self.dispatcher: LocalTokenDispatcher | TokenDispatcher
         ranks, (alignment, multiple) = 1, row_rules(formats_of(recipe))
         found, expert_mesh = group_and_mesh(group, mesh)
         if found is None or found.size() == 1:
@@ -217,7 +218,7 @@ class MoE(LayerContainer):
         first = device if ranks == 1 else "meta"
         of_experts: dict[str, Any] = {"device": first, "dtype": dtype, "recipe": recipe}
         of_experts.update(activation=self.activation, launch_options=launch_options, parameters=parameters)
-        of_experts.update(fuse_wgrad_accumulation=fuse_wgrad_accumulation)
+        of_experts.update(fuse_wgrad_accumulation=fuse_wgrad_accumulation, cache_weights=cache_weights)
         of_experts.update(delay_wgrad_compute=delay_wgrad_compute)
         self.experts = GroupedMLP(num_experts // ranks, hidden, ffn_hidden, bias, **of_experts)
         self._dispatcher_rules = RowRules(alignment, multiple)

@@ -52,7 +52,7 @@ class QuantizedWeight:
         _check_arguments(weight, formats)
         self.formats: Formats = (formats[0], formats[1], formats[2])
         self._take(weight)
-        with torch.no_grad(), _outside_of_inference_mode():
+        with torch.no_grad(), outside_of_inference_mode():
             #: What the ops take: data, scales and, of ``nvfp4``, amaxes, along rows and, where needed, along columns.
             self.tensors: list[Tensor] = self._quantize()
             self._bytes = _with_bytes(self.tensors)
@@ -167,7 +167,7 @@ class QuantizedWeight:
 
     def _values(self) -> Tensor | list[Tensor]:
         """The weight as the ops read it: this rank's shard of a sharded one."""
-        values = [_plain(source) for source in self._sources]
+        values = [plain(source) for source in self._sources]
         return values if self._is_list else values[0]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -211,7 +211,7 @@ def _with_bytes(tensors: list[Tensor]) -> list[Tensor]:
     return [t.view(torch.uint8) if t.dtype == torch.float8_e8m0fnu else t for t in tensors]
 
 
-def _outside_of_inference_mode() -> AbstractContextManager[Any]:
+def outside_of_inference_mode() -> AbstractContextManager[Any]:
     """For tensors that later backwards may keep, which autograd refuses of those made in inference mode."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
@@ -244,14 +244,14 @@ def copies_of(weight: Tensor) -> QuantizedCopies:
     return found
 
 
-def _plain(weight: Tensor) -> Tensor:
+def plain(weight: Tensor) -> Tensor:
     """This rank's shard of a weight as a plain tensor, without a gradient."""
     with torch.no_grad():
         own = local(weight)
         return own.packed() if isinstance(own, GroupedTensor) else own
 
 
-def _memory(weight: Tensor) -> Tensor:
+def memory_of(weight: Tensor) -> Tensor:
     """A plain tensor that has the memory of this rank's shard of a weight, of a quantized one that of its data."""
     with torch.no_grad():
         own = local(weight)
@@ -283,13 +283,13 @@ class Seen(NamedTuple):
 
     @staticmethod
     def of(weight: Tensor, versions_behind: int = 0) -> Seen:
-        memory = _memory(weight)
+        memory = memory_of(weight)
         storage = StorageWeakRef(memory.untyped_storage())
         return Seen(version_of(weight) - versions_behind, storage, memory.data_ptr())
 
     def has_new_memory(self, weight: Tensor) -> bool:
         """Whether the tensor has other memory now, as after ``weight.data = other``."""
-        memory = _memory(weight)
+        memory = memory_of(weight)
         return self.address != memory.data_ptr() or self.storage != StorageWeakRef(memory.untyped_storage())
 
     def is_outdated(self, weight: Tensor) -> bool:

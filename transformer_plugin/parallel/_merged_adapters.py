@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from transformer_plugin._on_import import on_import
+from transformer_plugin.parallel._optimizer_steps import STEPS
 
 #: Methods of adapters that change the weight of their layer in place.
 _CHANGING = ("merge", "unmerge", "olora_init")
@@ -65,6 +66,7 @@ def _changing(method: Callable[..., Any]) -> Callable[..., Any]:
             layer = layer.base_layer
         with in_high_precision(layer, *layer._parameters, reads=True):
             result = method(self, *arguments, **options)
+        STEPS.advance()  # kept copies are outdated
         for parameter in layer._parameters.values():
             for copy in getattr(parameter, "__dict__", {}).get("quantized_copies", ()):
                 if not copy.refreshes_itself:
