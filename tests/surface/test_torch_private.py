@@ -41,6 +41,7 @@ NAMES = (
     "torch._C._disabled_torch_function_impl",
     "torch._C._dispatch_has_kernel_for_dispatch_key",
     "torch._C._distributed_c10d._resolve_process_group",
+    "torch._C._functorch.peek_interpreter_stack",
     "torch._C._jit_get_all_schemas",
     "torch._C._set_throw_on_mutable_data_ptr",
     "torch._C._will_engine_execute_node",

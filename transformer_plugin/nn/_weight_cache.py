@@ -136,6 +136,10 @@ class WeightCache:
             return kept.tensors
         if is_other and (first is self._gathered or not self._takes(module, weights, formats)):
             return None
+        if (
+            torch._C._functorch.peek_interpreter_stack() is not None
+        ):  # a tensor of torch.func's transform would be kept
+            return None
         return self._made(weights, isinstance(weight, list), call)
 
     def _takes(self, module: torch.nn.Module, weights: tuple[Tensor, ...], formats: Sequence[str]) -> bool:
@@ -236,7 +240,7 @@ def _is_as_it_is(weight: Tensor, key: str) -> bool:
 
 
 def _is_traced() -> bool:
-    """Whether tensors have no values, or a trace would record a copy as a constant."""
+    """Whether tensors have no values, or a trace would record a copy as a constant. Other modes only look on."""
     modes: Any = _get_current_dispatch_mode_stack()
     return any(mode.is_infra_mode() for mode in modes)
 
