@@ -39,17 +39,17 @@ def train(folder: Path, ranks: int, steps: int, *options: str, config: str = "de
     environment["CUDA_VISIBLE_DEVICES"] = ""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", CONFIG]
     of_run = [
-        "--module",
-        CONFIG,
-        "--config",
-        config,
-        "--dump_folder",
-        str(folder),
+        f"--module={CONFIG}",
+        f"--config={config}",
+        f"--dump_folder={folder}",
         f"--training.steps={steps}",
     ]
     command = [sys.executable, *launcher, *of_run, "--debug.seed=1", *options]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=2400)
-    assert run.returncode == 0, run.stderr[-6000:]
+    log = run.stdout + run.stderr
+    assert run.returncode == 0, log[-6000:]
+    assert ("[Override] transformer_plugin" in log) == ("--override.imports" in options)
+    assert ("linear layers with the recipe" in log) == config.endswith("fp8_block")
     return [json.loads(line)[1] for line in losses.read_text().splitlines()]
 
 
@@ -70,9 +70,9 @@ def test_checkpoints_go_both_ways_over_ranks(tmp_path: Path) -> None:
         shutil.rmtree(checkpoints / f"step-{step}")
     again = train(tmp_path, 2, 6, *STOCK_OVER_RANKS, *options, config="two_layers")
     assert len(stock) == 6 and len(ours) == 4 and len(again) == 2
-    # The second loss after a load has a step of the optimizer, whose state is read, too.
-    assert ours == pytest.approx(stock[2:], rel=2e-4) and ours != stock[2:]
-    assert again == pytest.approx(stock[4:], rel=2e-4)
+    # The second loss after a load has a step of the optimizer; without its state it is 2 % off.
+    assert ours == pytest.approx(stock[2:], rel=1e-3)
+    assert again == pytest.approx(stock[4:], rel=1e-3)
 
 
 @functools.cache
@@ -96,14 +96,21 @@ RUNS = {
 @pytest.mark.timeout(2700)
 @pytest.mark.parametrize("run", RUNS)
 def test_losses_are_those_of_stock(run: str, tmp_path: Path) -> None:
-    """The mean loss of each 50 steps is within three standard errors of stock's."""
+    """Every one of the first losses, while the differences of roundings have not grown, and the mean of each 50.
+
+    Experts that add nothing, beside the shared ones that a layer of this model also has, are 3 % off at step 10 and
+    16 % at step 15.
+    """
     ranks, config, overrides = RUNS[run]
     stock = stock_losses(ranks)
     more = OVER_RANKS if ranks > 1 else ()
     ours = train(tmp_path, ranks, STEPS, *more, *overrides, config=config)
-    assert len(ours) == len(stock) == STEPS and ours != stock
+    assert len(ours) == len(stock) == STEPS
     assert stock[-1] < 0.3 * stock[0]  # there was something to learn
+    is_rounded = "fp8" in run
+    assert ours[:20] == pytest.approx(stock[:20], rel=0.02 if is_rounded else 0.005)
     for begin in range(0, STEPS, 50):
         of_stock, of_ours = stock[begin : begin + 50], ours[begin : begin + 50]
         error = statistics.stdev(of_stock) / len(of_stock) ** 0.5
-        assert abs(statistics.mean(of_ours) - statistics.mean(of_stock)) < 3 * error, f"from step {begin + 1}"
+        difference = statistics.mean(of_ours) - statistics.mean(of_stock)
+        assert abs(difference) < min(3 * error, 0.01 * statistics.mean(of_stock)), f"from step {begin + 1}"

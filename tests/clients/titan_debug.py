@@ -28,6 +28,7 @@ from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import ParallelismConfig, TrainingConfig
+from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
 from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.models.deepseek_v3 import model_registry
@@ -162,8 +163,9 @@ def debugmodel(converters: Any = None) -> Trainer.Config:
 
 
 def two_layers() -> Trainer.Config:
-    """The same, of a dense layer and one with experts."""
+    """The same, of a dense layer and one with experts, with torchtitan's default of activation checkpoints."""
     config = debugmodel()
+    config.activation_checkpoint = SelectiveAC.Config()
     del config.model_spec.model.layers[2:]
     return config
 
