@@ -81,14 +81,15 @@ def stock_losses(ranks: int) -> list[float]:
         return train(Path(folder), ranks, STEPS, *(STOCK_OVER_RANKS if ranks > 1 else ()))
 
 
-#: What runs: the number of ranks, the config, and the overrides.
+#: What runs: the number of ranks, the config, the overrides, and the bound of the first losses: twice what was found,
+#: or more.
 RUNS = {
-    "experts": (1, "debugmodel", override("experts", "none")),
-    "experts-fp8_block": (1, "debugmodel", override("experts", "fp8_block")),
-    "routed-mxfp8": (1, "debugmodel", override("routed_experts", "mxfp8")),
-    "linear-fp8_block": (1, "debugmodel_fp8_block", override("experts", "fp8_block")),
-    "over-ranks": (2, "debugmodel", override("routed_experts", "none")),
-    "over-ranks-fp8_block": (2, "debugmodel_fp8_block", override("routed_experts", "fp8_block")),
+    "experts": (1, "debugmodel", override("experts", "none"), 0.005),
+    "experts-fp8_block": (1, "debugmodel", override("experts", "fp8_block"), 0.01),
+    "routed-mxfp8": (1, "debugmodel", override("routed_experts", "mxfp8"), 0.01),
+    "linear-fp8_block": (1, "debugmodel_fp8_block", override("experts", "fp8_block"), 0.04),
+    "over-ranks": (2, "debugmodel", override("routed_experts", "none"), 0.005),
+    "over-ranks-linear-fp8_block": (2, "debugmodel_fp8_block", override("routed_experts", "fp8_block"), 0.04),
 }
 
 
@@ -101,14 +102,13 @@ def test_losses_are_those_of_stock(run: str, tmp_path: Path) -> None:
     Experts that add nothing, beside the shared ones that a layer of this model also has, are 3 % off at step 10 and
     16 % at step 15.
     """
-    ranks, config, overrides = RUNS[run]
+    ranks, config, overrides, bound = RUNS[run]
     stock = stock_losses(ranks)
     more = OVER_RANKS if ranks > 1 else ()
     ours = train(tmp_path, ranks, STEPS, *more, *overrides, config=config)
     assert len(ours) == len(stock) == STEPS
     assert stock[-1] < 0.3 * stock[0]  # there was something to learn
-    is_rounded = "fp8" in run
-    assert ours[:20] == pytest.approx(stock[:20], rel=0.02 if is_rounded else 0.005)
+    assert ours[:20] == pytest.approx(stock[:20], rel=bound)
     for begin in range(0, STEPS, 50):
         of_stock, of_ours = stock[begin : begin + 50], ours[begin : begin + 50]
         error = statistics.stdev(of_stock) / len(of_stock) ** 0.5
