@@ -51,6 +51,7 @@ FUNCTIONS: tuple[Function, ...] = tuple(TRAITS)
 #: all without one.
 OF_OTHERS: dict[str, Function] = {
     **dict.fromkeys(("SiLU", "SiLUActivation", "silu"), "swiglu"),
+    **dict.fromkeys(("GELUTanh", "PytorchGELUTanh", "NewGELUActivation"), "geglu_tanh"),
     "ReLUSquaredActivation": "relu2",
 }
 #: Columns of the gate, and of the linear part, that lie side by side where the two are interleaved in blocks.

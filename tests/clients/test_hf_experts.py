@@ -47,13 +47,13 @@ FORMS = {
     "NemotronHExperts": "",  # no gate, the square of ReLU
     "AriaExperts": "transposed weights",
     "BeamExperts": "a gate of its own",  # in float32
-    "DeepseekV4Experts": "a gate of its own",  # clamped
-    "Gemma4TextExperts": "the activation GELUTanh",
-    "GptOssExperts": "transposed weights, biases, a gate of its own",  # interleaved
+    "DeepseekV4Experts": "",  # clamped
+    "Gemma4TextExperts": "",  # GELU with tanh
+    "GptOssExperts": "transposed weights, biases",  # a gate of its own that the ops have, interleaved
     "Inkling2Experts": "a gate of its own",  # softcaps
-    "MiniMaxM3VLExperts": "a gate of its own",
+    "MiniMaxM3VLExperts": "",  # clamped, with alpha and offset
     "MuseSparkExperts": "a norm of each expert's output",
-    "OpenAIPrivacyFilterExperts": "transposed weights, biases, a gate of its own",
+    "OpenAIPrivacyFilterExperts": "transposed weights, biases",
 }
 #: Forms that one op computes, and that it does not.
 TWO = ("MixtralExperts", "GptOssExperts")

@@ -18,6 +18,7 @@ from transformer_plugin import ops
 from transformer_plugin.activations import OF_OTHERS, TRAITS
 from transformer_plugin.formats import resolve
 from transformer_plugin.nn._autocast import as_float32, operand
+from transformer_plugin.nn._expert_gates import key_of_gate
 from transformer_plugin.nn._formats import DTYPES, RoleFormats, formats_of, row_rules
 from transformer_plugin.nn._mlp_arguments import of_slots
 from transformer_plugin.nn._module import PluginModule, layer_forward
@@ -69,9 +70,16 @@ def is_one_op(module: torch.nn.Module, flags: Flags) -> bool:
     """Whether one op computes the experts. Asked in every forward, because an activation may be replaced."""
     if flags.has_bias or flags.is_transposed or flags.has_post_expert_norm:
         return False
-    if flags.has_gate and (not flags.is_concatenated or has_own_gate(module)):
-        return False
-    return _is_function(_function(module), flags)
+    return activation_of(module, flags) != ""
+
+
+def activation_of(module: torch.nn.Module, flags: Flags) -> str:
+    """The key of the activation between the two products; "" if no op has it."""
+    function = _function(module)
+    if flags.has_gate and has_own_gate(module):
+        return key_of_gate(module, function)
+    known = flags.is_concatenated or not flags.has_gate
+    return function if known and _is_function(function, flags) else ""
 
 
 def not_one_op(module: torch.nn.Module) -> str:
@@ -85,10 +93,10 @@ def not_one_op(module: torch.nn.Module) -> str:
         "a norm of each expert's output": flags.has_post_expert_norm,
     }
     texts = [text for text, is_there in found.items() if is_there]
-    if flags.has_gate and (not flags.is_concatenated or has_own_gate(module)):
-        texts.append("a gate of its own")
-    elif not _is_function(_function(module), flags):
-        texts.append(f"the activation {_name_of(getattr(module, 'act_fn', None))}")
+    if activation_of(module, flags) == "":
+        has_own = flags.has_gate and (not flags.is_concatenated or has_own_gate(module))
+        activation = f"the activation {_name_of(getattr(module, 'act_fn', None))}"
+        texts.append("a gate of its own" if has_own else activation)
     return ", ".join(texts)
 
 
@@ -184,9 +192,9 @@ class ConvertedExperts(PluginModule):
 
     ``forward(hidden_states [T, H], top_k_index [T, K], top_k_weights [T, K])`` returns ``[T, H]``. The parameters are
     those of the module that was converted: ``gate_up_proj [E, 2F, H]`` and ``down_proj [E, H, F]``, or what else the
-    flags of its class say. With SiLU between the two, the gate first, no biases and no norm, one op reads the tokens
-    where they lie, as in :class:`MoE`, and applies the routing weights between the two products, in float32. Experts of
-    other forms get copies of the tokens, and the module's own functions run between the two products. The indices -1
+    flags of its class say. With an activation that the ops have, no biases and no norm, one op reads the tokens where
+    they lie, as in :class:`MoE`, and applies the routing weights between the two products, in float32. Experts of other
+    forms get copies of the tokens, and the module's own functions run between the two products. The indices -1
     and E name no expert; other indices that are no expert are an error, as in
     :func:`transformer_plugin.ops.assign_slots`.
 
@@ -281,7 +289,7 @@ def _in_one_op(
     """Both products, the activation and the sum of each token's rows, as :class:`GroupedMLP` calls them."""
     first, second = (getattr(module, name) for name in _weight_names(flags))
     weights = operand(first), operand(second)
-    options: Any = {"activation": _function(module), **of_slots(slots)}
+    options: Any = {"activation": activation_of(module, flags), **of_slots(slots)}
     for name, own, weight in zip(("fc1", "fc2"), _weight_names(flags), (first, second), strict=True):
         options[f"quantized_{name}_weight"] = _kept(module, own, weight, formats)
     return ops.grouped_mlp(tokens, *weights, slots.group_sizes, probs, None, None, *formats, **options)
