@@ -82,7 +82,7 @@ def implementations(call: Call) -> list[Any]:
 
 
 def of_swiglu(op: str) -> list[tuple[str, Call]]:
-    return [(name, call) for name, call in CALLS[op] if not name.endswith("without a gate")]
+    return [(name, call) for name, call in CALLS[op] if "activation" not in call.arguments]
 
 
 @kinds
