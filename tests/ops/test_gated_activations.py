@@ -244,35 +244,49 @@ def test_groups_and_strides(activation: Activation, device: torch.device) -> Non
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=key)
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
-def test_after_a_product(dtype: torch.dtype, activation: Activation, device: torch.device) -> None:
-    """The product, then the activation; gradients are those of the two ops; quantized, the bytes of three ops."""
-    generator, features = torch.Generator().manual_seed(3), 96
-    a = torch.randn(40, 24, generator=generator).to(dtype).to(device)
-    b = torch.randn(3, 2 * features, 24, generator=generator).to(dtype).to(device)
-    bias = torch.randn(3, 2 * features, generator=generator).to(device)
-    probs = torch.rand(40, generator=generator).to(device)
-    sizes = torch.tensor([9, 0, 25], device=device)
+@pytest.mark.parametrize(
+    ("counts", "features", "columns"),
+    [((9, 0, 25), 96, 24), ((300, 1, 0, 257), 416, 72)],
+    ids=["one", "several"],
+)
+def test_after_a_product(
+    counts: tuple[int, ...],
+    features: int,
+    columns: int,
+    dtype: torch.dtype,
+    activation: Activation,
+    device: torch.device,
+) -> None:
+    """The product, then the activation; gradients are those of the two ops; rows by an index; quantized, the bytes of
+    three ops."""
+    generator, end, groups = torch.Generator().manual_seed(3), sum(counts), len(counts)
+    rows = end + 6
+    a = torch.randn(rows, columns, generator=generator).to(dtype).to(device)
+    b = torch.randn(groups, 2 * features, columns, generator=generator).to(dtype).to(device)
+    bias = torch.randn(groups, 2 * features, generator=generator).to(device)
+    probs = torch.rand(rows, generator=generator).to(device)
+    sizes = torch.tensor(counts, device=device)
     leaves = [leaf.requires_grad_() for leaf in (a, b, probs, bias)]
     h = ops.grouped_gemm(a, b, sizes, bias)
     expected = ops.activation(h, probs, sizes, activation)
-    grad = torch.randn(40, features, generator=generator).to(dtype).to(device)
-    grad[34:] = 0
+    grad = torch.randn(rows, features, generator=generator).to(dtype).to(device)
+    grad[end:] = 0
     wanted = torch.autograd.grad(expected, leaves, grad)
     for keep_input in (True, False):
         act, got_h = ops.grouped_gemm_activation(a, b, sizes, probs, bias, activation, keep_input)
-        assert act.shape == (40, features) and got_h.shape == (40 if keep_input else 0, 2 * features)
-        assert_same_bits(act[:34].detach(), expected[:34].detach())
-        assert not act[34:].any()
+        assert act.shape == (rows, features) and got_h.shape == (rows if keep_input else 0, 2 * features)
+        assert_same_bits(act[:end].detach(), expected[:end].detach())
+        assert not act[end:].any()
         for one, other in zip(torch.autograd.grad(act, leaves, grad), wanted, strict=True):
             assert_same_bits(one, other)
-    for format in ("fp8_block", "mxfp8"):
-        with torch.no_grad():
-            data, scale, _ = ops.grouped_gemm_activation_quantize(
-                a, b, sizes, format, probs, bias, activation
-            )
-            steps = ops.quantize(act, format, sizes)
-        assert torch.equal(data.view(torch.uint8), steps[0].view(torch.uint8))
-        assert torch.equal(scale.view(torch.uint8), steps[1].view(torch.uint8))
+    with torch.no_grad():
+        index = torch.randint(0, rows, (rows,), generator=generator).to(torch.int32).to(device)
+        by_index, _ = ops.grouped_gemm_activation(a, b, sizes, probs, bias, activation, rows=index)
+        copied, _ = ops.grouped_gemm_activation(a[index.long()], b, sizes, probs, bias, activation)
+        assert_same_bits(by_index, copied)
+        for format in ("fp8_block", "mxfp8"):
+            got = ops.grouped_gemm_activation_quantize(a, b, sizes, format, probs, bias, activation)
+            assert_same_bytes(got[:2], ops.quantize(act, format, sizes)[:2])
 
 
 @pytest.mark.parametrize(
