@@ -78,6 +78,18 @@ def by_data_of_the_freed_memory(layer: Any) -> None:
     layer.weight.data = torch.ones(sizes)
 
 
+def by_data_of_the_same_address(layer: Any) -> None:
+    """Another storage, at the address of the one of before, and the same version."""
+    values = layer.weight.detach().numpy().copy()
+    layer.weight.data = torch.from_numpy(values)
+    for _ in range(2):
+        layer(torch.randn(4, layer.in_features))
+    values *= 2
+    address = layer.weight.data_ptr()
+    layer.weight.data = torch.from_numpy(values)
+    assert layer.weight.data_ptr() == address
+
+
 def by_data_transposed(layer: Any) -> None:
     """The same memory, and the same version."""
     layer.weight.data = layer.weight.data.t()
@@ -188,7 +200,8 @@ def by_another_recipe(layer: Any) -> None:
 CHANGES = [
     *(in_place, in_place_in_inference_mode, by_average, by_foreach, through_detached, through_a_view),
     *(by_state_dict, by_assigned_state_dict, by_swapped_state_dict, by_swapped_tensors),
-    *(by_data, by_data_of_the_freed_memory, by_data_transposed, by_data_as_another_view, by_resized_storage),
+    *(by_data, by_data_of_the_freed_memory, by_data_of_the_same_address, by_data_transposed),
+    *(by_data_as_another_view, by_resized_storage),
     *(by_another_parameter, by_another_parameter_of_its_memory, by_another_parameter_unseen, by_reset, cast),
     *(by_optimizer, by_fused_optimizer, by_foreach_optimizer, by_uncounted_step),
     *(by_uncounted_step_with_a_closure, by_failing_step, by_a_write_after_a_step_of_others),
