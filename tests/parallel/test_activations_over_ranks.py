@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from tests.parallel.test_moe import EXPERTS, FFN, HIDDEN, TOPK, tokens_of
+from transformer_plugin.activations import FUNCTIONS
 from transformer_plugin.nn import DispatchConfig, GroupedMLP, MoE
 from transformer_plugin.recipes import recipe_from_name
 from transformer_plugin.testing.distributed import Rank, RankPool
 from transformer_plugin.testing.numerics import relative_error
 
-ACTIVATIONS = ("swiglu:interleave=1,limit=0.2,alpha=1.702,offset=1", "geglu_tanh", "relu2")
+#: With numbers and alternating columns, each function, and with that the one without a gate.
+ACTIVATIONS = ("swiglu:interleave=1,limit=0.2,alpha=1.702,offset=1", *FUNCTIONS[1:])
 TOKENS = 24
 LIMITS = {"none": 2e-6, "fp8_block": 1e-2}
 
