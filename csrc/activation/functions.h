@@ -57,7 +57,8 @@ struct ClampedSwiglu {
     const float g = at_most(gate), u = between(linear) + offset;
     const float sigmoid = sigmoid_of_number_f32(alpha * g);
     const float activated = g * sigmoid;
-    const float slope = sigmoid + alpha * activated * (1.0f - sigmoid);
+    // In this order, because alpha * activated may overflow where 1 - sigmoid is 0.
+    const float slope = sigmoid + alpha * (activated * (1.0f - sigmoid));
     const float of_gate = grad * u * prob * slope, of_linear = grad * activated * prob;
     const bool clamps = limit < kNoLimit;
     return {gate <= limit || !clamps ? of_gate : 0.0f,

@@ -188,6 +188,14 @@ def test_without_a_limit_a_nan_passes_both_ways(device: torch.device) -> None:
     assert ops.activation(input, activation=activation).isnan().all()
 
 
+def test_a_product_with_alpha_does_not_overflow(device: torch.device) -> None:
+    """The slope of gates for which alpha * gate is infinite is 1 or 0."""
+    input = torch.tensor([[3e38, 1.0], [-3e38, 1.0], [2e38, 0.5]], device=device)
+    grad = torch.ones(3, 1, device=device)
+    got = ops.activation_backward(grad, input, None, activation="swiglu:alpha=2")[0]
+    assert_same_bits(got.cpu(), torch.tensor([[1.0, 3e38], [-0.0, -0.0], [0.5, 2e38]]))
+
+
 def test_gelu_of_special_values(device: torch.device) -> None:
     """torch's, except that large gates have the slope 1 or 0 and not NaN."""
     gates = torch.tensor(

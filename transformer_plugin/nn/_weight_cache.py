@@ -51,10 +51,15 @@ _FSDP = "torch.distributed.fsdp._fully_shard._fsdp_state"
 def weights_changed() -> None:
     """Tells layers with ``cache_weights`` that weights may have changed in a way that nothing can notice.
 
-    Their next forwards quantize again. Needed after a CUDA graph that writes weights was replayed (a captured step of
-    an optimizer is noticed), after a kernel of your own, or after writes through ``weight.data``, ``weight.numpy()`` or
-    another tensor over the same memory, if no step of a ``torch.optim.Optimizer`` lies between the last forward and the
-    next one. Takes no argument, as it costs one quantization of each weight, in its next forward.
+    Their next forwards quantize again. Needed if no step of a ``torch.optim.Optimizer`` lies between the last forward
+    and the next one, after:
+
+    - a CUDA graph that writes weights was replayed (a captured step of an optimizer is noticed);
+    - a kernel of your own, or torch's fused steps called as functions, such as ``torch.optim.sgd.sgd(fused=True)``;
+    - writes through ``weight.data``, ``weight.numpy()`` or another tensor over the same memory; so after each step of
+      an optimizer that is no ``torch.optim.Optimizer`` and writes like this.
+
+    Takes no argument, as it costs one quantization of each weight, in its next forward.
     """
     STEPS.advance()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ class OptimizerSteps:
     """
 
     def __init__(self) -> None:
+        self._counts = itertools.count(1)  # of several threads, none gets the number of another
         self._count = 0
         # Set by compiled code, which would be compiled again for each count that it reads. torch does not count what
         # a fused kernel writes in it either.
@@ -35,7 +37,7 @@ class OptimizerSteps:
 
     def advance(self) -> None:
         """Everything may have changed."""
-        self._count += 1
+        self._count = next(self._counts)
 
     def watch(self) -> None:
         """From now on steps count."""

@@ -69,7 +69,7 @@ class ClampedSwiglu:
         g, u = self.clamped(gate, linear)
         sigmoid = torch.sigmoid(self.alpha * g)
         activated = g * sigmoid
-        of_gate = grad * u * prob * (sigmoid + self.alpha * activated * (1 - sigmoid))
+        of_gate = grad * u * prob * (sigmoid + self.alpha * (activated * (1 - sigmoid)))
         within = (linear >= -self.limit) & (linear <= self.limit)
         gradients = [
             self.passed(of_gate, gate <= self.limit),
