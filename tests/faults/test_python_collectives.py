@@ -251,6 +251,8 @@ KNOWN = {
     ("parallel/data.py", "_flatten"),
     ("parallel/styles.py", "distribute_tensor"),
     ("nn/_dtensor.py", "redistribute"),
+    ("integrations/_hf_expert_parallel.py", "redistribute"),
+    ("integrations/_hf_expert_parallel.py", "full_tensor"),
 }
 #: Folders that are no part of a training.
 OTHERS = ("testing", "reference", "doctor")

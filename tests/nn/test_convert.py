@@ -203,7 +203,7 @@ def test_explained() -> None:
         }
     )  # fmt: skip
     rows = {row.name: row[1:] for row in explain(model, recipes.MXFP8BlockScaling())}
-    own = "experts, their own functions between two products: transposed weights, biases, a gate of its own"
+    own = "experts, their own functions between two products: transposed weights, biases"
     assert rows.pop("linear") == ("Linear", "converted", "a linear layer")
     assert rows.pop("fused") == ("MixtralExperts", "converted", "experts, one op")
     assert rows.pop("own") == ("GptOssExperts", "converted", own)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from transformer_plugin.integrations._hf_recipe import recipe_of
 from transformer_plugin.nn._autocast import operand
 from transformer_plugin.nn._experts import not_computed, run_experts
 from transformer_plugin.nn._formats import formats_of, row_rules
+from transformer_plugin.parallel._collectives import all_gather_value, torch_collectives
 from transformer_plugin.parallel.token_dispatcher import DispatchConfig, TokenDispatcher
 from transformer_plugin.recipes import Recipe
 from transformer_plugin.tensor._layout import message
@@ -91,16 +92,16 @@ class ExpertsOverRanks:
 
     def _tokens_of_ranks(self, tokens: Tensor) -> int:
         """The most tokens of any rank in this call, rounded up to a power of two: other calls have other lengths."""
-        most = torch.tensor([max(tokens.shape[0], 1)], device=tokens.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
-        return 1 << (int(most) - 1).bit_length()
+        counts = all_gather_value(_OP, "max_tokens", tokens.shape[0], self.group)
+        return 1 << (max(*counts, 1) - 1).bit_length()
 
     def _part_of(self, tensor: Tensor) -> Tensor:
         """This rank's rows, of those that all ranks of its group of tensor parallelism have. Its backward gathers."""
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
         whole = DTensor.from_local(tensor, self.tp_mesh, [Replicate()], run_check=False)
-        return whole.redistribute(self.tp_mesh, [Shard(0)]).to_local()
+        with self._over_tp():
+            return whole.redistribute(self.tp_mesh, [Shard(0)]).to_local()
 
     def _whole(self, output: Tensor, count: int) -> Tensor:
         """The rows of all of them."""
@@ -110,7 +111,13 @@ class ExpertsOverRanks:
         parts = DTensor.from_local(
             output.contiguous(), self.tp_mesh, [Shard(0)], shape=shape, stride=(output.shape[1], 1)
         )
-        return parts.full_tensor()
+        with self._over_tp():
+            return parts.full_tensor()
+
+    def _over_tp(self) -> AbstractContextManager[None]:
+        """Around collectives of torch, whose errors of a lost rank then name it. Compiled code has no such errors."""
+        compiled = torch.compiler.is_compiling()
+        return nullcontext() if compiled else torch_collectives(_OP, "tokens", self.tp_mesh)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertsOverRanks:
         """The same object: a copy of a module calls the exchange of its group."""

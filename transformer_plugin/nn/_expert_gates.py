@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from transformer_plugin._on_import import on_import
+
 
 class _Gate(NamedTuple):
     """A function and the options of its activation."""
@@ -94,10 +96,13 @@ def _options_of(function: FunctionType) -> str:
     return ",".join([*known.options, *(text for text in numbers if text.startswith(("limit:", "alpha:")))])
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _options_of_class(kind: type[torch.nn.Module]) -> str:
     gate: Any = getattr(kind, "_apply_gate", None)
     return _options_of(gate) if isinstance(gate, FunctionType) else ""
+
+
+# torch's compiler, which takes long to import, is not to look into it.
+on_import("torch._dynamo", lambda: torch.compiler.assume_constant_result(_options_of_class))
 
 
 def _constant(number: Any) -> float:
