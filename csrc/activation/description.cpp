@@ -135,6 +135,8 @@ void check_fused_quantize(const char* op, const char* unquantized_op, const Name
   TP_CHECK_VALUE(activation.interleave == 0, op, "activation",
                  "an activation whose columns of the gate lie first", "'" << activation.key << "'",
                  "Take " << unquantized_op << ", and quantize its result");
+  TP_CHECK_VALUE(activation.offset >= 0, op, "activation", "an activation without a negative offset",
+                 "'" << activation.key << "'", "Take " << unquantized_op << ", and quantize its result");
 }
 
 }  // namespace transformer_plugin::activation

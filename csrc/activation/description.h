@@ -68,8 +68,11 @@ struct Activation {
   int64_t columns_per_feature() const { return traits().gated ? 2 : 1; }
   // Whether columns of the gate and of the linear part alternate one by one.
   bool alternates() const { return interleave == 1; }
-  // Whether activation_quantize and activation_backward_quantize take it.
-  bool is_quantized_in_one_pass() const { return traits().has_fused_quantize && interleave == 0; }
+  // Whether activation_quantize and activation_backward_quantize take it. Of a negative offset the zeros past the groups would have
+  // a sign, and bytes that are not 0.
+  bool is_quantized_in_one_pass() const {
+    return traits().has_fused_quantize && interleave == 0 && offset >= 0;
+  }
 };
 
 inline constexpr std::string_view kDefaultKey = "swiglu";  // of the schemas

@@ -35,9 +35,11 @@ _IN_ONE_PASS = {
 
 
 def _columns_in_one_pass(key: str) -> int | None:
-    """The columns of the input for one of the result if one pass quantizes it, for which all of the gate is first."""
+    """The columns of the input for one of the result if one pass quantizes it, for which all of the gate is first, and
+    no offset is negative."""
     function, _, options = key.partition(":")
-    return None if "interleave=" in options else _IN_ONE_PASS.get(function)
+    in_two = "interleave=" in options or "offset=-" in options
+    return None if in_two else _IN_ONE_PASS.get(function)
 
 
 def quantized_rows(data: Tensor, rows: Rows, key: str, **directions: Any) -> Any:

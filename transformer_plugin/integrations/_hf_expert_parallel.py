@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -119,6 +119,8 @@ class ExpertsOverRanks:
         compiled = torch.compiler.is_compiling()
         return nullcontext() if compiled else torch_collectives(_OP, "tokens", self.tp_mesh)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertsOverRanks:
-        """The same object: a copy of a module calls the exchange of its group."""
-        return self
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        """Raises: the forward that transformers gave the module would call the original's experts."""
+        expected = "a model whose experts are not over ranks when it is copied"
+        advice = "Load the model a second time in place of copying it"
+        raise TypeError(message(_OP, "model", expected, "one whose experts are", advice))

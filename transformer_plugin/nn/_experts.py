@@ -344,8 +344,16 @@ def _weight_names(flags: Flags) -> tuple[str, str]:
 def _function(module: torch.nn.Module) -> str:
     """The op's name of the activation; "" if it has none."""
     function = getattr(module, "act_fn", None)
+    if isinstance(function, torch.nn.Module) and _is_changed(function):
+        return ""
     kind: Any = function if isinstance(function, FunctionType) else type(function)
     return OF_OTHERS.get(kind.__name__, "") if kind.__module__ in _ACTIVATIONS else ""
+
+
+def _is_changed(function: torch.nn.Module) -> bool:
+    """Whether hooks, or another forward of its own, see or change what an activation computes."""
+    hooks = (function._forward_hooks, function._forward_pre_hooks, function._backward_hooks)
+    return any(hooks) or bool(function._backward_pre_hooks) or "forward" in function.__dict__
 
 
 def _is_function(name: str, flags: Flags) -> bool:

@@ -47,7 +47,7 @@ ADVICE = {
     # of a forward
     "inp": "Pass the input as the first argument",
     "m_splits": "Pass group_sizes={}",
-    "is_first_microbatch": "Call quantize_weights({}) before the forward",
+    "is_first_microbatch": "Make the layer with cache_weights=True, or call quantize_weights({}) before the forward",
     "fp8_output": "Leave it out: outputs are not quantized",
     "fp8_grad": "Leave it out: gradients of inputs are not quantized",
 }
@@ -59,6 +59,9 @@ def refuse_names(module: torch.nn.Module, function: Any, given: dict[str, Any]) 
     for name, value in given.items():
         if name in ADVICE and name not in known:
             text = ADVICE[name].format("..." if isinstance(value, Tensor) else repr(value))
+            other = text.removeprefix("Pass ").partition("={")[0].partition("=")[0]
+            if text.startswith("Pass ") and other.isidentifier() and other not in known:
+                continue  # another layer's: Python's own error says more
             raise TypeError(
                 f"transformer_plugin::{class_name(module)}: argument '{name}': expected the names of this package, got "
                 f"TransformerEngine's. {text}."
@@ -84,8 +87,17 @@ def drop_extra_state(module: torch.nn.Module, state: dict[str, Any], prefix: str
         )
 
 
-def rename(state: dict[str, Any], prefix: str, names: dict[str, str]) -> None:
-    """Before ``load_state_dict``: gives entries of a state their names here. An entry of that name stays."""
+def rename(
+    module: torch.nn.Module, state: dict[str, Any], prefix: str, names: dict[str, str], errors: list[str]
+) -> None:
+    """Before ``load_state_dict``: gives entries of a state the names that the module has. Two for one are an error, as
+    where ``torch.distributed.checkpoint`` adds the module's own entries (``full_state_dict=True``)."""
     for old, new in names.items():
-        if prefix + old in state and prefix + new not in state:
-            state[prefix + new] = state.pop(prefix + old)
+        if prefix + old not in state or module._parameters.get(new) is None:
+            continue
+        if prefix + new in state:
+            errors.append(
+                f"'{prefix}{old}': expected one entry for a parameter, got '{prefix}{new}' too. Rename the first."
+            )
+            continue
+        state[prefix + new] = state.pop(prefix + old)

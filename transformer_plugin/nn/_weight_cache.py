@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 from torch.utils._python_dispatch import (
@@ -216,6 +217,8 @@ def _memory(weight: Tensor) -> tuple[Any, ...]:
 
 
 def _version(weight: Tensor) -> int | tuple[int, int]:
+    if weight.is_inference():
+        return -1  # not counted: such a weight is not kept
     if type(weight) is Parameter:
         return weight._version
     local: Tensor | None = getattr(weight, "_local_tensor", None)
@@ -246,6 +249,8 @@ def _is_as_it_is(weight: Tensor, key: str) -> bool:
 
 def _is_traced() -> bool:
     """Whether tensors have no values, or a trace would record a copy as a constant. Other modes only look on."""
+    if _len_torch_dispatch_stack_pre_dispatch() > 0:
+        return True
     modes: Any = _get_current_dispatch_mode_stack()
     return any(mode.is_infra_mode() for mode in modes)
 

@@ -107,6 +107,8 @@ class KeptWeight(WeightSource):
         found = super().arguments(layer)
         if found or layer._formats[1] == "none" or isinstance(layer._recipe, DelayedScaling):
             return found
+        if not all(_is_registered(layer, name) for name in layer._weight_names):
+            return found  # what computes the weight would do so twice
         tensors = self._cache.quantized(layer, layer._source_weight(), layer._formats)
         return found if tensors is None else {"quantized_weight": tensors}
 
@@ -327,6 +329,13 @@ def _refuse_computed(layer: RecipeModule, advice: str) -> None:
         expected = "a parameter, whose quantized copy serves many forwards"
         got = "one that is computed in each forward, as parametrizations, pruning and weight norms do"
         raise ValueError(message(class_name(layer), name, expected, got, advice)) from None
+
+
+def _is_registered(layer: RecipeModule, name: str) -> bool:
+    """Whether the attribute is the parameter of this name. See ``registered`` of ``_module.py``."""
+    of_class = layer._class_attributes
+    is_hidden = of_class is None or name in of_class or name in layer.__dict__
+    return name in layer._parameters and not is_hidden
 
 
 def _is_computed(layer: RecipeModule, name: str) -> bool:

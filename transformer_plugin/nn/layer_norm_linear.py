@@ -251,7 +251,7 @@ class LayerNormLinear(RecipeModule):
         return ops.rms_norm(input, weight, self.eps, self.zero_centered)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
-        rename(state_dict, prefix, _NAMES_OF_TRANSFORMER_ENGINE)
+        rename(self, state_dict, prefix, _NAMES_OF_TRANSFORMER_ENGINE, arguments[-1])
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def extra_repr(self) -> str:

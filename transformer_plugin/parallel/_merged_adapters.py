@@ -64,13 +64,14 @@ def _changing(method: Callable[..., Any]) -> Callable[..., Any]:
         layer = self
         while hasattr(layer, "base_layer"):
             layer = layer.base_layer
-        with in_high_precision(layer, *layer._parameters, reads=True):
-            result = method(self, *arguments, **options)
-        STEPS.advance()  # kept copies are outdated
-        for parameter in layer._parameters.values():
-            for copy in getattr(parameter, "__dict__", {}).get("quantized_copies", ()):
-                if not copy.refreshes_itself:
-                    copy.note_changed()
-        return result
+        try:
+            with in_high_precision(layer, *layer._parameters, reads=True):
+                return method(self, *arguments, **options)
+        finally:  # the first of several adapters may have been merged before an error
+            STEPS.advance()  # kept copies are outdated
+            for parameter in layer._parameters.values():
+                for copy in getattr(parameter, "__dict__", {}).get("quantized_copies", ()):
+                    if not copy.refreshes_itself:
+                        copy.note_changed()
 
     return call
