@@ -145,6 +145,11 @@ def test_arguments_of_forwards(options: dict[str, Any], text: str) -> None:
         nn.GroupedLinear(2, 64, 32)(drawn(2, 64), m_splits=[1, 1])
 
 
+def test_a_name_that_would_be_that_of_another_layer_is_pythons_error() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'num_gemms'"):
+        nn.MoE(64, 32, topk=2, num_experts=4, num_gemms=4)
+
+
 def test_names_of_nobody_are_pythons_error() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
         nn.Linear(64, 32, colour="red")

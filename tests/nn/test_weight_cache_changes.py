@@ -7,16 +7,59 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.utils.parametrize
 import torch.nn.utils.prune
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from tests.nn.weight_caches import fresh, made
+from tests.nn.test_quantized_weights import GROUPS
+from tests.nn.weight_caches import fresh, made, pair
 from transformer_plugin.nn import Linear, weights_changed
 from transformer_plugin.recipes import Float8BlockScaling, NVFP4BlockScaling
 from transformer_plugin.testing.numerics import assert_same_bits
 
 __all__ = ["made"]  # the fixture
+
+
+class Counted(torch.nn.Module):
+    """A parametrization that draws at random."""
+
+    calls = 0
+
+    def forward(self, weight: Tensor) -> Tensor:
+        self.calls += 1
+        return weight * torch.rand(())
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("Linear", "weight"), ("LayerNormLinear", "weight"), ("GroupedLinear", "weight")]
+)
+def test_what_computes_a_weight_does_so_once(kind: str, name: str) -> None:
+    modules = pair(kind)
+    counts = [Counted(), Counted()]
+    for module, counted in zip(modules, counts, strict=True):
+        torch.nn.utils.parametrize.register_parametrization(module, name, counted, unsafe=True)
+        counted.calls = 0
+    outputs = []
+    for module in modules:
+        torch.manual_seed(3)
+        given = (torch.randn(8, module.in_features), torch.tensor([3, 5] + [0] * (GROUPS - 2)))  # type: ignore[arg-type]
+        outputs.append(module(*given[: 2 if kind == "GroupedLinear" else 1]))
+    assert counts[0].calls == counts[1].calls > 0
+    assert_same_bits(*outputs)
+
+
+def test_a_weight_that_becomes_one_of_inference_mode() -> None:
+    layer, x = Linear(64, 64, recipe=Float8BlockScaling(), cache_weights=True), torch.randn(8, 64)
+    layer(x)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        with torch.inference_mode():
+            state = {name: (2 * value).clone() for name, value in layer.state_dict().items()}
+            layer.load_state_dict(state, assign=True)
+            assert_same_bits(layer(x), fresh(layer)(x))
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
 
 
 def in_place(layer: Any) -> None:

@@ -67,6 +67,10 @@ def traced_by_make_fx(layer: Linear, x: Tensor) -> Any:
     return make_fx(layer)(x)
 
 
+def traced_before_dispatch(layer: Linear, x: Tensor) -> Any:
+    return make_fx(layer, pre_dispatch=True)(x)
+
+
 def traced_with_fake_tensors(layer: Linear, x: Tensor) -> Any:
     return make_fx(layer, tracing_mode="fake", _allow_non_fake_inputs=True)(x)
 
@@ -79,7 +83,7 @@ def exported(layer: Linear, x: Tensor) -> Any:
     return torch.export.export(layer, (x,)).module()
 
 
-TRACES = [traced_by_make_fx, traced_with_fake_tensors, traced_by_jit, exported]
+TRACES = [traced_by_make_fx, traced_before_dispatch, traced_with_fake_tensors, traced_by_jit, exported]
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
@@ -237,6 +241,30 @@ def test_converted_linear_layers(made: list[Any]) -> None:
     tp.convert(model, Float8BlockScaling())
     model(x)
     assert len(made) == 4
+
+
+def test_a_merge_that_fails_halfway() -> None:
+    """The first of two adapters is in the weight when the second raises."""
+    peft = pytest.importorskip("peft")
+    base = Linear(64, 64, recipe=Float8BlockScaling(), cache_weights=True)
+    config = peft.LoraConfig(target_modules=["0"], init_lora_weights=False, r=4)
+    model = peft.get_peft_model(torch.nn.Sequential(base), config, adapter_name="a")
+    model.add_adapter("b", config)
+    adapted = model.base_model.model[0]
+    delta = adapted.get_delta_weight
+
+    def fails(name: str) -> Tensor:
+        if name == "b":
+            raise RuntimeError("no b")
+        return delta(name)
+
+    adapted.get_delta_weight = fails
+    x = torch.randn(8, 64)
+    before = base(x)
+    with pytest.raises(RuntimeError, match="no b"):
+        adapted.merge(adapter_names=["a", "b"])
+    assert_same_bits(base(x), fresh(base)(x))
+    assert not torch.equal(base(x), before)
 
 
 def test_merged_adapters() -> None:

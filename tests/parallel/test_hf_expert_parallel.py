@@ -3,6 +3,7 @@ parallelism, against its stock model in one process."""
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -174,6 +175,8 @@ def check_the_most_tokens(rank: Rank, folder: str) -> None:
         with pytest.raises(RuntimeError, match="expected a model before its first forward"):
             hf.set_dispatch(model, DispatchConfig(max_tokens=64))
         model = hf.set_dispatch(over_ranks(rank, folder, **sizes), DispatchConfig(max_tokens=40))
+        with pytest.raises(TypeError, match="expected a model whose experts are not over ranks"):
+            copy.deepcopy(model)
         model(words)
         model(torch.zeros(1, 40, dtype=torch.int64))
         with pytest.raises(ValueError, match=r"expected at most 40 tokens, got 41\."):

@@ -49,6 +49,7 @@ NAMES = (
     "torch._foreach_mul_",
     "torch._foreach_norm",
     "torch._ops.OpOverloadPacket",
+    "torch._ops._len_torch_dispatch_stack_pre_dispatch",
     "torch.autograd._unsafe_preserve_version_counter",
     "torch.autograd.profiler._is_profiler_enabled",
     "torch.distributed._composable_state._module_state_mapping",

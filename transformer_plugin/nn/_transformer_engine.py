@@ -56,11 +56,13 @@ ADVICE = {
 def refuse_names(module: torch.nn.Module, function: Any, given: dict[str, Any]) -> None:
     """Raises for the first argument that ``function`` does not have, but TransformerEngine does."""
     known = inspect.signature(function).parameters
+    passes_on = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known.values())
     for name, value in given.items():
         if name in ADVICE and name not in known:
             text = ADVICE[name].format("..." if isinstance(value, Tensor) else repr(value))
             other = text.removeprefix("Pass ").partition("={")[0].partition("=")[0]
-            if text.startswith("Pass ") and other.isidentifier() and other not in known:
+            is_name = text.startswith("Pass ") and other.isidentifier()
+            if is_name and other not in known and not passes_on:
                 continue  # another layer's: Python's own error says more
             raise TypeError(
                 f"transformer_plugin::{class_name(module)}: argument '{name}': expected the names of this package, got "
