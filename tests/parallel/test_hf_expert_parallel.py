@@ -175,8 +175,6 @@ def check_the_most_tokens(rank: Rank, folder: str) -> None:
         with pytest.raises(RuntimeError, match="expected a model before its first forward"):
             hf.set_dispatch(model, DispatchConfig(max_tokens=64))
         model = hf.set_dispatch(over_ranks(rank, folder, **sizes), DispatchConfig(max_tokens=40))
-        with pytest.raises(TypeError, match="expected a model whose experts are not over ranks"):
-            copy.deepcopy(next(each for each in model.modules() if hasattr(each, "_apply_gate")))
         model(words)
         model(torch.zeros(1, 40, dtype=torch.int64))
         with pytest.raises(ValueError, match=r"expected at most 40 tokens, got 41\."):
@@ -207,6 +205,19 @@ def check_other_lengths(rank: Rank, folder: str) -> None:
         output = of_ranks(tokens, index, weights)
         assert output.shape == (count, 32)
         assert rank.rank == 0 or relative(output, alone(tokens, index, weights)) < 1e-5
+
+
+def test_no_copy_calls_the_experts_of_another_model(
+    make_pool: Callable[[int, str], RankPool], saved: Folder
+) -> None:
+    make_pool(2, "gloo").run(check_copies, saved("Qwen3Moe"))
+
+
+def check_copies(rank: Rank, folder: str) -> None:
+    model = over_ranks(rank, folder, tp_size=2, ep_size=2)
+    experts = next(each for each in model.modules() if hasattr(each, "_apply_gate"))
+    with pytest.raises(TypeError, match="expected a model whose experts are not over ranks"):
+        copy.deepcopy(experts)
 
 
 def test_a_model_without_ranks(saved: Folder) -> None:
