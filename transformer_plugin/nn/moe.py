@@ -137,9 +137,10 @@ class MoE(LayerContainer):
             ``reset_parameters()``.
         recipe: the formats of the experts' linear layers. Setting it later sets it in each layer, and changes the
             padding of the experts' rows as the recipe requires.
-        activation, glu_interleave, launch_options, parameters, fuse_wgrad_accumulation, delay_wgrad_compute,
-            cache_weights: of the experts, as in :class:`GroupedMLP`. With several ranks ``"list"`` and ``"grouped"``
-            layouts need ``dtensor=False``.
+        activation, glu_interleave, launch_options, parameters, fuse_wgrad_accumulation, delay_wgrad_compute: of the
+            experts, as in :class:`GroupedMLP`. With several ranks the layouts ``"list"`` and ``"grouped"`` need
+            ``dtensor=False``.
+        cache_weights: likewise.
         sequence_parallel: whether the ranks of ``tp_group`` have other tokens of the same sequences, and one loss, see
             :doc:`/tensor-parallel`. These ranks must share the experts. The router's gradient is the sum over them, and
             the auxiliary loss the mean.
